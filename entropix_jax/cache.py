@@ -1,0 +1,53 @@
+"""The functional key/value cache: a value that a step takes and returns.
+
+Each row has its own length, and only the length says which slots count: a slot at or past it may
+hold anything, NaN included, and never changes a result.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.config import ModelConfig
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of the tokens that each row has seen.
+
+    One array per layer rather than one stacked array, so that a step updates each in place. Heads
+    stand before slots, so that attention reads each head's slots in one run.
+    """
+
+    keys: tuple[jax.Array, ...]  # L of [B, K, S, H]
+    values: tuple[jax.Array, ...]  # L of [B, K, S, H]
+    length: jax.Array  # int32 [B], the slots of each row that are in use
+
+    @property
+    def capacity(self) -> int:
+        """S, the slots of a row."""
+        return self.keys[0].shape[2]
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache of `batch` rows with `capacity` slots each."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    layers = range(config.num_layers)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        length=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def write(slots: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Puts the first `count[B]` of `new[B, T, K, H]` into `slots[B, K, S, H]` from slot `start[B]`
+    on.
+
+    What would fall past the last slot is dropped, never moved onto an older one.
+    """
+    batch, tokens = new.shape[:2]
+    steps = jnp.arange(tokens, dtype=jnp.int32)[None, :]
+    target = jnp.where(steps < count[:, None], start[:, None] + steps, slots.shape[2])
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return slots.at[rows, :, target].set(new.astype(slots.dtype), mode="drop")

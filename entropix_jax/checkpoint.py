@@ -1,0 +1,186 @@
+"""Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
+
+Files are memory-mapped and each tensor goes straight into a JAX array: the weights stand in memory
+once. Nothing is unpickled.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from entropix_jax.config import ModelConfig
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_json_object, replacing
+from entropix_jax.params import Params, ParamSpec, param_specs
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+
+
+def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
+    """The type that the folder's weights are stored in, by name.
+
+    Raises:
+        UserError: no weights are found, or a file is damaged.
+    """
+    if config.dtype is not None:
+        return config.dtype
+    stored = _open_folder(folder)
+    _check_names(folder, stored, config)
+    return _stored_dtype(stored, config)
+
+
+def load_params(folder: Path, config: ModelConfig, dtype: str) -> Params:
+    """Reads the weights of a folder into JAX arrays of type `dtype`, on the default device.
+
+    Raises:
+        UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
+            duplicate, or of another shape or type than the configuration says: named in the
+            message.
+    """
+    stored = _open_folder(folder)
+    _check_names(folder, stored, config)
+    expected = config.dtype or _stored_dtype(stored, config)
+    specs, tree = jax.tree.flatten(param_specs(config))
+    for spec in specs:
+        stored[spec.name].check(spec, expected)
+    arrays = [stored[spec.name].read(jnp.dtype(dtype)) for spec in specs]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
+    """Writes `folder/model.safetensors`, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    specs = jax.tree.leaves(param_specs(config))
+    tensors = {
+        spec.name: np.asarray(array)
+        for spec, array in zip(specs, jax.tree.leaves(params), strict=True)
+    }
+    path = folder / SINGLE_FILE
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise UserError(f"{path}: cannot be written: {error}") from None
+
+
+class _StoredTensor:
+    """One tensor of a memory-mapped safetensors file."""
+
+    def __init__(self, path: Path, name: str, header: dict[str, Any], body: np.ndarray) -> None:
+        self.path = path
+        self.name = name
+        self.shape = tuple(header["shape"])
+        self.kind: str = header["dtype"]
+        self._bytes = body[slice(*header["data_offsets"])]
+
+    @property
+    def dtype(self) -> np.dtype:
+        if self.kind not in _DTYPES:
+            raise UserError(
+                f"{self.path}: tensor '{self.name}' has type {self.kind}, which is not implemented"
+            )
+        return _DTYPES[self.kind]
+
+    def check(self, spec: ParamSpec, dtype: str) -> None:
+        where = f"{self.path}: tensor '{self.name}'"
+        if self.shape != spec.shape:
+            raise UserError(f"{where} has shape {list(self.shape)}, expected {list(spec.shape)}")
+        if str(self.dtype) != dtype:
+            raise UserError(f"{where} has type {self.dtype}, expected {dtype}")
+
+    def read(self, dtype: jnp.dtype) -> jax.Array:
+        values = self._bytes.view(self.dtype).reshape(self.shape)
+        # Always a copy: an array that aliased the file would change, or crash, with the file.
+        return jnp.array(values, dtype=dtype, copy=True)
+
+
+def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
+    """All tensors of a folder by name, headers read and bodies mapped."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists():
+        return _open_file(single)
+    if not index.exists():
+        raise UserError(f"{folder}: {SINGLE_FILE} is missing, and so is {INDEX_FILE}")
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) and Path(shard).name == shard and shard.endswith(".safetensors")
+        for shard in weight_map.values()
+    ):
+        raise UserError(f"{index}: 'weight_map' must map tensors to .safetensors files beside it")
+    stored: dict[str, _StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, tensor in _open_file(folder / shard).items():
+            if name in stored:
+                raise UserError(
+                    f"{tensor.path}: tensor '{name}' is also in {stored[name].path.name}"
+                )
+            if weight_map.get(name) != shard:
+                raise UserError(f"{tensor.path}: tensor '{name}' is not where {INDEX_FILE} says")
+            stored[name] = tensor
+    if lost := sorted(set(weight_map) - set(stored)):
+        raise UserError(f"{folder / weight_map[lost[0]]}: tensor '{lost[0]}' is missing")
+    return stored
+
+
+def _open_file(path: Path) -> dict[str, _StoredTensor]:
+    try:
+        # The library checks the header: offsets in range, none overlapping, sizes as the shapes
+        # say.
+        with safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise UserError(f"{path.parent}: {path.name} is missing") from None
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UserError(f"{path}: not a valid safetensors file: {error}") from None
+    header.pop("__metadata__", None)
+    start = 8 + length
+    body = np.memmap(path, mode="r", dtype=np.uint8)[start:]
+    return {name: _StoredTensor(path, name, entry, body) for name, entry in header.items()}
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"tensor '{key}' occurs twice")
+        seen[key] = value
+    return seen
+
+
+def _stored_dtype(stored: dict[str, _StoredTensor], config: ModelConfig) -> str:
+    """The type of the embedding, which each model has; tensors that are read over may differ."""
+    return str(stored[param_specs(config).embedding.name].dtype)
+
+
+def _check_names(folder: Path, stored: dict[str, _StoredTensor], config: ModelConfig) -> None:
+    wanted = {spec.name for spec in jax.tree.leaves(param_specs(config))}
+    if missing := sorted(wanted - set(stored)):
+        raise UserError(f"{folder}: tensor '{missing[0]}' is missing ({len(missing)} in all)")
+    # A tied head may be stored all the same; older files also carry the rotary frequencies.
+    extra = set(stored) - wanted
+    if config.tied_head:
+        extra.discard("lm_head.weight")
+    extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
+    if extra:
+        name = min(extra)
+        raise UserError(f"{stored[name].path}: tensor '{name}' has no place in this model")

@@ -1,0 +1,169 @@
+"""What all commands share: arguments in, an exit status out, and errors of one line."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import signal
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from entropix_jax.errors import UserError
+
+EXIT_OK, EXIT_USAGE, EXIT_INTERRUPT = 0, 2, 130
+
+
+def _option(metavar: str) -> Any:
+    # With the constructor, the text "None" is text. An absent option needs no "(default: None)".
+    return tyro.conf.arg(metavar=metavar, constructor=str, help_behavior_hint="")
+
+
+# Types of options, for the fields of a command's arguments.
+Text = Annotated[str | None, _option("TEXT")]
+File = Annotated[str | None, _option("FILE")]
+Model = Annotated[str | None, _option("DIR_OR_HUB_ID")]
+Count = Annotated[int, tyro.conf.arg(metavar="N")]
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+_several = tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")
+Texts = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, _several]
+
+Arguments = TypeVar("Arguments")
+
+_FRAME = "│╭╰╮╯─ "
+
+
+def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> Arguments:
+    """The command line as an instance of the dataclass `arguments`. `--help` prints and exits.
+
+    Raises:
+        UserError: unknown, missing, malformed or repeated options.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if repeated := _repeated(arguments, argv):
+        raise UserError(f"{repeated} is given more than once (see {prog} --help)")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(arguments, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise UserError(f"{_one_line(complaint.getvalue())} (see {prog} --help)") from None
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Runs a command and turns what went wrong into one line on standard error and a status.
+
+    0 for success, 2 for whatever a user can mend, 130 for an interrupt. A reader that closes
+    standard output early (`| head`) ends the command quietly, with 0.
+    """
+    _mend_streams()
+    try:
+        try:
+            status = command()
+        except SystemExit as exit_:  # of --help
+            status = int(exit_.code or 0)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPT
+    except BrokenPipeError:
+        _discard_output()
+        return EXIT_OK
+    except OSError as error:
+        _discard_output()
+        return _fail(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
+    except MemoryError:
+        return _fail(_NO_MEMORY)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(_NO_MEMORY)
+
+
+_NO_MEMORY = "not enough memory: fewer rows, fewer new tokens or a smaller model need less"
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Within, a first Ctrl-C is only noted, so that it tears nothing in two; a second one strikes.
+
+    Gives a function that says whether Ctrl-C was pressed.
+    """
+    pressed = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.getsignal(signal.SIGINT)
+    # Elsewhere than in the main thread, or where interrupts are ignored, none arrives.
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def printable(text: str) -> str:
+    """Text with U+FFFD for control characters, which could steer a terminal."""
+    return "".join(
+        "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )
+
+
+def _fail(message: str) -> int:
+    print(f"error: {printable(message)}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _repeated(arguments: type, argv: Sequence[str]) -> str | None:
+    """An option that is given twice and may be given once. No option's name is ever a value."""
+    single = {
+        "--" + field.name.replace("_", "-")
+        for field in dataclasses.fields(arguments)
+        if not isinstance(field.default, tuple)
+    }
+    seen: set[str] = set()
+    for argument in argv:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name in seen:
+            return name
+        seen |= {name} & single
+    return None
+
+
+def _mend_streams() -> None:
+    """Standard streams that take whatever is written to them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    # A terminal's encoding may lack characters that a model writes.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _discard_output() -> None:
+    """Gives standard output somewhere to go: the interpreter flushes it once more at exit."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _one_line(box: str) -> str:
+    """The message in a framed complaint: the lines up to its first rule, without the frame."""
+    lines = (line.strip(_FRAME) for line in box.splitlines()[1:])
+    return " ".join(itertools.takewhile(bool, lines))

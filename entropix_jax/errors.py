@@ -1,0 +1,13 @@
+"""The one exception that a user is meant to see."""
+
+
+class UserError(Exception):
+    """Something that a user caused and can mend.
+
+    The message is one line: where, what, and what to do. Commands print it on standard error and
+    exit with status 2; it never comes with a traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        # A message may quote another library's, which may have several lines.
+        super().__init__(" ".join(message.splitlines()))

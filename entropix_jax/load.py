@@ -1,0 +1,165 @@
+"""From a folder or a hub id to a model that can run."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from entropix_jax.checkpoint import checkpoint_dtype, load_params
+from entropix_jax.config import (
+    GenerationConfig,
+    ModelConfig,
+    load_generation_config,
+    load_model_config,
+)
+from entropix_jax.errors import UserError
+from entropix_jax.params import Params
+from entropix_jax.precision import Precision, choose_precision
+from entropix_jax.resources import resource_folder
+from entropix_jax.tokenizer import Tokenizer, load_tokenizer
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A loaded checkpoint: weights, architecture, tokenizer, and how it computes."""
+
+    folder: Path
+    config: ModelConfig
+    generation: GenerationConfig
+    params: Params
+    precision: Precision
+    tokenizer: Tokenizer
+
+    @property
+    def is_chat_model(self) -> bool:
+        """Whether a prompt is best put as a chat: a template is there, and the folder is an
+        Instruct model's, which is told by an end-of-turn token among the end tokens."""
+        if self.tokenizer.chat_template is None:
+            return False
+        return set(self.turn_end_ids) == set(self.generation.eos_ids)
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn of a chat: the end tokens, and the end-of-turn token by
+        name."""
+        named = (self.tokenizer.token_id(token) for token in _TURN_ENDS)
+        ids = (*self.generation.eos_ids, *(i for i in named if i is not None))
+        return tuple(dict.fromkeys(ids))
+
+
+def load(model: str | None = None, dtype: str | None = None) -> LanguageModel:
+    """Loads a model.
+
+    Args:
+        model: a folder in the Hugging Face layout, or a hub id `owner/name`; None is the embedded
+            one.
+        dtype: "float32" or "bfloat16", the type of the weights in memory; None is the checkpoint's
+            own (float32 for a float16 one).
+
+    Raises:
+        UserError: no such folder or repository, one that is not a Llama checkpoint, or a device
+            that JAX was told to use and does not find.
+    """
+    _check_backend()
+    folder = resolve_model(model)
+    config = load_model_config(folder)
+    generation = load_generation_config(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"the model only {config.vocab_size}"
+        )
+    stored = checkpoint_dtype(folder, config)
+    weights = dtype or ("float32" if stored == "float16" else stored)
+    return LanguageModel(
+        folder=folder,
+        config=config,
+        generation=generation,
+        params=load_params(folder, config, weights),
+        precision=choose_precision(weights),
+        tokenizer=tokenizer,
+    )
+
+
+def resolve_model(model: str | None) -> Path:
+    """The folder of a model: one that exists, or a snapshot of a hub repository.
+
+    Raises:
+        UserError: neither a folder nor of the form `owner/name`, or the hub refuses.
+    """
+    if model is None:
+        return resource_folder("weights") / "tiny"
+    if model and Path(model).is_dir():
+        return Path(model)
+    if model and Path(model).exists():
+        raise UserError(f"{model}: a file, not a model folder")
+    if not _HUB_ID.fullmatch(model):
+        raise UserError(f"no such model folder: '{model}' (a hub id has the form owner/name)")
+    return _snapshot(model)
+
+
+def logits_epsilon(model: LanguageModel) -> float:
+    """The machine epsilon of the type that the model's logits are computed from."""
+    return float(jnp.finfo(model.precision.activations).eps)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
+
+    A folder that JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no
+    folder can be written, nothing is kept.
+    """
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        try:
+            folder = root.expanduser() / "entropix_jax" / "xla"
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # not writable; no home at all
+            return
+        if not os.access(folder, os.W_OK):
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _check_backend() -> None:
+    try:
+        jax.default_backend()
+    except (RuntimeError, AssertionError) as error:
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        raise UserError(f"JAX finds no device (JAX_PLATFORMS='{wanted}'): {error}") from None
+
+
+def _snapshot(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_HUB_FILES))
+    except GatedRepoError:
+        raise UserError(
+            f"{repo}: access is restricted; accept its terms on its page, then run 'hf auth login'"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"{repo}: neither a folder here nor a repository that can be read on the hub"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{repo}: no such folder, and not downloaded from the hub: {first}"
+        ) from None

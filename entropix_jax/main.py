@@ -1,0 +1,297 @@
+"""`python -m entropix_jax.main`: a prompt in, text and its uncertainty out."""
+
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from entropix_jax import __version__
+from entropix_jax.commandline import (
+    EXIT_INTERRUPT,
+    EXIT_OK,
+    Count,
+    File,
+    Flag,
+    Model,
+    Text,
+    Texts,
+    deferred_interrupts,
+    parse,
+    run_command,
+)
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_text
+
+if TYPE_CHECKING:
+    from entropix_jax.generate import Event, Generation, Piece
+    from entropix_jax.load import LanguageModel
+    from entropix_jax.sampler.presets import Sampler
+    from entropix_jax.terminal import TextScreen
+    from entropix_jax.trace import TraceWriter
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Generates text from a prompt with an uncertainty-aware sampler.
+
+    The text goes to standard output; notes, legend and summary go to standard error.
+    """
+
+    prompt: Text = None
+    """The prompt."""
+    prompt_file: File = None
+    """Read the prompt from a file, - for standard input. One final line break is dropped."""
+    messages: File = None
+    """Read a conversation from a JSON file: a list of {"role": ..., "content": ...}."""
+    model: Model = None
+    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
+    """A preset's name, or a sampler file that ends in .toml."""
+    set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
+    """Change settings of the sampler."""
+    max_new_tokens: Count = 256
+    """Most tokens to generate."""
+    seed: Count = 0
+    """Seed of all random numbers."""
+    samples: Count = 1
+    """Texts to generate from the prompt, side by side."""
+    chat: Flag = False
+    """Put the prompt as a turn of a chat (default for Instruct models)."""
+    no_chat: Flag = False
+    """Continue the prompt as plain text (default for other models)."""
+    system: Text = None
+    """A system message for the chat."""
+    stop: Texts = ()
+    """Texts that end the output; they are not printed."""
+    ignore_eos: Flag = False
+    """Go on past end tokens."""
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        tyro.conf.arg(
+            metavar="{bfloat16,float32}",
+            constructor=Literal["bfloat16", "float32"],
+            help_behavior_hint="",
+        ),
+    ] = None
+    """Type of the weights in memory (default: as in the checkpoint)."""
+    format: Literal["text", "json"] = "text"
+    """text as it comes, or one JSON object for each sample at the end."""
+    trace: File = None
+    """Write a trace: JSON Lines, one object a token."""
+    trace_top: Count = 0
+    """Add this many of the likeliest tokens to each token of the trace."""
+    trace_layers: Flag = False
+    """Add the attention entropy of each layer and head to each token of the trace."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.main") -> int:
+    """Runs the command and returns its exit status."""
+    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+
+
+def _main(arguments: Arguments) -> int:
+    _check(arguments)
+    # JAX takes most of a second to import: not before the command line is known to be good.
+    from entropix_jax.decode import Recording
+    from entropix_jax.generate import Generation, Request
+    from entropix_jax.load import load, use_compilation_cache
+    from entropix_jax.sampler.presets import load_sampler, parse_setting
+    from entropix_jax.trace import TraceWriter, check_writable
+
+    # A mistake in these should not wait for the model.
+    settings = dict(parse_setting(text) for text in itertools.chain(*arguments.set))
+    sampler = load_sampler(arguments.sampler)
+    sampler.with_values(settings)
+    prompt_text = _read_prompt(arguments)
+    if arguments.trace is not None:
+        check_writable(Path(arguments.trace))
+
+    use_compilation_cache()
+    model = load(arguments.model, arguments.dtype)
+    sampler = sampler.calibrated(model.folder).with_values(settings)
+    chat = _is_chat(arguments, model)
+    prompt = _encode(arguments, model, prompt_text, chat)
+    generation = Generation(
+        model,
+        [Request(prompt, str(i), arguments.max_new_tokens) for i in range(arguments.samples)],
+        sampler,
+        seed=arguments.seed,
+        stop=list(itertools.chain(*arguments.stop)),
+        ignore_eos=arguments.ignore_eos,
+        turn_end=chat,
+        recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
+    )
+    for note in sampler.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if arguments.trace is None:
+        return _run(arguments, generation, None)
+    with TraceWriter(Path(arguments.trace)) as writer:
+        writer.write(_trace_header(arguments, model, sampler, prompt))
+        return _run(arguments, generation, writer)
+
+
+def _run(arguments: Arguments, generation: "Generation", writer: "TraceWriter | None") -> int:
+    from entropix_jax.terminal import TextScreen, print_legend, summary
+    from entropix_jax.trace import footer
+
+    screen = TextScreen() if arguments.format == "text" else None
+    if screen is not None and screen.coloured:
+        print_legend()
+    try:
+        _stream(generation, _Output(generation, screen, writer))
+        if screen is None:
+            _print_json(generation)
+    finally:
+        # Whatever ended the run: the trace says how far it came.
+        generation.interrupt()
+        if writer is not None:
+            rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
+            writer.write(footer(rows, generation.timings))
+    print(summary(generation.rows, generation.timings), file=sys.stderr)
+    if errors := [row.error for row in generation.rows if row.error is not None]:
+        raise UserError("; ".join(errors))
+    interrupted = any(row.finish_reason == "interrupt" for row in generation.rows)
+    return EXIT_INTERRUPT if interrupted else EXIT_OK
+
+
+def _stream(generation: "Generation", output: "_Output") -> None:
+    """Passes on what the run gives, to its end or to Ctrl-C."""
+    events = iter(generation)
+    first = list(itertools.islice(events, 1))  # while it compiles, Ctrl-C may strike at once
+    with deferred_interrupts() as interrupted:
+        for event in itertools.chain(first, events):
+            output.take(event)
+            if interrupted():
+                break
+        for event in generation.interrupt():
+            output.take(event)
+
+
+class _Output:
+    """Prints samples one after the other, each as far as it is known, and writes the trace."""
+
+    def __init__(
+        self,
+        generation: "Generation",
+        screen: "TextScreen | None",
+        writer: "TraceWriter | None",
+    ) -> None:
+        self._rows = generation.rows
+        self._screen = screen
+        self._writer = writer
+        self._waiting: list[list[Piece]] = [[] for _ in generation.rows]
+        self._shown = 0  # the sample whose text is on its way out
+
+    def take(self, event: "Event") -> None:
+        """Writes what became known, as far as it is its turn."""
+        if self._writer is not None and event.token is not None:
+            self._writer.write(event.token.to_json())
+        if self._screen is None:
+            return
+        self._waiting[event.row].extend(event.pieces)
+        while self._shown < len(self._rows):
+            for piece in self._waiting[self._shown]:
+                self._screen.show(piece.text, piece.token)
+            self._waiting[self._shown].clear()
+            if self._rows[self._shown].finish_reason is None:
+                break
+            self._screen.end_text()
+            self._shown += 1
+
+
+def _check(arguments: Arguments) -> None:
+    """What can be told to be wrong from the command line alone."""
+    sources = (arguments.prompt, arguments.prompt_file, arguments.messages)
+    given = sum(source is not None for source in sources)
+    if given == 0 or arguments.prompt == "":
+        raise UserError("the prompt is empty: give --prompt, --prompt-file or --messages")
+    if given > 1:
+        raise UserError("give only one of --prompt, --prompt-file and --messages")
+    if arguments.chat and arguments.no_chat:
+        raise UserError("give only one of --chat and --no-chat")
+    if arguments.messages is not None and arguments.no_chat:
+        raise UserError("--messages is a chat: it does not go with --no-chat")
+    if arguments.messages is not None and arguments.system is not None:
+        raise UserError("--messages holds its own system message: it does not go with --system")
+    for name, value, least in (
+        ("--max-new-tokens", arguments.max_new_tokens, 1),
+        ("--samples", arguments.samples, 1),
+        ("--trace-top", arguments.trace_top, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
+    if not all(map(all, arguments.stop)):
+        raise UserError("--stop: an empty text ends nothing")
+    if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
+        raise UserError("--trace-top and --trace-layers need --trace FILE")
+
+
+def _read_prompt(arguments: Arguments) -> Any:
+    """The text of the prompt, or what a file of messages holds."""
+    if arguments.messages is not None:
+        try:
+            return json.loads(read_text(Path(arguments.messages)))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
+    if arguments.prompt_file is None:
+        return arguments.prompt
+    if arguments.prompt_file != "-":
+        return read_text(Path(arguments.prompt_file)).removesuffix("\n")
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
+
+
+def _is_chat(arguments: Arguments, model: "LanguageModel") -> bool:
+    if arguments.chat or arguments.messages is not None:
+        return True
+    return not arguments.no_chat and model.is_chat_model
+
+
+def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: bool) -> list[int]:
+    from entropix_jax.generate import encode_prompt
+
+    if arguments.messages is not None:
+        return model.tokenizer.apply_chat(prompt)
+    return encode_prompt(model, prompt, chat=chat, system=arguments.system)
+
+
+def _trace_header(
+    arguments: Arguments, model: "LanguageModel", sampler: "Sampler", prompt: list[int]
+) -> dict[str, Any]:
+    from entropix_jax.trace import header
+
+    return header(
+        model=arguments.model or "weights/tiny",
+        model_config=model.config,
+        precision=model.precision,
+        sampler=sampler.name,
+        sampler_values=sampler.values,
+        seed=arguments.seed,
+        prompt=model.tokenizer.decode(prompt, skip_special=False),
+        prompt_tokens=prompt,
+        version=__version__,
+    )
+
+
+def _print_json(generation: "Generation") -> None:
+    for index, row in enumerate(generation.rows):
+        result = {
+            "row": index,
+            **row.to_json(),
+            "prompt_tokens": list(row.request.prompt),
+            "token_records": [token.to_json() for token in row.tokens],
+        }
+        # Where the encoding lacks a character, its escape still means it.
+        escape = (sys.stdout.encoding or "").lower() != "utf-8"
+        print(json.dumps(result, ensure_ascii=escape, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The uncertainty of one step, as numbers: of the next-token distribution and of the attention.
+
+Entropies are in bits, varentropies in bits^2, log-probabilities in nats. All is float32, and each
+row is measured alone.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.attention import AttnStats
+
+_LN2 = math.log(2.0)
+
+
+@struct.dataclass
+class Metrics:
+    """What the sampler decides by; every field float32 [B] (or a scalar, for one row)."""
+
+    entropy: jax.Array  # h = -sum p log2 p, bits
+    varentropy: jax.Array  # u = sum p (log2 p + h)^2, bits^2
+    attn_entropy: jax.Array  # mean of E over layers and heads, bits
+    attn_entropy_norm: jax.Array  # mean of E / log2 max(n, 2), in [0, 1]
+    attn_varentropy: jax.Array  # mean over layers of the variance of E across heads, bits^2
+    agreement: jax.Array  # 1 - mean total variation of a head from the heads' mean, in [0, 1]
+    agreement_published: jax.Array  # mean |a_j - mean a_j| over heads and keys: a disagreement
+    interaction_strength: jax.Array  # mean |s| over layers, heads and valid keys
+
+
+def noise_floor(epsilon: jax.Array, vocab_size: int) -> jax.Array:
+    """The log-probability (nats) below which logits of machine epsilon `epsilon` say nothing.
+
+    `ln(epsilon) - ln(V)/2`: the rounding errors of the V exponentials add up to `sqrt(V) *
+    epsilon`, spread over V tokens (seed document 004, "Logit noise threshold").
+    """
+    return jnp.log(epsilon) - 0.5 * math.log(vocab_size)
+
+
+def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
+    """`log_probs[B, V]` (nats) with those under the noise floor at -inf and the rest renormalised.
+
+    `epsilon` is float32 [B]; where it is 0 there is no floor and the row stays as it is. So does a
+    row that has nothing above the floor (bfloat16, and all of 128,256 tokens about as likely).
+    """
+    floor = noise_floor(jnp.where(epsilon > 0, epsilon, 1.0), log_probs.shape[-1])[:, None]
+    audible = log_probs >= floor
+    kept = jnp.where(audible, log_probs, -jnp.inf)
+    renormalised = kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)
+    wanted = (epsilon > 0)[:, None] & jnp.any(audible, axis=-1, keepdims=True)
+    return jnp.where(wanted, renormalised, log_probs)
+
+
+def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Entropy (bits) and varentropy (bits^2) of `log_probs[..., V]` in nats: two float32 [...].
+
+    The varentropy is the variance of the information content; a term with p = 0 adds 0.
+    """
+    probs = jnp.exp(log_probs)
+    bits = jnp.where(probs > 0, log_probs / _LN2, 0.0)
+    entropy = -jnp.sum(probs * bits, axis=-1)
+    varentropy = jnp.sum(probs * jnp.square(bits + entropy[..., None]), axis=-1)
+    return entropy, varentropy
+
+
+def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) -> Metrics:
+    """All metrics of each row.
+
+    Args:
+        log_probs: float32 [B, V], nats.
+        stats: of each row's last position.
+        layer_weights: float32 [B, L], traced: the weight of each layer in the means over layers.
+            Ones are "all layers"; one-hot on the last is what the published code did.
+    """
+    entropy, varentropy = entropy_and_varentropy(log_probs)
+    weights = layer_weights / jnp.sum(layer_weights, axis=-1, keepdims=True)
+
+    def over_layers(per_layer: jax.Array) -> jax.Array:
+        return jnp.sum(weights * per_layer, axis=-1)
+
+    attn_entropy = over_layers(jnp.mean(stats.entropy, axis=-1))
+    divergence = over_layers(stats.divergence)
+    return Metrics(
+        entropy=entropy,
+        varentropy=varentropy,
+        attn_entropy=attn_entropy,
+        attn_entropy_norm=attn_entropy / jnp.log2(jnp.maximum(stats.keys, 2.0)),
+        attn_varentropy=over_layers(jnp.var(stats.entropy, axis=-1)),
+        agreement=1.0 - 0.5 * divergence,
+        agreement_published=divergence / stats.keys,
+        interaction_strength=over_layers(stats.interaction),
+    )

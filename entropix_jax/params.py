@@ -1,0 +1,108 @@
+"""The parameter tree, described once: shapes, logical axes and checkpoint names.
+
+Initialisation, loading and saving all walk `param_specs`, so they cannot disagree. Matrices are
+kept as the checkpoint has them, `[out, in]`: nothing is transposed on the way in.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.config import ModelConfig
+
+
+@struct.dataclass
+class LayerParams:
+    """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree."""
+
+    attention_norm: Any  # [D]
+    query: Any  # [N*H, D]
+    key: Any  # [K*H, D]
+    value: Any  # [K*H, D]
+    output: Any  # [D, N*H]
+    mlp_norm: Any  # [D]
+    gate: Any  # [F, D]
+    up: Any  # [F, D]
+    down: Any  # [D, F]
+
+
+@struct.dataclass
+class Params:
+    """All weights of a model. `head` is None where the embedding serves as the output matrix."""
+
+    embedding: Any  # [V, D]
+    layers: tuple[LayerParams, ...]
+    final_norm: Any  # [D]
+    head: Any  # [V, D] or None
+
+    @property
+    def unembedding(self) -> Any:
+        """The output matrix, [V, D]."""
+        return self.embedding if self.head is None else self.head
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One tensor: its name in a checkpoint, its shape, and the meaning of each axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """The abstract tree of a configuration, a `ParamSpec` at each leaf."""
+    width, mlp, vocab = config.width, config.mlp_width, config.vocab_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+
+    def layer(i: int) -> LayerParams:
+        def spec(name: str, shape: tuple[int, ...], *axes: str) -> ParamSpec:
+            return ParamSpec(f"model.layers.{i}.{name}.weight", shape, axes)
+
+        return LayerParams(
+            attention_norm=spec("input_layernorm", (width,), "width"),
+            query=spec("self_attn.q_proj", (queries, width), "heads", "width"),
+            key=spec("self_attn.k_proj", (keys, width), "kv_heads", "width"),
+            value=spec("self_attn.v_proj", (keys, width), "kv_heads", "width"),
+            output=spec("self_attn.o_proj", (width, queries), "width", "heads"),
+            mlp_norm=spec("post_attention_layernorm", (width,), "width"),
+            gate=spec("mlp.gate_proj", (mlp, width), "mlp", "width"),
+            up=spec("mlp.up_proj", (mlp, width), "mlp", "width"),
+            down=spec("mlp.down_proj", (width, mlp), "width", "mlp"),
+        )
+
+    return Params(
+        embedding=ParamSpec("model.embed_tokens.weight", (vocab, width), ("vocab", "width")),
+        layers=tuple(layer(i) for i in range(config.num_layers)),
+        final_norm=ParamSpec("model.norm.weight", (width,), ("width",)),
+        head=None
+        if config.tied_head
+        else ParamSpec("lm_head.weight", (vocab, width), ("vocab", "width")),
+    )
+
+
+def count_params(config: ModelConfig) -> int:
+    """The number of weights, a tied head counted once."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
+    """Random weights: norms at one, matrices normal with the deviation 0.02 that Llama is trained
+    from.
+
+    `key` is consumed.
+    """
+    specs, tree = jax.tree.flatten(param_specs(config))
+    keys = jax.random.split(key, len(specs))
+
+    def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
+        if len(spec.shape) == 1:
+            return jnp.ones(spec.shape, dtype)
+        return jnp.asarray(0.02 * jax.random.normal(key, spec.shape, jnp.float32), dtype)
+
+    return jax.tree.unflatten(tree, [init(s, k) for s, k in zip(specs, keys, strict=True)])

@@ -1,0 +1,31 @@
+"""Which number types a run computes in: one choice per backend, made once when a model is
+loaded."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Static. `weights` is how parameters lie in memory; `activations` is the type of the hidden
+    state and of the key/value cache. Norms, softmax, logits and metrics are float32 whatever stands
+    here.
+    """
+
+    weights: jnp.dtype
+    activations: jnp.dtype
+
+
+def choose_precision(weights: str, backend: str | None = None) -> Precision:
+    """The precision for weights of the named type on a backend (default: JAX's default backend).
+
+    A CPU multiplies in float32: XLA's bfloat16 products are twenty times slower there, while
+    reading bfloat16 weights and widening them on the fly costs half the bytes. GPUs and TPUs
+    compute in the weights' own type with float32 accumulation.
+    """
+    weights_dtype = jnp.dtype(weights)
+    backend = backend or jax.default_backend()
+    activations = jnp.dtype(jnp.float32) if backend == "cpu" else weights_dtype
+    return Precision(weights=weights_dtype, activations=activations)

@@ -1,0 +1,12 @@
+"""Where the files that come with the package lie: presets and the embedded model."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
+
+def resource_folder(name: str) -> Path:
+    """The folder `configs` or `weights`: inside an installed package, or beside it in a
+    checkout."""
+    installed = _PACKAGE / "_data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -1,0 +1,53 @@
+"""Which regime a step is in: four open boxes over four quantities, and the loop guard."""
+
+import jax
+import jax.numpy as jnp
+
+from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.params import (
+    BOXES,
+    LOOP_WINDOW,
+    MAX_PERIOD,
+    QUANTITIES,
+    REGIMES,
+    LoopParams,
+    SamplerParams,
+)
+
+LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
+
+
+def classify(metrics: Metrics, params: SamplerParams) -> jax.Array:
+    """The regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box holds the
+    point, else MID. A NaN is in no box."""
+    point = jnp.stack([getattr(metrics, quantity) for quantity in QUANTITIES])[None, :]
+    inside = jnp.all((params.low < point) & (point < params.high), axis=-1)  # [4]
+    return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
+
+
+def is_looping(
+    history: jax.Array, length: jax.Array, generated: jax.Array, params: LoopParams
+) -> jax.Array:
+    """Whether one row repeats itself (seed document 004's "doom loop"): a bool.
+
+    Args:
+        history: int32 [S], the row's tokens, prompt included.
+        length: int32, how many of them there are.
+        generated: int32, how many of those were generated; a prompt never counts as a loop.
+        params: a stretch of q <= `max_period` tokens must stand `repeats` times in a row at the
+        end.
+    """
+    offsets = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
+    tail = jnp.take(history, length - 1 - offsets, mode="clip")  # latest first
+    periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
+    earlier = jnp.take(history, length - 1 - offsets[None, :] - periods[:, None], mode="clip")
+    same = tail[None, :] == earlier  # [P, W]: equals the token one period before
+    run = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)  # [P]
+    span = periods * params.repeats
+    looping = (
+        (periods <= params.max_period)
+        & (params.repeats >= 2)
+        & (span <= generated)
+        & (run >= span - periods)
+    )
+    return jnp.any(looping)

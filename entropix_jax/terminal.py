@@ -1,0 +1,99 @@
+"""How a run looks in a terminal: text coloured by regime, a legend, a line of summary."""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from entropix_jax.commandline import printable
+from entropix_jax.generate import Row
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.trace import TokenRecord
+
+# Okabe and Ito's colours, which colour-blind people tell apart, on dark and on light. What is
+# certain keeps the terminal's own colour.
+_STYLES = {
+    "lelv": "",
+    "helv": "#0072B2 bold",
+    "lehv": "#E69F00",
+    "hehv": "#D55E00 bold",
+    "mid": "#009E73",
+}
+_MEANINGS = {
+    "lelv": "certain",
+    "helv": "undecided",
+    "lehv": "forked",
+    "hehv": "scattered",
+    "mid": "between",
+}
+_INJECTED = "underline"
+
+
+class TextScreen:
+    """Writes the text of a run to standard output as it comes, and nothing else there."""
+
+    def __init__(self) -> None:
+        self._out = sys.stdout
+        self._console = Console(file=self._out, highlight=False, soft_wrap=True)
+        self._on_terminal = self._console.is_terminal
+        self.coloured = (
+            self._on_terminal
+            and self._console.color_system is not None
+            and not self._console.no_color
+        )
+        self._last = "\n"
+
+    def show(self, text: str, token: TokenRecord) -> None:
+        """Prints a piece of text in the colour of its token's regime."""
+        if self._on_terminal:
+            text = printable(text)
+        style = style_of(token) if self.coloured else ""
+        if style:
+            self._console.print(Text(text, style=style), end="")
+        else:
+            self._out.write(text)
+        self._out.flush()
+        self._last = text[-1:] or self._last
+
+    def end_text(self) -> None:
+        """Ends a row's text with a line break, where it has none."""
+        if self._last != "\n":
+            self._out.write("\n")
+            self._out.flush()
+        self._last = "\n"
+
+
+def style_of(token: TokenRecord) -> str:
+    """The rich style of a token: its regime's colour, underlined where it was injected."""
+    style = _STYLES[token.regime]
+    return f"{style} {_INJECTED}".strip() if token.action == "inject" else style
+
+
+def print_legend() -> None:
+    """What the colours mean, on one line of standard error, where that is a terminal."""
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not err.is_terminal:
+        return
+    legend = Text()
+    for regime in REGIMES:
+        legend.append(regime, style=_STYLES[regime])
+        legend.append(f" {_MEANINGS[regime]}  ")
+    legend.append("injected", style=_INJECTED)
+    err.print(legend)
+
+
+def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
+    """Tokens, speed, the share of each regime and why the rows ended, on one line.
+
+    The speed is that after the first step, which waits for the prompt and for the compiler.
+    """
+    tokens = [token for row in rows for token in row.tokens]
+    first = sum(1 for row in rows if row.tokens)
+    seconds = timings["total"] - timings.get("first_token", 0.0)
+    speed = f" ({(len(tokens) - first) / seconds:.0f} tok/s)" if len(tokens) > first else ""
+    count = max(len(tokens), 1)
+    shares = " ".join(f"{r} {sum(t.regime == r for t in tokens) / count:.0%}" for r in REGIMES)
+    reasons = ", ".join(dict.fromkeys(row.finish_reason or "running" for row in rows))
+    noun = "token" if len(tokens) == 1 else "tokens"
+    return f"{len(tokens)} {noun}{speed} | {shares} | {reasons}"

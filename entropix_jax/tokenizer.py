@@ -1,0 +1,348 @@
+"""The tokenizer of a checkpoint folder: text to ids, ids to text, conversations to ids.
+
+`tokenizer.json` is read by the `tokenizers` library. A folder that has only Meta's
+`tokenizer.model` (Llama 3's ranks) goes through `tiktoken`. Both libraries are imported when a
+tokenizer of their kind is loaded, Jinja when a chat is rendered.
+
+Special tokens are recognised wherever their text stands, in prompts as in chat messages, as
+`transformers` does by default. Who passes on text from others should know that such a text can
+end a turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from entropix_jax.detokenizer import StreamDecoder, TokenBytes, token_bytes_of_decoder
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_bytes, read_json_object, read_text
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# Llama 3's split into words, as Meta publishes it.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# They follow the ranks; the others of the 256 are reserved.
+_LLAMA3_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+_LLAMA3_SPECIAL_COUNT = 256
+# The expression above backtracks, up to an error on long runs. Meta's own reader cuts runs of
+# (non-)whitespace at this length, so these ids are the ones that the model knows.
+_LLAMA3_LONGEST_RUN = 25_000
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint folder.
+
+    `tokenizer.json` wins over `tokenizer.model`. `tokenizer_config.json` and
+    `chat_template.jinja` are optional.
+
+    Raises:
+        UserError: neither file, or a file that is not what its name says.
+    """
+    settings = _Settings.load(folder)
+    if (folder / "tokenizer.json").is_file():
+        return _HuggingFaceTokenizer(folder / "tokenizer.json", settings)
+    if (folder / "tokenizer.model").is_file():
+        return _TiktokenTokenizer(folder / "tokenizer.model", settings)
+    raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model is there")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `tokenizer_config.json` and `chat_template.jinja` say.
+
+    Attributes:
+        special_tokens: text of `bos_token`, `eos_token` and the like.
+        add_bos: whether a text starts with the beginning-of-text token; None: not said.
+        chat_template: Jinja source.
+        chat_template_origin: the file that it is from.
+    """
+
+    special_tokens: Mapping[str, str]
+    add_bos: bool | None
+    chat_template: str | None
+    chat_template_origin: str
+
+    @classmethod
+    def load(cls, folder: Path) -> _Settings:
+        path = folder / "tokenizer_config.json"
+        raw = read_json_object(path) if path.is_file() else {}
+        special_tokens = {}
+        for key, value in raw.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                special_tokens[key] = text
+        add_bos = raw.get("add_bos_token")
+        if not isinstance(add_bos, bool | None):
+            raise UserError(f"{path}: 'add_bos_token' must be true or false, not {add_bos!r}")
+        template_path = folder / "chat_template.jinja"
+        if template_path.is_file():
+            template: str | None = read_text(template_path)
+            path = template_path
+        else:
+            template = _default_template(raw.get("chat_template"), path)
+        return cls(special_tokens, add_bos, template, str(path))
+
+
+def _default_template(value: Any, path: Path) -> str | None:
+    """A template, or the one named "default" of a list of named templates."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return {entry["name"]: str(entry["template"]) for entry in value}.get("default")
+    except (TypeError, KeyError) as error:
+        raise UserError(
+            f"{path}: 'chat_template' must be text or a list of objects with 'name' and 'template'"
+        ) from error
+
+
+class Tokenizer(ABC):
+    """Text to ids and back, for one checkpoint.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        bos_id: the beginning-of-text token that belongs before a text; None where the checkpoint's
+          tokenizer puts none.
+        special_ids: ids of control tokens, which are not part of the text.
+        chat_template: Jinja source, None without one.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    special_ids: frozenset[int]
+    _token_bytes: TokenBytes
+
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+        self.chat_template = settings.chat_template
+
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """The id of a token's own string (of "<|eot_id|>", say), None outside the vocabulary."""
+
+    @abstractmethod
+    def _token(self, token_id: int) -> str | None: ...
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        """The ids of a text; with `add_bos` they start with `bos_id`, where there is one.
+
+        It is not put again before a text that starts with it.
+
+        Raises:
+            UserError: text with surrogates, which stand for bytes that were not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"text is not valid Unicode at character {error.start}") from error
+        ids = self._encode(text)
+        if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(
+        self, ids: Iterable[int], *, skip_special: bool = True, after: Sequence[int] = ()
+    ) -> str:
+        """The text of some ids: what `stream` gives for them, to the end."""
+        return self.stream(skip_special=skip_special, after=after).run(ids)
+
+    def stream(self, *, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
+        """A decoder that takes one id at a time.
+
+        Args:
+            skip_special: leave special tokens out of the text.
+            after: ids that come before, a prompt's for instance. Their text is not given again, but
+              the start of a text, where some tokenizers drop a space, is at theirs.
+        """
+        decoder = StreamDecoder(
+            token=self._token,
+            token_bytes=self._token_bytes,
+            skip=self.special_ids if skip_special else frozenset(),
+        )
+        for token_id in after:
+            decoder.push(token_id)
+        return decoder
+
+    def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation by the checkpoint's chat template.
+
+        Args:
+            messages: a list of objects with at least the texts `role` and `content`.
+            add_generation_prompt: end with the start of the assistant's answer.
+
+        Raises:
+            UserError: no template, messages of another shape, or a template that is wrong or
+              refuses them.
+        """
+        if self.chat_template is None:
+            raise UserError("this model's tokenizer has no chat template (use --no-chat)")
+        from entropix_jax.chat_template import render_chat
+
+        return render_chat(
+            self.chat_template,
+            messages,
+            origin=self._settings.chat_template_origin,
+            special_tokens=self._settings.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of `render_chat`'s text; `bos_id` is put where the template does not put it."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_bos=True)
+
+
+class _HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json."""
+
+    def __init__(self, path: Path, settings: _Settings) -> None:
+        super().__init__(settings)
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower class
+            raise UserError(f"{path}: not a tokenizer.json: {error}") from error
+        # Such files may hold the settings of a training run.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        try:
+            self._token_bytes = token_bytes_of_decoder(_decoder_of(self._tokenizer))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        sizes = [self._tokenizer.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)]
+        self.vocab_size = max(sizes)
+        self.bos_id = self._find_bos(path, settings)
+
+    def _find_bos(self, path: Path, settings: _Settings) -> int | None:
+        if settings.add_bos is False:
+            return None
+        if settings.add_bos is None:
+            # The file's own post-processor decides: look at what it puts before a text.
+            probe = self._tokenizer.encode("a")
+            return probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
+        bos_id = self.token_id(settings.special_tokens.get("bos_token", ""))
+        if bos_id is None:
+            raise UserError(f"{path}: 'add_bos_token' is set, but 'bos_token' is not a token")
+        return bos_id
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def _token(self, token_id: int) -> str | None:
+        try:
+            return self._tokenizer.id_to_token(token_id)
+        except OverflowError:
+            return None
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _decoder_of(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    # A decoder's pickled state is its part of tokenizer.json; reading that file again takes longer.
+    decoder = tokenizer.decoder
+    return None if decoder is None else json.loads(decoder.__getstate__())
+
+
+class _TiktokenTokenizer(Tokenizer):
+    """Llama 3's tokenizer.model: byte-pair ranks, with the special tokens after them."""
+
+    _token_bytes = TokenBytes(of=lambda token: token.encode("latin-1"))
+
+    def __init__(self, path: Path, settings: _Settings) -> None:
+        super().__init__(settings)
+        import tiktoken
+
+        ranks = _read_ranks(path)
+        names = [
+            *_LLAMA3_SPECIAL,
+            *(
+                f"<|reserved_special_token_{i}|>"
+                for i in range(3, _LLAMA3_SPECIAL_COUNT - len(_LLAMA3_SPECIAL) + 3)
+            ),
+        ]
+        special = {name: len(ranks) + i for i, name in enumerate(names)}
+        self._encoding = tiktoken.Encoding(
+            path.name, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special
+        )
+        self.special_ids = frozenset(special.values())
+        self.vocab_size = len(ranks) + len(special)
+        self.bos_id = None if settings.add_bos is False else special["<|begin_of_text|>"]
+
+    def token_id(self, token: str) -> int | None:
+        try:
+            return self._encoding.encode_single_token(token)
+        except KeyError:
+            return None
+
+    def _token(self, token_id: int) -> str | None:
+        try:
+            # Latin-1: the bytes, each as a character.
+            return self._encoding.decode_single_token_bytes(token_id).decode("latin-1")
+        except (KeyError, OverflowError):
+            return None
+
+    def _encode(self, text: str) -> list[int]:
+        return [
+            token_id
+            for piece in _cut_runs(text)
+            for token_id in self._encoding.encode(piece, allowed_special="all")
+        ]
+
+
+def _cut_runs(text: str) -> Iterator[str]:
+    """The text, cut inside of every run of (non-)whitespace that is longer than the bound."""
+    start = 0
+    if len(text) > _LLAMA3_LONGEST_RUN:
+        for run in re.finditer(r"\s+|\S+", text):
+            for cut in range(run.start() + _LLAMA3_LONGEST_RUN, run.end(), _LLAMA3_LONGEST_RUN):
+                yield text[start:cut]
+                start = cut
+    yield text[start:]
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Reads tiktoken's text format: on each line a token in base64 and its rank, from 0 up."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: line {number} is not a token in base64 and its rank "
+                "(only Llama 3's tokenizer.model is read; others need a tokenizer.json)"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise UserError(f"{path}: the ranks are not the numbers from 0 up, each once")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise UserError(f"{path}: the ranks lack some of the 256 single bytes")
+    return ranks

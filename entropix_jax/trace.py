@@ -1,0 +1,175 @@
+"""The trace of a run: JSON Lines, a header, one object for each token, a footer.
+
+The same run gives the same bytes, but for the timings in the footer.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+
+from entropix_jax.errors import UserError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """One committed token. Entropies are in bits, varentropies in bits^2, log-probabilities in
+    nats.
+
+    `text` is what the token completes, so that the texts of a row, joined, are the row's text (and
+    go on through the stop string that ended it); it is empty in the middle of a character and for
+    control tokens. `forwards` counts the token
+    positions of the row that were evaluated beyond its prompt when the token was chosen. Three
+    fields are None unless asked for: `top` holds [token id, text, probability] of the likeliest
+    tokens, `layers` the attention entropy of each layer and head.
+    """
+
+    row: int
+    position: int
+    token_id: int
+    text: str
+    regime: str
+    action: str
+    logprob: float
+    entropy: float
+    varentropy: float
+    sequence_varentropy: float
+    attn_entropy: float
+    attn_entropy_norm: float
+    attn_varentropy: float
+    agreement: float
+    agreement_published: float
+    interaction_strength: float
+    confidence: float
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    forwards: int
+    loop: bool
+    top: list[tuple[int, str, float]] | None = None
+    layers: list[list[float]] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of a trace line."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {"type": "token"} | {k: v for k, v in fields.items() if v is not None}
+
+
+def plain(value: Any) -> Any:
+    """Arrays as Python numbers and lists; a float32 becomes the shortest decimal that means it."""
+    array = np.asarray(value)
+    if array.ndim:
+        return [plain(v) for v in array]
+    return float(str(array)) if array.dtype.kind == "f" else array.item()
+
+
+def header(
+    *,
+    model: str,
+    model_config: Any,
+    precision: Any,
+    sampler: str,
+    sampler_values: Mapping[str, Any],
+    seed: int,
+    prompt: str,
+    prompt_tokens: Sequence[int],
+    version: str,
+) -> dict[str, Any]:
+    """The header object; `version` is this package's."""
+    return {
+        "type": "header",
+        "format_version": FORMAT_VERSION,
+        "model": model,
+        "model_config": asdict(model_config),
+        "precision": {k: str(v) for k, v in asdict(precision).items()},
+        "sampler": sampler,
+        "sampler_parameters": dict(sorted(sampler_values.items())),
+        "seed": seed,
+        "versions": {
+            "entropix_jax": version,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": platform.python_version(),
+        },
+        "backend": jax.default_backend(),
+        "prompt": prompt,
+        "prompt_tokens": list(prompt_tokens),
+    }
+
+
+def footer(rows: Sequence[Mapping[str, Any]], timings: Mapping[str, float]) -> dict[str, Any]:
+    """The footer object: finish reason and counts of each row, and the run's timings in seconds."""
+    return {"type": "footer", "rows": list(rows), "timings": dict(timings)}
+
+
+def check_writable(path: Path) -> None:
+    """Looks whether a trace could be written, without leaving a file.
+
+    Raises:
+        UserError: it could not.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: the trace cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the trace cannot be written: no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{path}: the trace cannot be written: no permission")
+
+
+class TraceWriter:
+    """Writes a trace line by line as the run goes, so that an interrupted run leaves what it had.
+
+    A context manager, which closes the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file.
+
+        Raises:
+            UserError: the path cannot be written.
+        """
+        self._path = path
+        try:
+            # A name with bytes that are not UTF-8 becomes a JSON escape.
+            self._file = path.open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds one object.
+
+        Raises:
+            UserError: the file cannot take it (a full disk, say).
+        """
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> UserError:
+        return UserError(f"{self._path}: the trace cannot be written: {error.strerror}")

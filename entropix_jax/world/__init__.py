@@ -1,0 +1,1 @@
+"""A small probabilistic world whose texts have known next-token distributions."""

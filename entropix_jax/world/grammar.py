@@ -1,0 +1,197 @@
+"""How a document is described, drawn and judged.
+
+A document is a coroutine: it yields a `Choice`, the exact distribution of its next terminal, and is
+sent the terminal that was chosen. Nothing is drawn anywhere else and every choice is a terminal of
+the text, so a text determines the state of its grammar, and the distribution after any prefix is
+exactly the choice that the coroutine yields there. `sample` answers the choices at random; `replay`
+answers them with a given text.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from random import Random
+from typing import TypeVar
+
+from entropix_jax.world.lexicon import CONTENT, PAUSE, terminals_of
+
+T = TypeVar("T")
+Part = Generator["Choice", str, T]
+"""A piece of a document; what it returns is what the following pieces need to know of it."""
+Document = Part[None]
+
+# How likely a pause is where a speaker may hesitate, and how likely `Wait...`.
+HESITATION = 0.005
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The distribution of the next terminal.
+
+    Attributes:
+        kind: what is chosen ("fact", "fork", "list", ...): the label of tables.
+        terminals: the possible ones, each once.
+        probabilities: theirs, positive, of sum 1.
+    """
+
+    kind: str
+    terminals: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    @cached_property
+    def entropy(self) -> float:
+        """In bits."""
+        return -math.fsum(p * math.log2(p) for p in self.probabilities)
+
+    @cached_property
+    def varentropy(self) -> float:
+        """The variance of the information content, in bits squared."""
+        h = self.entropy
+        return math.fsum(p * (math.log2(p) + h) ** 2 for p in self.probabilities)
+
+    @cached_property
+    def cumulative(self) -> tuple[float, ...]:
+        """Running sums of the probabilities but the last, for drawing."""
+        return tuple(accumulate(self.probabilities[:-1]))
+
+    def draw(self, rng: Random) -> str:
+        """One terminal; certain ones cost no random number."""
+        if len(self.terminals) == 1:
+            return self.terminals[0]
+        return self.terminals[bisect_right(self.cumulative, rng.random())]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A terminal of a text and the distribution that it was drawn from."""
+
+    terminal: str
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A judged text: its positions, and the choice that comes next (None: the text has ended)."""
+
+    positions: tuple[Position, ...]
+    upcoming: Choice | None
+
+
+class ImpossibleText(ValueError):
+    """A text that the grammar cannot produce.
+
+    Attributes:
+        index: of the first terminal that has probability 0.
+    """
+
+    def __init__(self, index: int, terminal: str, choice: Choice | None) -> None:
+        self.index = index
+        if choice is None:
+            expected = "nothing: the document has ended"
+        else:
+            expected = " or ".join(repr(t) for t in choice.terminals[:4])
+            expected += " or ..." if len(choice.terminals) > 4 else ""
+        super().__init__(f"terminal {index} is {terminal!r}, but the world expects {expected}")
+
+
+def sample(document: Document, rng: Random) -> Iterator[Position]:
+    """Draws a document, terminal by terminal."""
+    choice: Choice | None = next(document, None)
+    while choice is not None:
+        terminal = choice.draw(rng)
+        yield Position(terminal, choice)
+        choice = _advance(document, terminal)
+
+
+def replay(document: Document, terminals: Iterable[str]) -> Replay:
+    """Holds a text, possibly unfinished, against its grammar.
+
+    Raises:
+        ImpossibleText: a terminal has probability 0 where it stands.
+    """
+    positions: list[Position] = []
+    choice: Choice | None = next(document, None)
+    for index, terminal in enumerate(terminals):
+        if choice is None or terminal not in choice.terminals:
+            raise ImpossibleText(index, terminal, choice)
+        positions.append(Position(terminal, choice))
+        choice = _advance(document, terminal)
+    return Replay(tuple(positions), choice)
+
+
+def _advance(document: Document, terminal: str) -> Choice | None:
+    """The choice after a terminal, or None at the document's end."""
+    try:
+        return document.send(terminal)
+    except StopIteration:
+        return None
+
+
+# Choices.
+
+
+@lru_cache(maxsize=4096)
+def certain(kind: str, terminal: str) -> Choice:
+    """One continuation."""
+    return Choice(kind, (terminal,), (1.0,))
+
+
+def uniform(kind: str, terminals: Sequence[str]) -> Choice:
+    """Interchangeable continuations."""
+    return Choice(kind, tuple(terminals), (1.0 / len(terminals),) * len(terminals))
+
+
+def weighted(kind: str, weights: Mapping[str, float]) -> Choice:
+    """Continuations in proportion to their weights; those of weight 0 are impossible."""
+    possible = {terminal: weight for terminal, weight in weights.items() if weight > 0}
+    total = math.fsum(possible.values())
+    return Choice(kind, tuple(possible), tuple(w / total for w in possible.values()))
+
+
+def expected(kind: str, terminal: str, likelihood: float, others: Sequence[str]) -> Choice:
+    """One continuation of the given likelihood, and others that share the rest evenly."""
+    rest = (1.0 - likelihood) / len(others)
+    return Choice(kind, (terminal, *others), (likelihood, *((rest,) * len(others))))
+
+
+# Parts.
+
+
+def say(text: str) -> Document:
+    """Words that could not be others: glue ("fixed"), or what was said before ("copy")."""
+    for terminal in terminals_of(text):
+        yield certain("copy" if terminal.lstrip(" ") in CONTENT else "fixed", terminal)
+
+
+def state(kind: str, text: str) -> Document:
+    """Words that could not be others, all of one kind."""
+    for terminal in terminals_of(text):
+        yield certain(kind, terminal)
+
+
+def choose(choice: Choice) -> Part[str]:
+    """Makes a choice; returns the word, without its leading space."""
+    return (yield choice).lstrip(" ")
+
+
+def weigh(choice: Choice, *, lead: str = " ", restate: str = "") -> Part[str]:
+    """As `choose`, but it may be put off: by a pause, or by `Wait...` and what was just said.
+
+    `choice` is of spaced words; with an empty `lead` the first terminal stands without its space.
+    """
+    words = choice.terminals if lead else tuple(t.lstrip(" ") for t in choice.terminals)
+    rest = 1.0 - 2.0 * HESITATION
+    terminal = yield Choice(
+        choice.kind,
+        (*words, PAUSE, f"{lead}Wait"),
+        (*(p * rest for p in choice.probabilities), HESITATION, HESITATION),
+    )
+    if terminal == f"{lead}Wait":
+        yield certain("thought", "...")
+        yield from say(restate)
+    elif terminal != PAUSE:
+        return terminal.lstrip(" ")
+    return (yield choice).lstrip(" ")

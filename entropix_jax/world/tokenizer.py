@@ -1,0 +1,164 @@
+"""The tokenizer of the world: byte-level BPE under which every terminal is one token.
+
+Text divides by the lexicon's pattern first, so a terminal is merged on its own. The merges are
+learned from the terminals alone, each once, until none is left in pieces; all 256 bytes are tokens,
+so any other text encodes too. Nothing is random: the same words give the same bytes.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from entropix_jax.world.lexicon import BEGIN, END, PATTERN, SPECIALS, TERMINALS
+
+Pair = tuple[str, str]
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+    "{{ (message['content'] | trim) + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    "{% endif %}"
+)
+
+
+def byte_symbols() -> tuple[str, ...]:
+    """GPT-2's printable stand-in for each byte: itself where it is visible, else from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    stand_ins = {byte: chr(0x100 + index) for index, byte in enumerate(hidden)}
+    return tuple(stand_ins.get(byte, chr(byte)) for byte in range(256))
+
+
+def learn_merges(words: Iterable[str]) -> list[Pair]:
+    """Byte-pair merges, the most frequent pair first (ties: in order), until no word is in pieces.
+
+    A word that is encoded with these merges goes through what it went through here, and ends as one
+    symbol.
+    """
+    pieces = [tuple(word) for word in words]
+    merges: list[Pair] = []
+    while True:
+        counts = Counter(pair for word in pieces for pair in pairwise(word))
+        if not counts:
+            return merges
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        merges.append(best)
+        pieces = [_merge(word, best) for word in pieces]
+
+
+def _merge(word: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
+    merged: list[str] = []
+    index = 0
+    while index < len(word):
+        if word[index : index + 2] == pair:
+            merged.append(pair[0] + pair[1])
+            index += 2
+        else:
+            merged.append(word[index])
+            index += 1
+    return tuple(merged)
+
+
+def build_tokenizer() -> dict[str, Any]:
+    """The content of `tokenizer.json`. Ids: bytes, merges in order, special tokens."""
+    symbols = byte_symbols()
+    words = [t for t in TERMINALS if t not in SPECIALS]
+    merges = learn_merges("".join(symbols[byte] for byte in word.encode()) for word in words)
+    tokens = [*symbols, *(left + right for left, right in merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    special_ids = {token: len(vocabulary) + index for index, token in enumerate(SPECIALS)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": index,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for token, index in special_ids.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": PATTERN},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {**byte_level, "use_regex": False},
+            ],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [_special(BEGIN, 0), _sequence("A", 0)],
+            "pair": [_special(BEGIN, 0), _sequence("A", 0), _special(BEGIN, 1), _sequence("B", 1)],
+            "special_tokens": {
+                BEGIN: {"id": BEGIN, "ids": [special_ids[BEGIN]], "tokens": [BEGIN]},
+            },
+        },
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [list(merge) for merge in merges],
+        },
+    }
+
+
+def _special(token: str, type_id: int) -> dict[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": type_id}}
+
+
+def _sequence(name: str, type_id: int) -> dict[str, Any]:
+    return {"Sequence": {"id": name, "type_id": type_id}}
+
+
+def tokenizer_json() -> str:
+    """The text of `tokenizer.json`."""
+    return json.dumps(build_tokenizer(), ensure_ascii=False, indent=1) + "\n"
+
+
+def tokenizer_config(max_length: int) -> dict[str, Any]:
+    """The content of `tokenizer_config.json`."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def terminal_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The token id of each terminal, from the content of `tokenizer.json`."""
+    symbols = byte_symbols()
+    vocabulary = tokenizer["model"]["vocab"]
+    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    for terminal in TERMINALS:
+        if terminal not in ids:
+            ids[terminal] = vocabulary["".join(symbols[byte] for byte in terminal.encode())]
+    return ids

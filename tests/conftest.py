@@ -1,0 +1,112 @@
+"""What every test runs under: two CPU devices, strict types, and a say on what may be skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# JAX reads these once, when it is imported. Commands that a test starts inherit them.
+assert "jax" not in sys.modules, "jax was imported before tests/conftest.py could configure it"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+)
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+REQUIRE_ALL = bool(os.environ.get("ENTROPIX_REQUIRE_ALL"))
+SHARED_DATA = os.environ.get("ENTROPIX_SHARED_DATA", "")
+
+# Time is not what property tests check. A complete run draws the same examples each time.
+hypothesis.settings.register_profile("entropix", deadline=None, derandomize=REQUIRE_ALL)
+hypothesis.settings.load_profile("entropix")
+
+# Asking for one of these fixtures marks a test.
+MARKER_OF_FIXTURE = {
+    "torch": "parity",
+    "transformers": "parity",
+    "shared_data": "shared_data",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs from one run to the next, beside pytest's own cache."""
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_compilation_cache_max_size", 512 * 2**20)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests by their fixtures. A complete run leaves out those that have no data to read."""
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in MARKER_OF_FIXTURE:
+                item.add_marker(MARKER_OF_FIXTURE[fixture])
+    if REQUIRE_ALL and not SHARED_DATA:
+        left_out = [item for item in items if item.get_closest_marker("shared_data")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips, by name, what this environment cannot run."""
+    if item.get_closest_marker("parity"):
+        for name in ("torch", "transformers"):
+            if importlib.util.find_spec(name) is None:
+                pytest.skip(f"{name} is not installed: pip install -e .[parity]")
+    if item.get_closest_marker("shared_data") and not SHARED_DATA:
+        pytest.skip("ENTROPIX_SHARED_DATA does not name a folder with llama3/tokenizer.model")
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if REQUIRE_ALL and report.skipped and not hasattr(report, "wasxfail"):
+        where = report.longrepr
+        reason = f"{where[0]}:{where[1]}: {where[2]}" if isinstance(where, tuple) else str(where)
+        report.outcome = "failed"
+        report.longrepr = f"ENTROPIX_REQUIRE_ALL is set, and {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turns a skipped test into a failed one where everything must run."""
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a module that skips itself."""
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+@pytest.fixture(scope="session")
+def torch() -> ModuleType:
+    """The torch module; a test that asks for it is a parity test."""
+    return importlib.import_module("torch")
+
+
+@pytest.fixture(scope="session")
+def transformers() -> ModuleType:
+    """The transformers module; a test that asks for it is a parity test."""
+    return importlib.import_module("transformers")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real files that ENTROPIX_SHARED_DATA names."""
+    return Path(SHARED_DATA)

@@ -1,0 +1,352 @@
+"""Each arm's formulas: seed document 001's worked scenarios, and a float64 oracle."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.arms import ACTIONS, ARMS, Proposal, RowView, propose
+from entropix_jax.sampler.params import REGIMES, SamplerParams, scalars
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.regimes import classify
+from tests.samplers import batch_of, metrics_of, params_of
+
+Values = Mapping[str, Any]
+
+
+def view(may_inject: bool = True) -> RowView:
+    return RowView(may_inject=jnp.asarray(may_inject))
+
+
+def scenario(**metrics: float) -> tuple[str, str, Proposal]:
+    """Regime, action and proposal of the preset document-001. What a scenario of that document does
+    not name is filled with numbers that would show."""
+    params = params_of("document-001")
+    published = {"agreement": 9.0, "attn_entropy_norm": 9.0}  # not read by that preset's arms
+    point = metrics_of(**published, **metrics)
+    regime = classify(point, params)
+    proposal = propose(params.arms[regime], point, params, view())
+    return REGIMES[int(regime)], ACTIONS[int(proposal.action)], proposal
+
+
+def numbers(proposal: Proposal, *names: str) -> list[float]:
+    return [float(getattr(proposal, name)) for name in names]
+
+
+# Seed document 001, "Example Generations"
+
+
+def test_low_uncertainty() -> None:
+    regime, action, proposal = scenario(entropy=0.05, varentropy=0.02)
+    assert (regime, action) == ("lelv", "argmax")
+    assert float(proposal.temperature) == 0
+    assert int(proposal.draws) == 1
+
+
+def test_high_entropy_low_varentropy() -> None:
+    regime, action, _ = scenario(entropy=3.5, varentropy=0.08)
+    assert (regime, action) == ("helv", "inject")
+
+
+def test_exploration() -> None:
+    regime, action, proposal = scenario(
+        entropy=2.1, varentropy=5.5, interaction_strength=0.8, agreement_published=0.6
+    )
+    assert (regime, action) == ("lehv", "explore")
+    # The factor is 1.44; top-k is floor(27 * 1.2), the rest the base.
+    assert float(proposal.temperature) == pytest.approx(0.666 * 1.44, rel=1e-6)
+    assert float(proposal.temperature) == pytest.approx(0.959, abs=5e-4)
+    assert int(proposal.top_k) == 32
+    assert numbers(proposal, "top_p", "min_p", "draws") == pytest.approx([0.9, 0.03, 1])
+
+
+def test_high_uncertainty() -> None:
+    point = {"entropy": 5.5, "varentropy": 5.2, "attn_varentropy": 0.9, "attn_entropy": 1.0}
+    regime, action, proposal = scenario(**point)
+    assert (regime, action) == ("hehv", "resample")
+    assert float(proposal.temperature) == 2.0  # 0.666 * 2.45 is below the floor
+    assert numbers(proposal, "top_p", "top_k", "min_p") == pytest.approx([0.7, 27, 0.03])
+    changes = {"resample.temperature_min": 0.0}
+    unfloored = propose(
+        jnp.int32(list(ARMS).index("resample")),
+        metrics_of(**point),
+        params_of("document-001", changes),
+        view(),
+    )
+    assert float(unfloored.temperature) == pytest.approx(0.666 * 2.45, rel=1e-6)
+
+
+def test_adaptive_sampling() -> None:
+    regime, action, proposal = scenario(
+        entropy=2.8,
+        varentropy=1.5,
+        attn_entropy=1.9,
+        attn_varentropy=0.7,
+        agreement_published=0.6,
+        interaction_strength=0.75,
+    )
+    assert (regime, action) == ("mid", "adaptive")
+    assert float(proposal.temperature) == pytest.approx(1.7915, abs=5e-5)
+    assert float(proposal.top_p) == pytest.approx(0.963, rel=1e-6)
+    assert int(proposal.top_k) == 30
+    assert float(proposal.min_p) == pytest.approx(0.01)
+    assert float(proposal.confidence) == pytest.approx(0.36, rel=1e-5)
+    assert int(proposal.draws) == 12
+
+
+def test_candidates_of_the_two_documents() -> None:
+    assert int(params_of("document-000").adaptive.draws) == 5
+    assert int(params_of("document-001").adaptive.draws) == 12
+
+
+# The oracle
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def oracle(arm: str, metrics: Values, v: Values, may_inject: bool) -> dict[str, float]:
+    """The proposal of an arm in Python's own floats, from the file's own values."""
+    normalised = v["metrics.attn_entropy"] == "normalised"
+    published = v["metrics.agreement"] == "published"
+    h, u, va = metrics["entropy"], metrics["varentropy"], metrics["attn_varentropy"]
+    ea = metrics["attn_entropy_norm" if normalised else "attn_entropy"]
+    a = metrics["agreement_published" if published else "agreement"]
+    strength = metrics["interaction_strength"]
+    t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
+
+    action, t, k, p, m, draws = arm, t0, k0, p0, m0, 1
+    if arm == "argmax":
+        t = 0.0
+    elif arm == "inject":
+        action = "inject" if may_inject else "sample"
+        scale = v["inject.temperature_scale"] + v["inject.temperature_attn_entropy"] * ea
+        t = min(v["inject.temperature_max"], t0 * scale)
+    elif arm == "explore":
+        scale = v["explore.temperature_scale"] + v["explore.temperature_interaction"] * strength
+        t = min(v["explore.temperature_max"], t0 * scale)
+        k = math.floor(k0 * (1 + v["explore.top_k_disagreement"] * (1 - a)))
+        k = max(v["explore.top_k_min"], k) if k0 else 0
+    elif arm == "resample":
+        scale = v["resample.temperature_scale"] + v["resample.temperature_attn_varentropy"] * va
+        t = max(v["resample.temperature_min"], t0 * scale)
+        p = max(v["resample.top_p_min"], p0 - v["resample.top_p_attn_entropy"] * ea)
+    elif arm == "adaptive":
+        t = t0 * (
+            1
+            + v["adaptive.temperature_logits"] * (h + u)
+            + v["adaptive.temperature_attn"] * (ea + va)
+            - v["adaptive.temperature_agreement"] * a
+        )
+        p = clip(p0 * (1 + v["adaptive.top_p_attn_varentropy"] * va), v["adaptive.top_p_min"], 1)
+        k = round(
+            k0
+            * (1 + v["adaptive.top_k_interaction"] * strength - v["adaptive.top_k_agreement"] * a)
+        )
+        k = clip(k, 1, v["adaptive.top_k_max"]) if k0 else 0
+        m = m0 * (1 - v["adaptive.min_p_logits"] * (h + u))
+        m = clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
+        draws = v["adaptive.draws"]
+    confidence = (
+        v["adaptive.confidence_entropy"] * (1 - h)
+        + v["adaptive.confidence_attn_entropy"] * (1 - ea)
+        + v["adaptive.confidence_varentropy"] * (1 - u)
+        + v["adaptive.confidence_attn_varentropy"] * (1 - va)
+        + v["adaptive.confidence_agreement"] * a
+        + v["adaptive.confidence_interaction"] * strength
+    )
+    return {
+        "action": ACTIONS.index(action),
+        "temperature": max(t, 0.0),
+        "top_k": k,
+        "top_p": p,
+        "min_p": m,
+        "draws": draws,
+        "confidence": confidence,
+    }
+
+
+def random_point(rng: np.random.Generator) -> dict[str, float]:
+    ranges = {
+        "entropy": 8.0,
+        "varentropy": 8.0,
+        "attn_entropy": 6.0,
+        "attn_entropy_norm": 1.0,
+        "attn_varentropy": 3.0,
+        "agreement": 1.0,
+        "agreement_published": 0.2,
+        "interaction_strength": 4.0,
+    }
+    assert set(ranges) == set(Metrics.__dataclass_fields__)
+    return {name: float(np.float32(rng.uniform(0, high))) for name, high in ranges.items()}
+
+
+# Values that keep every clip out of the way, so that each coefficient shows.
+WIDE: Values = {
+    "explore.temperature_max": 100.0,
+    "inject.temperature_max": 100.0,
+    "resample.temperature_min": 0.0,
+    "resample.top_p_min": 1e-6,
+    "adaptive.top_k_max": 10_000,
+    "adaptive.min_p_min": 0.0,
+    "base.top_p": 0.4,
+    "base.top_k": 200,
+    "base.min_p": 0.3,
+}
+
+
+def random_values(rng: np.random.Generator) -> dict[str, Any]:
+    """Settings with every real coefficient drawn at random."""
+    values: dict[str, Any] = {}
+    for key, number in scalars().items():
+        if number["low"] == -100.0:  # a coefficient
+            values[key] = float(rng.uniform(0.05, 1.5))
+    values["base.temperature"] = float(rng.uniform(0.1, 2))
+    values["base.top_k"] = int(rng.choice([0, 1, 27, 300]))
+    values["base.top_p"] = float(rng.uniform(0.2, 1))
+    values["base.min_p"] = float(rng.choice([0.0, 0.03, 0.4]))
+    values["adaptive.draws"] = int(rng.integers(1, 17))
+    values["metrics.attn_entropy"] = str(rng.choice(["normalised", "raw"]))
+    values["metrics.agreement"] = str(rng.choice(["corrected", "published"]))
+    if rng.random() < 0.5:
+        values |= {key: WIDE[key] for key in WIDE if not key.startswith("base.")}
+    return values
+
+
+propose_each = jax.jit(jax.vmap(propose))
+
+
+def stacked(points: list[dict[str, float]]) -> Metrics:
+    return jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_random_points(arm: str) -> None:
+    """Each row of a batch by its own parameters and metrics."""
+    rng = np.random.default_rng(list(ARMS).index(arm))
+    base = load_sampler("entropix")
+    rows = 60
+    samplers = [base.with_values(random_values(rng)) for _ in range(rows)]
+    points = [random_point(rng) for _ in range(rows)]
+    may = [bool(x) for x in rng.random(rows) < 0.5]
+    params = batch_of(*(params_of("entropix", s.values) for s in samplers))
+    arms = jnp.full(rows, list(ARMS).index(arm), jnp.int32)
+    proposal = propose_each(arms, stacked(points), params, RowView(may_inject=jnp.asarray(may)))
+    for row in range(rows):
+        expected = oracle(arm, points[row], samplers[row].values, may[row])
+        for name, value in expected.items():
+            got = float(getattr(proposal, name)[row])
+            assert got == pytest.approx(value, rel=2e-5, abs=2e-5), (row, name)
+
+
+def test_arms_differ_from_row_to_row() -> None:
+    """One batch in which every row is served by another arm."""
+    point = random_point(np.random.default_rng(3))
+    params = params_of("entropix")
+    rows = len(ARMS)
+    proposal = propose_each(
+        jnp.arange(rows, dtype=jnp.int32),
+        stacked([point] * rows),
+        batch_of(*[params] * rows),
+        RowView(may_inject=jnp.ones(rows, bool)),
+    )
+    assert [ACTIONS[a] for a in proposal.action] == list(ARMS)
+    for row, arm in enumerate(ARMS):
+        expected = oracle(arm, point, load_sampler("entropix").values, True)
+        assert float(proposal.temperature[row]) == pytest.approx(expected["temperature"], rel=1e-5)
+
+
+COEFFICIENTS = [
+    key
+    for key in scalars()
+    if key.startswith(("explore.", "resample.", "adaptive.", "inject.temperature"))
+]
+
+
+@pytest.mark.parametrize("key", COEFFICIENTS)
+def test_every_number_counts(key: str) -> None:
+    """A number that an arm has changes what that arm proposes."""
+    arm = key.split(".")[0]
+    point = metrics_of(
+        entropy=0.4,
+        varentropy=0.3,
+        attn_entropy_norm=0.5,
+        attn_varentropy=0.6,
+        agreement=0.3,
+        interaction_strength=2.0,
+    )
+    # A limit counts where it is reached, a coefficient where no limit is.
+    limits = {
+        "explore.temperature_max": 0.2,
+        "inject.temperature_max": 0.2,
+        "resample.temperature_min": 50.0,
+        "resample.top_p_min": 0.99,
+        "explore.top_k_min": 5000,
+        "adaptive.top_p_min": 0.99,
+        "adaptive.top_k_max": 3,
+        "adaptive.min_p_min": 0.9,
+        "adaptive.min_p_max": 0.001,
+        "adaptive.draws": 7,
+    }
+    before = params_of("entropix", WIDE)
+    old = load_sampler("entropix").with_values(WIDE).values[key]
+    after = params_of("entropix", {**WIDE, key: limits.get(key, 2 * old)})
+
+    def proposal(params: SamplerParams) -> np.ndarray:
+        index = jnp.int32(list(ARMS).index(arm))
+        chosen = propose(index, point, params, view(may_inject=False))
+        return np.array([float(leaf) for leaf in jax.tree.leaves(chosen)])
+
+    assert np.abs(proposal(before) - proposal(after)).max() > 1e-3
+
+
+def test_a_base_top_k_of_zero_stays_off() -> None:
+    params = params_of("entropix", {"base.top_k": 0})
+    for arm in range(len(ARMS)):
+        proposal = propose(jnp.int32(arm), metrics_of(agreement=0.2), params, view())
+        assert int(proposal.top_k) == 0
+
+
+def test_extreme_metrics_stay_within_the_types() -> None:
+    """No widening overflows the integer, no cooling makes a temperature negative."""
+    params = params_of("entropix", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
+    wide = metrics_of(interaction_strength=1e30)
+    proposal = propose(jnp.int32(list(ARMS).index("adaptive")), wide, params, view())
+    assert int(proposal.top_k) >= 2**30
+    cold = params_of("entropix", {"adaptive.temperature_agreement": 100.0})
+    proposal = propose(
+        jnp.int32(list(ARMS).index("adaptive")), metrics_of(agreement=1.0), cold, view()
+    )
+    assert float(proposal.temperature) == 0
+    assert 0 < float(proposal.top_p) <= 1
+
+
+def test_switches_change_what_arms_see_and_nothing_else() -> None:
+    """`attn_entropy_norm` and `agreement_published` under the plain names."""
+    point = metrics_of(
+        attn_entropy=5.0, attn_entropy_norm=0.5, agreement=0.9, agreement_published=0.1
+    )
+    swapped = replace(
+        point,
+        attn_entropy=point.attn_entropy_norm,
+        attn_entropy_norm=point.attn_entropy,
+        agreement=point.agreement_published,
+        agreement_published=point.agreement,
+    )
+    corrected = params_of("entropix")
+    published = params_of(
+        "entropix", {"metrics.attn_entropy": "raw", "metrics.agreement": "published"}
+    )
+    for arm in range(len(ARMS)):
+        one = propose(jnp.int32(arm), point, corrected, view())
+        other = propose(jnp.int32(arm), swapped, published, view())
+        assert jax.tree.leaves(one) == jax.tree.leaves(other)
+        same = propose(jnp.int32(arm), swapped, corrected, view())
+        assert float(same.confidence) != float(one.confidence)

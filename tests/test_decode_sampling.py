@@ -1,0 +1,273 @@
+"""The whole decode loop under a sampler, on a random model: rows, endings, chunks, thoughts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.cache import init_cache
+from entropix_jax.config import ModelConfig
+from entropix_jax.decode import FINISHED_EOS, FINISHED_ERROR, FINISHED_LENGTH, RUNNING
+from entropix_jax.params import Params
+from entropix_jax.sampler.draw import HEAD
+from tests.models import logits_of, run
+from tests.samplers import PLAIN, Job, Step, generate, params_of, tiny_model, tokens_of
+
+MODEL = tiny_model()
+
+# Nothing truncated at a high temperature: each step draws from the whole vocabulary.
+DEEP = params_of("temperature", {"base.temperature": 3.0})
+NARROW = params_of("entropix", {"base.top_k": 5})
+# A thought at every chance, told by its bytes.
+THINKING = params_of(
+    "entropix",
+    {
+        "regimes.lelv": ["entropy < -1"],
+        "regimes.helv": ["entropy > 1.2"],
+        "inject.thought": "abc",
+        "inject.cooldown": 2,
+        "inject.until_confident": False,
+    },
+)
+
+RAGGED = [
+    Job([5, 6, 7], NARROW, budget=12, row_id="a"),
+    Job([9] * 6 + [200, 3], DEEP, budget=16, seed=7, row_id="b"),
+    Job([250], params_of("document-001"), budget=9, row_id="c"),
+    Job([1, 2, 3, 4, 5], THINKING, budget=14, row_id="d"),
+]
+
+
+def same(one: list[Step], other: list[Step]) -> None:
+    """The same tokens for the same reasons; batch shapes may round differently."""
+    assert tokens_of(one) == tokens_of(other)
+    for a, b in zip(one, other, strict=True):
+        assert (a.position, a.regime, a.action, a.finish) == (
+            b.position,
+            b.regime,
+            b.action,
+            b.finish,
+        )
+        assert a.forwards == b.forwards
+        np.testing.assert_allclose(a.numbers(), b.numbers(), rtol=2e-3, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def ragged() -> list[list[Step]]:
+    return generate(MODEL, RAGGED)
+
+
+def test_a_run_repeats_to_the_bit(ragged: list[list[Step]]) -> None:
+    for one, other in zip(ragged, generate(MODEL, RAGGED), strict=True):
+        same(one, other)
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.numbers(), b.numbers())
+
+
+def test_the_batch_reaches_what_it_should(ragged: list[list[Step]]) -> None:
+    """The other tests would prove little where nothing happens."""
+    actions = {step.action for steps in ragged for step in steps}
+    assert {"inject", "explore", "resample", "adaptive", "sample"} <= actions
+    assert [len(steps) for steps in ragged] == [job.budget for job in RAGGED]
+    for steps, job in zip(ragged, RAGGED, strict=True):
+        assert [step.position for step in steps] == list(
+            range(len(job.prompt), len(job.prompt) + job.budget)
+        )
+        assert [step.forwards for step in steps] == list(range(job.budget))
+        assert [step.finish for step in steps] == [RUNNING] * (job.budget - 1) + [FINISHED_LENGTH]
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_a_row_alone_equals_the_row_in_a_batch(ragged: list[list[Step]], row: int) -> None:
+    """Beside it: other lengths, presets and budgets, and a draw from the whole vocabulary."""
+    (alone,) = generate(MODEL, [RAGGED[row]])
+    same(alone, ragged[row])
+
+
+def test_slots_do_not_count(ragged: list[list[Step]]) -> None:
+    order = [2, 0, 3, 1]
+    for steps, row in zip(generate(MODEL, [RAGGED[i] for i in order]), order, strict=True):
+        same(steps, ragged[row])
+
+
+def test_the_deep_draw_of_another_row_changes_nothing() -> None:
+    """Three rows whose draws stay in the head, and a fourth that leaves it, or does not."""
+    rows = [Job([5, 6, 7 + i], NARROW, row_id=str(i)) for i in range(3)]
+    shallow, deep = (Job([9], sampler, row_id="other") for sampler in (NARROW, DEEP))
+    with_shallow = generate(MODEL, [*rows, shallow])
+    with_deep = generate(MODEL, [*rows, deep])
+    for one, other in zip(with_shallow[:3], with_deep[:3], strict=True):
+        same(one, other)
+    assert MODEL[0].vocab_size > HEAD  # and DEEP truncates nothing
+    assert tokens_of(with_deep[3]) != tokens_of(with_shallow[3])
+
+
+def test_another_seed_is_another_text() -> None:
+    jobs = [
+        Job([5, 6, 7], DEEP),
+        Job([5, 6, 7], DEEP, seed=1),
+        Job([5, 6, 7], DEEP, row_id="1"),
+        Job([5, 6, 7], DEEP),
+    ]
+    texts = [tuple(tokens_of(steps)) for steps in generate(MODEL, jobs)]
+    assert texts[0] == texts[3]
+    assert len({*texts}) == 3
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 16, (5, 3, 20), (7, 0, 9)])
+def test_chunks_equal_one_long_run(ragged: list[list[Step]], chunks: tuple[int, ...]) -> None:
+    """To the bit: streaming is the same program."""
+    for one, other in zip(ragged, generate(MODEL, RAGGED, chunks=chunks), strict=True):
+        same(one, other)
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.numbers(), b.numbers())
+
+
+def test_the_logits_are_those_of_one_pass_over_the_text(ragged: list[list[Step]]) -> None:
+    """The log-probability of each token against a teacher-forced pass without a cache behind it."""
+    config, params = MODEL
+    for job, steps in zip(RAGGED, ragged, strict=True):
+        text = np.zeros((1, 24), np.int32)
+        tokens = [*job.prompt, *tokens_of(steps)]
+        text[0, : len(tokens)] = tokens
+        cache = init_cache(config, 1, 24, jnp.dtype(jnp.float32))
+        count = jnp.asarray([24], jnp.int32)
+        hidden, _, _ = run(params, config, jnp.asarray(text), count, cache, window=24)
+        expected = jax.nn.log_softmax(logits_of(params, hidden)[0], axis=-1)
+        for step in steps:
+            logprob = float(step.record.choice.logprob)
+            before = step.position - 1
+            assert logprob == pytest.approx(float(expected[before, step.token]), abs=2e-3)
+
+
+# Endings
+
+
+def test_end_tokens(ragged: list[list[Step]]) -> None:
+    """The end token is committed, and its row alone stops; either of several ends a row."""
+    tokens = [tokens_of(steps) for steps in ragged]
+    ends = (tokens[0][4], tokens[1][2])
+    found = generate(MODEL, RAGGED, eos_ids=ends)
+    for row, steps in enumerate(found):
+        stop = min((tokens[row].index(end) for end in ends if end in tokens[row]), default=None)
+        expected = tokens[row] if stop is None else tokens[row][: stop + 1]
+        assert tokens_of(steps) == expected
+        last = FINISHED_LENGTH if stop is None else FINISHED_EOS
+        assert [step.finish for step in steps] == [RUNNING] * (len(expected) - 1) + [last]
+    assert {steps[-1].finish for steps in found} == {FINISHED_LENGTH, FINISHED_EOS}
+
+
+def test_an_end_token_at_the_end_of_the_budget(ragged: list[list[Step]]) -> None:
+    """It is the model that ended the row, not the budget."""
+    last = tokens_of(ragged[0])[3]
+    assert last not in tokens_of(ragged[0])[:3]
+    jobs = [replace(RAGGED[0], budget=4), *RAGGED[1:]]
+    steps = generate(MODEL, jobs, eos_ids=(last, -1))[0]
+    assert steps[-1].finish == FINISHED_EOS
+    assert len(steps) == 4
+
+
+def test_an_end_token_within_a_thought() -> None:
+    (steps,) = generate(MODEL, [RAGGED[3]], eos_ids=(ord("b"), -1))
+    assert [step.token for step in steps[-2:]] == [ord("a"), ord("b")]
+    assert steps[-1].finish == FINISHED_EOS
+
+
+@pytest.mark.parametrize("budget", [1, 2])
+def test_small_budgets(budget: int, ragged: list[list[Step]]) -> None:
+    jobs = [replace(RAGGED[0], budget=budget), *RAGGED[1:]]
+    found = generate(MODEL, jobs)
+    same(found[0][:-1], ragged[0][: budget - 1])
+    assert found[0][-1].finish == FINISHED_LENGTH
+    assert len(found[0]) == budget
+    for row in (1, 2, 3):
+        same(found[row], ragged[row])
+
+
+def test_a_row_may_fill_its_cache_to_the_last_slot() -> None:
+    prompt = list(range(1, 33))
+    found = generate(
+        MODEL,
+        [Job(prompt, NARROW, budget=32), *RAGGED[1:]],
+        chunks=(32,),
+        capacity=64,
+    )
+    assert len(found[0]) == 32
+    assert found[0][-1].position == 63
+    assert found[0][-1].finish == FINISHED_LENGTH
+
+
+def poisoned(token: int) -> tuple[ModelConfig, Params]:
+    """The model with an embedding that makes every logit NaN once it is read."""
+    config, params = MODEL
+    return config, replace(params, embedding=params.embedding.at[token].set(jnp.nan))
+
+
+def test_a_nan_ends_its_row_and_no_other(ragged: list[list[Step]]) -> None:
+    """The error names the position whose logits were bad, one past the token that caused them."""
+    texts = [[*job.prompt, *tokens_of(steps)] for job, steps in zip(RAGGED, ragged, strict=True)]
+    # A token that the first row draws, and not as its last, and no other row holds.
+    position = next(
+        i
+        for i in range(len(RAGGED[0].prompt) + 2, len(texts[0]) - 2)
+        if texts[0].count(texts[0][i]) == 1 and not any(texts[0][i] in text for text in texts[1:])
+    )
+    found = generate(poisoned(texts[0][position]), RAGGED)
+    steps = found[0]
+    assert steps[-1].finish == FINISHED_ERROR
+    assert steps[-1].position == position + 1
+    assert not steps[-1].record.choice.finite
+    assert [*RAGGED[0].prompt, *tokens_of(steps[:-1])] == texts[0][: position + 1]
+    for row in (1, 2, 3):
+        same(found[row], ragged[row])
+
+
+def test_a_nan_in_the_prompt_ends_the_row_at_once(ragged: list[list[Step]]) -> None:
+    token = 299
+    assert all(
+        token not in [*job.prompt, *tokens_of(s)] for job, s in zip(RAGGED, ragged, strict=True)
+    )
+    jobs = [*RAGGED[:3], replace(RAGGED[3], prompt=[1, token, 3])]
+    found = generate(poisoned(token), jobs)
+    assert [(step.position, step.finish) for step in found[3]] == [(3, FINISHED_ERROR)]
+    for row in range(3):
+        same(found[row], ragged[row])
+
+
+# Thoughts
+
+
+def test_thoughts_are_written_whole(ragged: list[list[Step]]) -> None:
+    steps = ragged[3]
+    spoken = "".join(chr(s.token) if s.action == "inject" else "." for s in steps)
+    assert spoken.replace("abc", "").strip(".") == ""
+    assert spoken.count("abc") >= 2
+    for i, step in enumerate(steps):
+        if step.action == "sample":  # HELV while a thought cools down, or when none fits
+            recent = {s.action for s in steps[max(0, i - 2) : i]}
+            assert step.regime == "helv"
+            assert "inject" in recent or len(steps) - i < 3
+
+
+def test_a_thought_ends_within_the_budget() -> None:
+    """At every budget: begun only where it fits."""
+    for budget in range(1, 9):
+        (steps,) = generate(MODEL, [replace(RAGGED[3], budget=budget)])
+        spoken = "".join(chr(s.token) if s.action == "inject" else "." for s in steps)
+        assert spoken.replace("abc", "").strip(".") == ""
+        assert len(steps) == budget
+
+
+def test_the_text_after_a_thought_follows_from_it() -> None:
+    """The model reads forced tokens: the next step is that of a prompt which holds them."""
+    (steps,) = generate(MODEL, [RAGGED[3]])
+    ends = [i for i, s in enumerate(steps) if s.action == "inject" and s.token == ord("c")]
+    after = ends[0] + 1
+    prompt = [*RAGGED[3].prompt, *tokens_of(steps[:after])]
+    (fresh,) = generate(MODEL, [Job(prompt, params_of("temperature", PLAIN), budget=1)])
+    first = fresh[0].record.choice.metrics
+    again = steps[after].record.choice.metrics
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-4)

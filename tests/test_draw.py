@@ -1,0 +1,316 @@
+"""The truncated draw against a float64 oracle that sorts, and against its own probabilities."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from entropix_jax.sampler import draw
+from entropix_jax.sampler.arms import Proposal
+from entropix_jax.sampler.draw import HEAD, Drawn
+from tests.samplers import proposal_of
+
+TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
+LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
+LLAMA3 = 128_256
+
+truncated_draw = jax.jit(draw.truncated_draw)
+
+
+class Oracle:
+    """What one row may draw, in float64, by sorting the vocabulary."""
+
+    def __init__(self, logits: np.ndarray, proposal: Proposal, row: int = 0) -> None:
+        # Of the proposal's own float32 numbers.
+        temperature, top_p, min_p = (
+            float(x[row]) for x in (proposal.temperature, proposal.top_p, proposal.min_p)
+        )
+        top_k = int(proposal.top_k[row])
+        logits = logits.astype(np.float64)
+        if temperature == 0:
+            temperature, top_k = 1.0, 1
+        self.order = np.lexsort((np.arange(logits.size), -logits))  # ties to the lower id
+        descending = logits[self.order]
+        mass = np.exp((descending - descending[0]) / temperature)
+        number = int(np.sum((mass >= min_p) & (descending > -np.inf)))
+        number = min(number, top_k) if top_k > 0 else number
+        self.cumulated = np.cumsum(mass[:number])
+        self.mass = mass[:number]
+        self.fewest = self.most = number
+        if top_p < 1:
+            shares = self.cumulated / self.cumulated[-1]
+            self.fewest = min(number, 1 + int(np.sum(shares < top_p - TOLERANCE)))
+            self.most = min(number, 1 + int(np.sum(shares < top_p + TOLERANCE)))
+
+    def probabilities(self) -> np.ndarray:
+        """Of the kept tokens, in order, where rounding leaves no doubt about which they are."""
+        assert self.fewest == self.most
+        return self.mass[: self.fewest] / self.cumulated[self.fewest - 1]
+
+    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> None:
+        """Raises where a row kept another set, or drew what it should not."""
+        assert self.fewest <= kept <= self.most
+        rank = np.empty(self.order.size, np.int64)
+        rank[self.order] = np.arange(rank.size)
+        drawn = rank[ids]
+        assert drawn.max() < kept
+        shares = np.concatenate([[0.0], self.cumulated[:kept] / self.cumulated[kept - 1]])
+        assert np.all(shares[drawn] <= uniforms + TOLERANCE)
+        assert np.all(shares[drawn + 1] >= uniforms - TOLERANCE)
+
+
+def check(
+    logits: np.ndarray, proposal: Proposal, uniforms: np.ndarray, drawn: Drawn | None = None
+) -> None:
+    """Compares each row of a batch with the oracle."""
+    drawn = drawn or truncated_draw(jnp.asarray(logits), proposal, jnp.asarray(uniforms))
+    for row in range(logits.shape[0]):
+        oracle = Oracle(logits[row], proposal, row)
+        number = int(proposal.draws[row])
+        ids = np.asarray(drawn.ids[row])[:number]
+        oracle.check(int(drawn.kept[row]), ids, uniforms[row, :number].astype(np.float64))
+
+
+def below_one(uniforms: np.ndarray) -> np.ndarray:
+    """Uniform numbers as float32, none of them rounded up to 1."""
+    return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
+
+
+def random_uniforms(rng: np.random.Generator, rows: int, number: int) -> np.ndarray:
+    """Uniform numbers, of which the first two of each row are the extreme ones."""
+    uniforms = below_one(rng.random((rows, number)))
+    uniforms[:, 0], uniforms[:, 1] = 0.0, LAST
+    return uniforms
+
+
+def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Flat and peaked rows, a third of them full of ties, a third with impossible tokens."""
+    logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 0.1, 1, 3, 8], size=(rows, 1))
+    logits[::3] = np.round(2 * logits[::3]) / 2
+    holes = rng.random((rows, vocab)) < rng.choice([0.3, 0.9], size=(rows, 1))
+    holes[np.arange(rows), rng.integers(0, vocab, rows)] = False
+    holes[np.arange(rows) % 3 != 1] = False
+    return np.where(holes, -np.inf, logits).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows"), [(2, 300), (50, 300), (256, 300), (257, 300), (1000, 300), (LLAMA3, 24)]
+)
+def test_random_rows(vocab: int, rows: int) -> None:
+    rng = np.random.default_rng(vocab)
+    proposal = proposal_of(
+        temperature=rng.choice([0, 0.3, 0.666, 1, 2, 30], size=rows),
+        top_k=rng.choice([0, 1, 5, 100, 255, 256, 257, 700, vocab, 2**31 - 1], size=rows),
+        top_p=rng.choice([1e-6, 0.01, 0.5, 0.9, 0.99, 0.9999, 1], size=rows),
+        min_p=rng.choice([0, 1e-4, 0.03, 0.5, 1], size=rows, p=[0.4, 0.2, 0.2, 0.1, 0.1]),
+        draws=16,
+    )
+    check(random_logits(rng, rows, vocab), proposal, random_uniforms(rng, rows, 16))
+
+
+@pytest.mark.parametrize("head", [3, HEAD])
+def test_every_setting_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch, head: int) -> None:
+    """Every top-k with many top-p and min-p over ties. A short head sends nearly all rows deep."""
+    monkeypatch.setattr(draw, "HEAD", head)
+    values = np.log([0.3, 0.2, 0.2, 0.1, 0.1, 0.1]).astype(np.float32)
+    logits = np.append(values, -np.inf).astype(np.float32)[[3, 1, 6, 0, 4, 2, 5]]
+    grid = np.meshgrid(
+        [0, 0.5, 1, 2],
+        range(9),
+        [1e-6, 0.15, 0.31, 0.49, 0.51, 0.75, 0.95, 1],
+        [0, 0.2, 0.35, 0.6, 0.7, 1],
+    )
+    temperature, top_k, top_p, min_p = (axis.ravel() for axis in grid)
+    rows = temperature.size
+    rng = np.random.default_rng(1)
+    proposal = proposal_of(temperature, top_k, top_p, min_p, draws=6)
+    uniforms = random_uniforms(rng, rows, 6)
+    batch = np.tile(logits, (rows, 1))
+    drawn = jax.jit(lambda *args: draw.truncated_draw(*args))(
+        jnp.asarray(batch), proposal, jnp.asarray(uniforms)
+    )
+    check(batch, proposal, uniforms, drawn)
+
+
+def one_against(rest: float, vocab: int = LLAMA3) -> np.ndarray:
+    """One token at 0, all others at `rest`."""
+    logits = np.full(vocab, rest)
+    logits[7] = 0.0
+    return logits
+
+
+ADVERSARIAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
+    "uniform": lambda rng: np.zeros(LLAMA3),
+    "uniform at 1e4": lambda rng: np.full(LLAMA3, 1e4),
+    "one token of probability 1": lambda rng: one_against(-200.0),
+    "one token of half the mass": lambda rng: one_against(-np.log(LLAMA3 - 1)),
+    "a tail of denormals": lambda rng: one_against(-95.0),
+    "a tail under float32's epsilon": lambda rng: one_against(-17.0),
+    "a long slope": lambda rng: -1e-4 * np.arange(LLAMA3),
+    "two levels": lambda rng: np.where(np.arange(LLAMA3) % 2 == 0, 0.0, -1.1),
+    "tiny differences": lambda rng: 1e-6 * rng.normal(size=LLAMA3),
+    "at +-1e4": lambda rng: rng.choice([-1e4, 1e4], size=LLAMA3),
+    "at +-3e38": lambda rng: rng.choice([-3e38, 3e38], size=LLAMA3),
+    "zeros of both signs": lambda rng: rng.choice([-0.0, 0.0], size=LLAMA3),
+    "mostly impossible": lambda rng: np.where(np.arange(LLAMA3) % 400 == 3, 0.3, -np.inf),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_rounding(name: str) -> None:
+    rng = np.random.default_rng(5)
+    logits = ADVERSARIAL[name](rng).astype(np.float32)
+    proposal = proposal_of(
+        temperature=[1, 1, 0.3, 2, 1, 1, 1, 0],
+        top_k=[0, 0, 0, 0, 100_000, 1000, 300, 0],
+        top_p=[1, 0.5, 0.999, 0.1, 0.5, 1, 0.9, 0.5],
+        min_p=[0, 0, 0, 0, 0, 1e-4, 1e-38, 0],
+        draws=4,
+    )
+    check(np.tile(logits, (8, 1)), proposal, random_uniforms(rng, 8, 4))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-6])
+def test_temperatures_next_to_zero(temperature: float) -> None:
+    logits = jnp.asarray([[1.0, 3.0, 2.0, 3.0]])
+    drawn = truncated_draw(logits, proposal_of(temperature), jnp.asarray([[0.3]]))
+    assert int(drawn.ids[0, 0]) == 1
+
+
+@pytest.mark.parametrize("vocab", [2, 50, 1000])
+def test_zero_temperature_is_argmax(vocab: int) -> None:
+    rng = np.random.default_rng(2)
+    logits = random_logits(rng, 30, vocab)
+    drawn = truncated_draw(
+        jnp.asarray(logits), proposal_of([0.0] * 30), jnp.asarray(random_uniforms(rng, 30, 3))
+    )
+    np.testing.assert_array_equal(drawn.ids[:, 1], np.argmax(logits, axis=1))
+    np.testing.assert_array_equal(drawn.kept, 1)
+
+
+def test_extreme_uniforms() -> None:
+    """0 draws the first of the kept tokens, the number next to 1 the last that has any mass."""
+    logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]))
+    uniforms = jnp.full((2, 2), jnp.asarray([0.0, LAST]))
+    drawn = truncated_draw(logits, proposal_of(top_k=[0, 2], draws=2), uniforms)
+    np.testing.assert_array_equal(drawn.ids, [[1, 0], [0, 1]])
+    flat = jnp.zeros((1, 1000))
+    assert truncated_draw(flat, proposal_of(draws=2), uniforms[:1]).ids.tolist() == [[0, 999]]
+    lone = jnp.asarray(one_against(-500.0, 1000))[None].astype(jnp.float32)
+    assert truncated_draw(lone, proposal_of(draws=2), uniforms[:1]).ids.tolist() == [[7, 7]]
+
+
+def test_the_order_of_the_rules() -> None:
+    """min-p by the whole distribution, top-k next, top-p by the mass that these left."""
+    logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]))
+    uniforms = jnp.asarray([[LAST]])
+
+    def kept(**rules: float) -> int:
+        return int(truncated_draw(logits, proposal_of(**rules), uniforms).kept[0])
+
+    assert kept(top_p=0.55) == 2
+    assert kept(top_p=0.55, top_k=2) == 1  # 0.4 of 0.7 is 0.571
+    assert kept(top_p=0.75, top_k=3) == 2  # 0.7 of 0.9 is 0.778
+    assert kept(top_p=0.75, min_p=0.3) == 2  # the last one is less than 0.3 of the first
+    assert kept(top_p=0.75) == 3
+    assert kept(min_p=0.51) == 2
+    # A temperature comes before all of them: 0.4, 0.3, 0.2, 0.1 squared are 16, 9, 4, 1.
+    assert kept(min_p=0.51, temperature=0.5) == 2
+    assert kept(min_p=0.6, temperature=0.5) == 1
+    assert kept(top_p=0.55, temperature=0.5) == 2  # 16 of 30 is 0.533
+    assert kept(top_p=0.5, temperature=0.5) == 1
+
+
+@pytest.mark.parametrize(
+    ("vocab", "spread", "rules"),
+    [
+        (5, 1.0, {}),
+        (50, 1.0, {"temperature": 0.666, "top_k": 27, "top_p": 0.9, "min_p": 0.03}),
+        (50, 2.0, {"temperature": 2.0, "top_p": 0.5}),
+        (1000, 0.3, {}),
+        (1000, 0.3, {"top_p": 0.95}),
+        (1000, 0.3, {"top_k": 400, "temperature": 0.5}),
+        (1000, 1.0, {"min_p": 0.05, "top_k": 600, "top_p": 0.99}),
+        (1000, 0.0, {"top_k": 301}),
+    ],
+)
+def test_frequencies(vocab: int, spread: float, rules: dict[str, float]) -> None:
+    rng = np.random.default_rng(8)
+    number = 20_000
+    logits = (spread * rng.normal(size=vocab)).astype(np.float32)
+    uniforms = below_one(rng.random((1, number)))
+    proposal = proposal_of(**rules, draws=number)
+    drawn = truncated_draw(jnp.asarray(logits)[None], proposal, jnp.asarray(uniforms))
+    oracle = Oracle(logits, proposal)
+    expected = number * oracle.probabilities()
+    observed = np.bincount(drawn.ids[0], minlength=vocab)[oracle.order[: expected.size]]
+    assert observed.sum() == number
+    likely = expected >= 5  # rare tokens count together
+    observed = np.append(observed[likely], observed[~likely].sum())
+    expected = np.append(expected[likely], expected[~likely].sum())
+    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+def test_frequencies_of_a_whole_vocabulary() -> None:
+    """Nothing truncated, 128,256 tokens: the mass above each quantile."""
+    rng = np.random.default_rng(9)
+    number, bins = 600, 12
+    logits = rng.normal(size=LLAMA3).astype(np.float32)
+    uniforms = below_one(rng.random((1, number)))
+    drawn = truncated_draw(
+        jnp.asarray(logits)[None], proposal_of(draws=number), jnp.asarray(uniforms)
+    )
+    mass = np.exp(logits.astype(np.float64))
+    # By token id, which the draw does not order by.
+    shares = np.cumsum(mass) / mass.sum()
+    bin_of = np.minimum((shares * bins).astype(int), bins - 1)
+    expected = number * np.bincount(bin_of, weights=mass) / mass.sum()
+    observed = np.bincount(bin_of[np.asarray(drawn.ids[0])], minlength=bins)
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of the head is a matter of speed alone."""
+    rng = np.random.default_rng(11)
+    rows, vocab = 200, 1000
+    logits = jnp.asarray(random_logits(rng, rows, vocab))
+    proposal = proposal_of(
+        temperature=rng.choice([0, 0.5, 1, 2], size=rows),
+        top_k=rng.choice([0, 3, 40, 400], size=rows),
+        top_p=rng.choice([0.3127, 0.9041, 0.9907, 1], size=rows),  # no share of equal tokens
+        min_p=rng.choice([0, 0, 0.02], size=rows),
+        draws=8,
+    )
+    uniforms = jnp.asarray(below_one(rng.random((rows, 8))))
+    outcomes = []
+    for head in (2, 64, vocab):
+        monkeypatch.setattr(draw, "HEAD", head)
+        outcomes.append(jax.jit(lambda *a: draw.truncated_draw(*a))(logits, proposal, uniforms))
+    for other in outcomes[1:]:
+        np.testing.assert_array_equal(outcomes[0].kept, other.kept)
+        np.testing.assert_array_equal(outcomes[0].ids, other.ids)
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    """Other rows that need the whole vocabulary change nothing, to the bit."""
+    rng = np.random.default_rng(12)
+    logits = jnp.asarray(random_logits(rng, 8, 1000))
+    proposal = proposal_of(
+        temperature=[1, 1, 0, 0.5, 2, 1, 1, 1],
+        top_k=[27, 0, 0, 300, 0, 1000, 0, 5],
+        top_p=[0.9, 1, 1, 0.9, 1, 0.999, 0.2, 1],
+        min_p=[0.03, 0, 0, 0, 0, 0, 0.1, 0],
+        draws=[1, 4, 1, 1, 12, 1, 2, 1],
+    )
+    uniforms = jnp.asarray(random_uniforms(rng, 8, 12))
+    together = truncated_draw(logits, proposal, uniforms)
+    for row in range(8):
+        alone = truncated_draw(
+            *jax.tree.map(lambda x, row=row: x[row][None], (logits, proposal, uniforms))
+        )
+        assert int(alone.kept[0]) == int(together.kept[row])
+        number = int(proposal.draws[row])
+        np.testing.assert_array_equal(alone.ids[0, :number], together.ids[row, :number])

@@ -1,0 +1,109 @@
+"""A random number is a function of its name: seed, row, position, attempt, stream, index."""
+
+import hashlib
+import itertools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
+
+uniforms_of = jax.jit(uniforms, static_argnums=4)
+
+
+def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> np.ndarray:
+    """[B, number] of (key, position, attempt, stream)."""
+    keys, *path = zip(*names, strict=True)
+    columns = [jnp.asarray(column, jnp.int32) for column in path]
+    return np.asarray(uniforms_of(jnp.asarray(np.stack(keys)), *columns, number))
+
+
+def test_row_keys_are_a_plain_hash() -> None:
+    digest = hashlib.sha256(b"7:abc").digest()
+    expected = [int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")]
+    assert row_key(7, "abc").tolist() == expected
+    assert row_key(7, "abc").dtype == np.uint32
+
+
+def test_row_keys_are_the_same_in_another_process() -> None:
+    code = "from entropix_jax.sampler.keys import row_key; print(*row_key(3, 'récord'))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(x) for x in row_key(3, "récord")]
+
+
+def test_row_keys_differ() -> None:
+    names = [*itertools.product(range(-2, 12), ["", "0", "1", "10", "a", "é"]), (2**63, "0")]
+    assert len({tuple(row_key(*name)) for name in names}) == len(names)
+
+
+def test_each_part_of_the_name_counts() -> None:
+    key = row_key(0, "0")
+    names = [
+        (row_key(seed, row_id), position, attempt, stream)
+        for seed, row_id in ((0, "0"), (1, "0"), (0, "1"))
+        for position in (0, 1, 5)
+        for attempt in (0, 1, 5)
+        for stream in (STREAM_DRAW, STREAM_CANDIDATE)
+    ]
+    drawn = numbers(names)
+    assert np.unique(drawn).size == drawn.size
+    # Once more, in another order, and alone.
+    np.testing.assert_array_equal(numbers(names[::-1])[::-1], drawn)
+    np.testing.assert_array_equal(numbers([(key, 5, 1, STREAM_CANDIDATE)]), drawn[15:16])
+
+
+def test_how_many_are_asked_for_does_not_count() -> None:
+    name = [(row_key(0, "0"), 3, 0, STREAM_DRAW)]
+    np.testing.assert_array_equal(numbers(name, 16)[:, :4], numbers(name, 4))
+
+
+def test_numbers_are_uniform_along_each_part() -> None:
+    """Neighbouring positions, attempts, rows and indices are as good as independent."""
+    n = 4000
+    key = row_key(0, "0")
+    series = {
+        "position": numbers([(key, i, 0, 0) for i in range(n)], 1)[:, 0],
+        "attempt": numbers([(key, 9, i, 0) for i in range(n)], 1)[:, 0],
+        "row": numbers([(row_key(0, str(i)), 9, 0, 0) for i in range(n)], 1)[:, 0],
+        "index": numbers([(key, 9, 0, 0)], n)[0],
+    }
+    for name, values in series.items():
+        assert values.dtype == np.float32
+        assert 0 <= values.min() <= values.max() < 1, name
+        assert stats.kstest(values, "uniform").pvalue > 1e-3, name
+        assert stats.pearsonr(values[1:], values[:-1]).pvalue > 1e-3, name
+
+
+def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), in Python's integers."""
+    mask = 0xFFFFFFFF
+    schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
+    x, y = (block[0] + key[0]) & mask, (block[1] + key[1]) & mask
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = (x + y) & mask
+            y = ((y << rotation | y >> (32 - rotation)) & mask) ^ x
+        x = (x + schedule[(group + 1) % 3]) & mask
+        y = (y + schedule[(group + 2) % 3] + group + 1) & mask
+    return x, y
+
+
+def test_the_numbers_stay_what_they_are() -> None:
+    """A change of the generator would change every text that a seed stands for."""
+    names = [
+        (row_key(0, "0"), 0, 0, STREAM_DRAW),
+        (row_key(5, "x"), 9, 2, STREAM_CANDIDATE),
+        (row_key(-1, ""), 70_000, 1, STREAM_DRAW),
+    ]
+    drawn = numbers(names, 3)
+    for row, (words, *path) in enumerate(names):
+        for index in range(3):
+            key = (int(words[0]), int(words[1]))
+            for part in (*path, index):
+                key = threefry(key, (0, part))
+            high, low = threefry(key, (0, 0))
+            assert drawn[row, index] == ((high ^ low) >> 9) / 2**23

@@ -1,0 +1,480 @@
+"""Sampler files: what loads, what is refused with which words, and where each value ends up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.errors import UserError
+from entropix_jax.resources import resource_folder
+from entropix_jax.sampler.arms import ARMS
+from entropix_jax.sampler.params import BOXES, MAX_BANS, MAX_THOUGHT, REGIMES, SECTIONS, scalars
+from entropix_jax.sampler.presets import (
+    CALIBRATION_FILE,
+    Sampler,
+    load_sampler,
+    parse_setting,
+    preset_names,
+)
+from tests.samplers import EPSILON, encode, params_of
+
+ENTROPIX = load_sampler("entropix")
+
+
+def write(folder: Path, text: str, name: str = "mine.toml") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def refused(path: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_sampler(path)
+    return str(caught.value)
+
+
+# The files that come with the package
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_load(name: str) -> None:
+    sampler = load_sampler(name)
+    assert sampler.name == name
+    assert sampler.description
+    params = params_of(name)
+    assert params.layer_weights.tolist() == [1.0, 1.0]  # every preset: all layers
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} <= {
+        np.dtype(kind) for kind in (bool, np.int32, np.float32)
+    }
+
+
+def test_preset_names_are_those_of_the_folder() -> None:
+    files = sorted(path.name for path in resource_folder("configs").iterdir())
+    assert files == [f"{name}.toml" for name in preset_names()]
+    assert {"entropix", "document-000", "document-001", "greedy", "temperature"} <= {
+        *preset_names()
+    }
+
+
+def test_entropix_corrects_what_the_documents_print() -> None:
+    metrics = {"metrics.attn_entropy": ("normalised", "raw"), "metrics.agreement": ("corrected",)}
+    for key, (corrected, *_) in metrics.items():
+        assert ENTROPIX.values[key] == corrected
+    document = load_sampler("document-001").values
+    assert document["metrics.attn_entropy"] == "raw"
+    assert document["metrics.agreement"] == "published"
+    assert (document["inject.thought"], document["inject.cooldown"]) == (" ...", 1)
+    assert document["loop.max_period"] * document["loop.repeats"] == 0
+    base = [ENTROPIX.values[f"base.{k}"] for k in ("temperature", "top_p", "top_k", "min_p")]
+    assert base == [0.666, 0.90, 27, 0.03]
+
+
+def test_document_000_is_001_with_five_candidates() -> None:
+    one, zero = load_sampler("document-001").values, load_sampler("document-000").values
+    assert {key for key in one if one[key] != zero[key]} == {"adaptive.draws"}
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "top_k", "top_p", "min_p"),
+    [
+        ("temperature", 0.7, 0, 1.0, 0.0),
+        ("top-p", 1.0, 0, 0.95, 0.0),
+        ("min-p", 1.0, 0, 1.0, 0.1),
+    ],
+)
+def test_baselines(name: str, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    values = load_sampler(name).values
+    assert {values[f"arms.{regime}"] for regime in REGIMES} == {"sample"}
+    base = [values[f"base.{key}"] for key in ("temperature", "top_k", "top_p", "min_p")]
+    assert base == [temperature, top_k, top_p, min_p]
+    assert values["loop.max_period"] == 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature", "top-p", "min-p"])
+def test_baselines_report_the_regimes_of_entropix(name: str) -> None:
+    ours, theirs = params_of(name), params_of("entropix")
+    np.testing.assert_array_equal(ours.low, theirs.low)
+    np.testing.assert_array_equal(ours.high, theirs.high)
+    assert load_sampler(name).values["thresholds.calibrated"] is True
+
+
+# Where each value ends up
+
+
+def other_value(key: str, old: Any) -> Any:
+    """Another allowed value of a scalar."""
+    number = scalars()[key]
+    if number["type"] is bool:
+        return not old
+    if key.startswith("loop."):  # the two limit each other
+        return old - 1
+    halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
+    if halfway == old:
+        halfway = (old + number["low"]) / 2
+    return int(halfway) if number["type"] is int else float(np.float32(halfway))
+
+
+@pytest.mark.parametrize("key", scalars())
+def test_every_scalar_reaches_its_place(key: str) -> None:
+    """It changes its own leaf, to its own value, and no other leaf."""
+    section, name = key.split(".")
+    value = other_value(key, ENTROPIX.values[key])
+    before, after = params_of("entropix"), params_of("entropix", {key: value})
+    for group in SECTIONS:
+        old, new = vars(getattr(before, group)), vars(getattr(after, group))
+        for field in old:
+            if (group, field) == (section, name):
+                assert new[field] != old[field]
+                assert new[field] == value
+            else:
+                np.testing.assert_array_equal(old[field], new[field])
+
+
+def test_all_else_reaches_its_place() -> None:
+    changes = {
+        "regimes.lelv": ["entropy < h1", "agreement > 0.25"],
+        "regimes.helv": ["varentropy > u1", "varentropy < 7", "varentropy < 5e0"],
+        "arms.lelv": "sample",
+        "arms.mid": "explore",
+        "metrics.attn_entropy": "raw",
+        "metrics.agreement": "published",
+        "metrics.layers": [0, 2.5],
+        "metrics.noise_floor": True,
+        "inject.thought": "abc",
+        "draw.bans": [4, 0],
+        "thresholds.h1": 0.5,
+    }
+    params = params_of("entropix", changes)
+    inf = np.inf
+    np.testing.assert_array_equal(params.low[0], [-inf, -inf, -inf, 0.25])
+    np.testing.assert_array_equal(params.high[0], [0.5, inf, inf, inf])
+    np.testing.assert_array_equal(params.low[1], np.array([-inf, 1.2, -inf, -inf], np.float32))
+    np.testing.assert_array_equal(params.high[1], [inf, 5, inf, inf])
+    names = ["sample", "inject", "explore", "resample", "explore"]
+    assert [list(ARMS)[i] for i in params.arms] == names
+    assert not params.attn_entropy_normalised
+    assert params.agreement_published
+    assert params.layer_weights.tolist() == [0, 2.5]
+    assert params.noise_epsilon == EPSILON
+    assert params.inject.thought.tolist() == [*b"abc"] + [0] * (MAX_THOUGHT - 3)
+    assert params.inject.thought_length == 3
+    assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
+    plain = params_of("entropix", {"inject.thought": ""})
+    assert plain.inject.thought_length == 0
+    assert plain.noise_epsilon == 0
+    assert plain.attn_entropy_normalised
+    assert not plain.agreement_published
+    assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
+
+
+def test_a_sampler_is_a_value() -> None:
+    changed = ENTROPIX.with_values({"base.top_k": 3})
+    assert changed.values["base.top_k"] == 3
+    assert ENTROPIX.values["base.top_k"] == 27
+
+
+# What is refused
+
+
+def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"base\.temprature.*did you mean 'base\.temperature'"):
+        ENTROPIX.with_values({"base.temprature": 1.0})
+    path = write(tmp_path, 'extends = "entropix"\n[expolre]\ntop_k_min = 3\n')
+    message = refused(path)
+    assert message.startswith(path)
+    assert "'expolre.top_k_min', did you mean 'explore.top_k_min'?" in message
+
+
+def test_unknown_presets_name_the_nearest() -> None:
+    assert "did you mean 'entropix'?" in refused("entropics")
+    assert "known: document-000" in refused("§§")
+
+
+PROBLEMS: list[tuple[str, Any, str]] = [
+    ("base.temperature", "hot", "must be a number"),
+    ("base.temperature", True, "must be a number"),
+    ("base.temperature", float("nan"), "must be a number"),
+    ("base.temperature", -0.1, r"must lie in \[0.0, 100.0\]"),
+    ("base.temperature", float("inf"), "must lie in"),
+    ("base.top_k", 1.0, "must be an integer"),
+    ("base.top_k", True, "must be an integer"),
+    ("base.top_k", -1, "must lie in"),
+    ("base.top_k", 2**31, "must lie in"),
+    ("base.top_p", 0, "must lie in"),
+    ("base.top_p", 1.01, "must lie in"),
+    ("base.min_p", 1.01, "must lie in"),
+    ("adaptive.draws", 0, "must lie in"),
+    ("adaptive.draws", 17, "must lie in"),
+    ("explore.temperature_scale", 1e9, "must lie in"),
+    ("inject.until_confident", 1, "must be true or false"),
+    ("inject.until_confident", "yes", "must be true or false"),
+    ("inject.thought", 5, "must be text"),
+    ("repetition.penalty", 0, "must lie in"),
+    ("loop.max_period", 33, "must lie in"),
+    ("loop.repeats", 17, "at most 256"),  # times 16
+    ("arms.mid", "branc", "must be one of argmax, "),
+    ("arms.mid", ["argmax"], "must be one of"),
+    ("metrics.agreement", "raw", "must be one of corrected, published"),
+    ("metrics.noise_floor", 1, "must be true or false"),
+    ("metrics.layers", "first", 'must be "all", "last" or a list of weights'),
+    ("metrics.layers", [], "one that counts"),
+    ("metrics.layers", [0, 0], "one that counts"),
+    ("metrics.layers", [1, -1], "list of weights"),
+    ("metrics.layers", [1, "1"], "list of weights"),
+    ("metrics.layers", [1, float("inf")], "list of weights"),
+    ("metrics.layers", [1, 1e39], "list of weights"),
+    ("metrics.layers", [1e-50, 0], "one that counts"),
+    ("metrics.layers", [10**400, 1], "list of weights"),
+    ("draw.bans", 3, "token ids"),
+    ("draw.bans", [-1], "token ids"),
+    ("draw.bans", [1.0], "token ids"),
+    ("draw.bans", [2**31], "token ids"),
+    ("draw.bans", [*range(MAX_BANS + 1)], f"at most {MAX_BANS} token ids"),
+    ("thresholds.calibrated", 1, "must be true or false"),
+    ("thresholds.h1", -1, "must lie in"),
+    ("thresholds.h1", "low", "must be a number"),
+    ("thresholds.h1", 2.6, r"thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
+    ("thresholds.u2", 1.1, r"thresholds.u1 = 1.2 is above thresholds.u2 = 1.1"),
+    ("thresholds.h2", float("inf"), "must lie in"),
+    ("thresholds.h2", 10**400, "must lie in"),
+    ("regimes.lelv", "entropy < 1", "must be a list of conditions"),
+    ("regimes.lelv", [1], "must be a list of conditions"),
+    ("regimes.lelv", ["entropy <= 1"], "expected QUANTITY < NUMBER or QUANTITY > NUMBER"),
+    ("regimes.lelv", ["entropy"], "expected QUANTITY"),
+    ("regimes.lelv", ["0.1 < entropy"], "expected|no quantity"),
+    ("regimes.lelv", ["entropi < 1"], "no quantity 'entropi', did you mean 'entropy'"),
+    ("regimes.lelv", ["interaction_strength < 1"], "no quantity"),
+    (
+        "regimes.lelv",
+        ["entropy < h3"],
+        r"'h3' is neither a number up to 1e\+06 nor one of h1, h2, u1, u2",
+    ),
+    ("regimes.lelv", ["entropy < nan"], "'nan' is neither"),
+    ("regimes.lelv", ["entropy < 1e39"], "'1e39' is neither"),
+    ("regimes.lelv", ["entropy > 1", "entropy < 1"], "no entropy is above 1.0 and below 1.0"),
+    ("regimes.hehv", ["varentropy > u2", "varentropy < u1"], "no varentropy is above 2.5"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), PROBLEMS)
+def test_wrong_values(key: str, value: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        ENTROPIX.with_values({key: value})
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_both_ends_of_a_range_are_allowed() -> None:
+    for key, number in scalars().items():
+        if key.startswith("loop."):
+            continue
+        for end in (number["low"], number["high"]):
+            assert ENTROPIX.with_values({key: end}).values[key] == end
+
+
+def test_the_model_decides_about_layers_and_thoughts() -> None:
+    with pytest.raises(UserError, match="has 3 weights, the model has 2 layers"):
+        params_of("entropix", {"metrics.layers": [1, 1, 1]})
+    assert params_of("entropix", {"inject.thought": "x" * 64}).inject.thought_length == 64
+    with pytest.raises(UserError, match="65 tokens long, at most 64"):
+        params_of("entropix", {"inject.thought": "x" * 65})
+
+
+def test_missing_keys(tmp_path: Path) -> None:
+    text = (resource_folder("configs") / "entropix.toml").read_text()
+    assert load_sampler(write(tmp_path, text)).values == ENTROPIX.values
+    for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n", "noise_floor = false\n"):
+        assert line in text
+        message = refused(write(tmp_path, text.replace(line, "")))
+        assert line.split(" =")[0] in message
+        assert "is missing; 'extends'" in message
+    # A threshold is only needed where a condition names it.
+    without = text.replace("h2 = 2.5\n", "")
+    assert "thresholds.h2 is not given" in refused(write(tmp_path, without))
+    path = write(tmp_path, without.replace("h2", "2.75"))
+    assert params_of_file(path).high[BOXES.index("lehv"), 0] == 2.75
+
+
+def params_of_file(path: str) -> Any:
+    return load_sampler(path).params(num_layers=2, epsilon=EPSILON, encode=encode)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("base = ", "not valid TOML"),
+        ("base = 1\nbase = 2", "not valid TOML"),
+        ("x = " + "[" * 5000, "not valid TOML"),
+        ("x = " + "1" * 5000, "not valid TOML"),
+        ('extends = "entropix"\nbase = 3', "no sampler key 'base'"),
+        ('extends = "entropix"\nentropy = 3', "no sampler key 'entropy'"),
+        ('extends = "entropix"\n[base.top_k]\nx = 3', r"no sampler key 'base.top_k.x'"),
+        ('extends = "entropix"\n[base.top_k]', r"'base.top_k' is missing"),
+        ('extends = "entropix"\n[[base]]\ntop_k = 1', "no sampler key 'base'"),
+        ('extends = "entropix"\ndescription = 3', "'description' must be text"),
+        ("extends = 3", "'extends' must be the name of a preset, not 3"),
+        ('extends = "entropics"', "no sampler preset 'entropics', did you mean 'entropix'"),
+        ('extends = "other.toml"', "other.toml is missing"),
+        ('extends = "mine.toml"', "extends itself"),
+        ("", "is missing; 'extends'"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        load_sampler(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "no.toml is missing" in refused(str(tmp_path / "no.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    assert "cannot be read" in refused(str(tmp_path / "folder.toml"))
+    (tmp_path / "latin.toml").write_bytes(b'description = "\xe9"')
+    assert "not UTF-8" in refused(str(tmp_path / "latin.toml"))
+
+
+# Files that extend others
+
+
+def test_a_chain_of_files(tmp_path: Path) -> None:
+    write(tmp_path, 'extends = "document-001"\n[base]\ntop_k = 5\ntop_p = 0.5\n', "a.toml")
+    (tmp_path / "deeper").mkdir()
+    path = write(
+        tmp_path / "deeper",
+        'description = "last"\nextends = "../a.toml"\n[base]\ntop_p = 0.6\n[draw]\nbans = [3]\n',
+        "b.toml",
+    )
+    sampler = load_sampler(path)
+    assert (sampler.name, sampler.description) == ("b", "last")
+    expected = dict(load_sampler("document-001").values)
+    expected |= {"base.top_k": 5, "base.top_p": 0.6, "draw.bans": [3]}
+    assert sampler.values == expected
+
+
+@pytest.mark.parametrize("second", ["a.toml", "../{folder}/a.toml", "./deeper/../a.toml"])
+def test_cycles(tmp_path: Path, second: str) -> None:
+    (tmp_path / "deeper").mkdir()
+    path = write(tmp_path, 'extends = "b.toml"', "a.toml")
+    write(tmp_path, f'extends = "{second.format(folder=tmp_path.name)}"', "b.toml")
+    assert refused(path).endswith("extends itself")
+
+
+def test_a_file_may_bear_the_name_of_a_preset(tmp_path: Path) -> None:
+    path = write(tmp_path, 'extends = "entropix"\n[base]\ntop_k = 4', "entropix.toml")
+    assert load_sampler(path).values["base.top_k"] == 4
+
+
+# The command line's settings
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.5", 0.5),
+        ("5", 5),
+        ("-1e3", -1000.0),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ('["entropy < 1"]', ["entropy < 1"]),
+        ('"5"', "5"),
+        ("argmax", "argmax"),
+        (" Wait...", " Wait..."),
+        ("", ""),
+        ("a=b", "a=b"),
+        ("5\nx = 3", "5\nx = 3"),
+        ("1" * 5000, "1" * 5000),
+        ("[" * 5000, "[" * 5000),
+    ],
+)
+def test_settings(text: str, value: Any) -> None:
+    key, parsed = parse_setting(f"sampler.base.x={text}")
+    assert key == "base.x"
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("text", ["base.top_k=3", "sampler.base.top_k", "sampler", "", "=3"])
+def test_settings_of_another_form(text: str) -> None:
+    with pytest.raises(UserError, match=r"expected sampler\.KEY=VALUE"):
+        parse_setting(text)
+
+
+def test_settings_change_a_sampler() -> None:
+    settings = ["sampler.base.top_k=3", "sampler.arms.mid=sample", "sampler.draw.bans=[7]"]
+    values = ENTROPIX.with_values(dict(map(parse_setting, settings))).values
+    assert values["base.top_k"] == 3
+    assert values["arms.mid"] == "sample"
+    assert values["draw.bans"] == [7]
+
+
+# A model's own thresholds
+
+
+def calibrate(folder: Path, content: Any) -> Sampler:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / CALIBRATION_FILE).write_text(text)
+    return ENTROPIX.calibrated(folder)
+
+
+THRESHOLDS = {"h1": 0.5, "h2": 3.5, "u1": 0.75, "u2": 4}
+
+
+def test_calibrated_thresholds(tmp_path: Path) -> None:
+    sampler = calibrate(tmp_path, {"thresholds": THRESHOLDS, "model": "any"})
+    assert sampler.notes == ()
+    params = sampler.params(num_layers=2, epsilon=EPSILON, encode=encode)
+    inf = np.inf
+    assert params.high[:, 0].tolist() == [0.5, inf, 3.5, inf]
+    assert params.low[:, 0].tolist() == [-inf, 3.5, -inf, 3.5]
+    assert params.high[:, 1].tolist() == [0.75, 0.75, inf, inf]
+    assert params.low[:, 1].tolist() == [-inf, -inf, 4, 4]
+
+
+def test_uncalibrated_models_are_noted(tmp_path: Path) -> None:
+    sampler = ENTROPIX.calibrated(tmp_path)
+    assert sampler.values == ENTROPIX.values
+    assert len(sampler.notes) == 1
+    assert "never calibrated" in sampler.notes[0]
+
+
+def test_a_documents_own_bounds_stay(tmp_path: Path) -> None:
+    calibrate(tmp_path, {"thresholds": THRESHOLDS})
+    document = load_sampler("document-001")
+    assert document.calibrated(tmp_path) == document
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        {},
+        {"thresholds": []},
+        {"thresholds": {"h1": 1}},
+        {"thresholds": THRESHOLDS | {"h3": 1}},
+        {"thresholds": THRESHOLDS | {"h1": "1"}},
+        {"thresholds": THRESHOLDS | {"h1": None}},
+        {"thresholds": THRESHOLDS | {"h1": -1}},
+        {"thresholds": THRESHOLDS | {"h1": 9}},
+        {"thresholds": THRESHOLDS | {"u2": float("nan")}},
+        {"thresholds": THRESHOLDS | {"u2": float("inf")}},
+        {"thresholds": THRESHOLDS | {"u2": 10**400}},
+    ],
+)
+def test_damaged_calibrations(tmp_path: Path, content: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        calibrate(tmp_path, content)
+    assert str(tmp_path / CALIBRATION_FILE) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_one_batch_may_have_other_presets() -> None:
+    """All presets make trees of one shape."""
+    shapes = {
+        str(jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), params_of(name)))
+        for name in preset_names()
+    }
+    assert len(shapes) == 1

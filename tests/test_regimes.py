@@ -1,0 +1,241 @@
+"""The regime table at and around every bound, and the loop guard against a plain Python oracle."""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, REGIMES, LoopParams, SamplerParams
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.regimes import classify, is_looping
+from tests.samplers import batch_of, metrics_of, params_of
+
+classify_each = jax.jit(jax.vmap(classify))
+
+
+def regimes_of(params: SamplerParams, points: Sequence[dict[str, float]]) -> list[str]:
+    """The regimes of many points under one sampler."""
+    metrics = jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
+    rows = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * len(points)), params)
+    return [REGIMES[i] for i in classify_each(metrics, rows)]
+
+
+def around(bound: float) -> list[float]:
+    """A float32 bound and its two neighbours."""
+    middle = np.float32(bound)
+    return [
+        float(np.nextafter(middle, np.float32(-np.inf))),
+        float(middle),
+        float(np.nextafter(middle, np.float32(np.inf))),
+    ]
+
+
+def test_worked_scenarios() -> None:
+    points = [(0.05, 0.02), (3.5, 0.08), (2.1, 5.5), (5.5, 5.2), (2.8, 1.5)]
+    found = regimes_of(
+        params_of("document-001"), [{"entropy": h, "varentropy": u} for h, u in points]
+    )
+    assert found == ["lelv", "helv", "lehv", "hehv", "mid"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "bounds"),
+    [
+        ("document-000", ([0.1, 3.0, 5.0], [0.1, 5.0])),
+        ("document-001", ([0.1, 3.0, 5.0], [0.1, 5.0])),
+        ("entropix", ([0.3, 2.5], [1.2, 2.5])),
+    ],
+)
+def test_every_bound(preset: str, bounds: tuple[list[float], list[float]]) -> None:
+    """Open boxes: a point on a bound is outside, its neighbour inside, in every combination."""
+
+    def table(h: np.float32, u: np.float32) -> str:
+        f = np.float32
+        if preset == "entropix":
+            boxes = {
+                "lelv": h < f(0.3) and u < f(1.2),
+                "helv": h > f(2.5) and u < f(1.2),
+                "lehv": h < f(2.5) and u > f(2.5),
+                "hehv": h > f(2.5) and u > f(2.5),
+            }
+        else:
+            boxes = {
+                "lelv": h < f(0.1) and u < f(0.1),
+                "helv": h > f(3) and u < f(0.1),
+                "lehv": h < f(5) and u > f(5),
+                "hehv": h > f(5) and u > f(5),
+            }
+        return next((name for name, inside in boxes.items() if inside), "mid")
+
+    entropies = [0.0, 4.0, 9.0, *itertools.chain(*map(around, bounds[0]))]
+    varentropies = [0.0, 2.0, 9.0, *itertools.chain(*map(around, bounds[1]))]
+    grid = list(itertools.product(entropies, varentropies))
+    found = regimes_of(params_of(preset), [{"entropy": h, "varentropy": u} for h, u in grid])
+    assert found == [table(np.float32(h), np.float32(u)) for h, u in grid]
+    assert set(found) == set(REGIMES)
+
+
+def test_the_published_thresholds() -> None:
+    values = load_sampler("entropix").values
+    assert [values[f"thresholds.{name}"] for name in ("h1", "h2", "u1", "u2")] == [
+        0.3,
+        2.5,
+        1.2,
+        2.5,
+    ]
+
+
+def test_the_first_box_wins() -> None:
+    everywhere = {f"regimes.{box}": ["entropy > -1"] for box in REGIMES[:-1]}
+    nowhere = ["entropy < -1"]
+    point = [{"entropy": 1.0}]
+    for i, regime in enumerate(REGIMES):
+        closed = {f"regimes.{box}": nowhere for box in REGIMES[:-1][:i]}
+        assert regimes_of(params_of("entropix", {**everywhere, **closed}), point) == [regime]
+
+
+def test_a_box_without_conditions_holds_everything() -> None:
+    params = params_of("entropix", {"regimes.helv": []})
+    points = [{"entropy": h, "varentropy": u} for h in (0.0, 50.0) for u in (0.0, 50.0)]
+    assert regimes_of(params, points) == ["lelv", "helv", "helv", "helv"]
+
+
+@pytest.mark.parametrize("quantity", ["entropy", "varentropy", "attn_entropy_norm", "agreement"])
+def test_nan_is_mid(quantity: str) -> None:
+    """Every box with a condition on a quantity excludes a NaN of it."""
+    conditions = {f"regimes.{box}": [f"{quantity} < 100"] for box in REGIMES[:-1]}
+    params = params_of("entropix", conditions)
+    assert regimes_of(params, [{quantity: 1.0}, {quantity: float("nan")}]) == ["lelv", "mid"]
+
+
+def test_conditions_on_attention() -> None:
+    """Document 002: heads that look at few keys and agree are a reason to trust the argmax."""
+    params = params_of(
+        "entropix",
+        {
+            "regimes.lelv": ["entropy < 1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
+            "regimes.hehv": ["agreement < 0.3", "varentropy > u2", "varentropy < 9"],
+        },
+    )
+    trusted = {"entropy": 0.5, "attn_entropy_norm": 0.3, "agreement": 0.9, "varentropy": 2.0}
+    divided = {"entropy": 4.0, "agreement": 0.2, "varentropy": 8.0}
+    assert regimes_of(
+        params,
+        [
+            trusted,
+            trusted | {"attn_entropy_norm": 0.5},
+            trusted | {"agreement": 0.7},
+            # The corrected one counts, also where the arms see the published one.
+            trusted | {"agreement": 0.7, "agreement_published": 0.9},
+            divided,
+            divided | {"agreement": 0.4},
+            divided | {"varentropy": 9.5},
+        ],
+    ) == ["lelv", "mid", "mid", "mid", "hehv", "mid", "mid"]
+
+
+def test_bounds_differ_from_row_to_row() -> None:
+    """One point, one batch, and each row by its own thresholds."""
+    rows = [
+        params_of("entropix"),
+        params_of("document-001"),
+        params_of("entropix", {"thresholds.h2": 4.5}),
+        params_of("entropix", {"thresholds.u1": 0.01, "thresholds.u2": 0.02}),
+    ]
+    metrics = metrics_of(entropy=4.0, varentropy=0.05)
+    points = jax.tree.map(lambda x: jnp.stack([x] * len(rows)), metrics)
+    found = [REGIMES[i] for i in classify_each(points, batch_of(*rows))]
+    assert found == ["helv", "helv", "mid", "hehv"]
+
+
+# The loop guard
+
+SLOTS = 300
+looping_each = jax.jit(jax.vmap(is_looping, in_axes=(0, 0, 0, None)))
+
+
+def looping(rows: Sequence[tuple[Sequence[int], int]], max_period: int, repeats: int) -> list[bool]:
+    """Whether each of (tokens, how many of them were generated) loops. Junk follows the tokens."""
+    history = np.full((len(rows), SLOTS), 7, np.int32)
+    for row, (tokens, _) in enumerate(rows):
+        history[row, : len(tokens)] = tokens
+    params = LoopParams(max_period=jnp.int32(max_period), repeats=jnp.int32(repeats))
+    length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
+    generated = jnp.asarray([number for _, number in rows], jnp.int32)
+    return [bool(x) for x in looping_each(jnp.asarray(history), length, generated, params)]
+
+
+def is_loop(tokens: Sequence[int], generated: int, max_period: int, repeats: int) -> bool:
+    """The oracle: the generated tokens end in `repeats` copies of a stretch."""
+    if repeats < 2:
+        return False
+    tail = list(tokens)[len(tokens) - generated :]
+    for period in range(1, max_period + 1):
+        stretch = tail[-period:]
+        if len(tail) >= period * repeats and tail[-period * repeats :] == stretch * repeats:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("max_period", "repeats"), [(1, 2), (4, 3), (16, 4), (32, 2), (3, 85)])
+def test_loops_against_the_oracle(max_period: int, repeats: int) -> None:
+    rng = np.random.default_rng(max_period)
+    rows: list[tuple[list[int], int]] = []
+    for _ in range(400):
+        prompt = rng.integers(0, 3, rng.integers(1, 20)).tolist()
+        noise = rng.integers(0, 3, rng.integers(0, 12)).tolist()
+        period = int(rng.integers(1, min(MAX_PERIOD, max_period + 2) + 1))
+        stretch = rng.integers(0, 3, period).tolist()
+        copies = min(repeats + int(rng.integers(-1, 2)), 250 // period)
+        part = stretch[: rng.integers(0, period)]
+        text = noise + stretch * copies + part
+        if rng.random() < 0.2 and text:
+            text[int(rng.integers(0, len(text)))] ^= 1
+        rows.append((prompt + text, len(text)))
+    expected = [is_loop(tokens, number, max_period, repeats) for tokens, number in rows]
+    assert looping(rows, max_period, repeats) == expected
+    assert 20 < sum(expected) < 380
+
+
+def test_a_prompt_is_no_loop() -> None:
+    """What the prompt repeats does not count, and no copy may begin in it."""
+    tokens = [5, 6] * 10
+    assert looping([(tokens, n) for n in (0, 1, 7, 8, 20)], 4, 4) == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_junk_past_the_end_is_no_loop() -> None:
+    """The unused slots all hold 7."""
+    assert looping([([7], 1), ([1, 2, 3, 7, 7, 7], 6), ([1, 2, 7, 7, 7, 7], 6)], 4, 4) == [
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(("max_period", "repeats"), [(0, 4), (16, 0), (0, 0), (16, 1)])
+def test_switched_off(max_period: int, repeats: int) -> None:
+    assert looping([([7] * 50, 49)], max_period, repeats) == [False]
+
+
+def test_limits_differ_from_row_to_row() -> None:
+    history = jnp.asarray([[1, 2] * 8] * 3, jnp.int32)
+    params = LoopParams(max_period=jnp.asarray([1, 2, 2]), repeats=jnp.asarray([4, 8, 9]))
+    length = jnp.full(3, 16, jnp.int32)
+    assert jax.vmap(is_looping)(history, length, length, params).tolist() == [False, True, False]
+
+
+def test_the_longest_loop() -> None:
+    """The longest period, as often as the window holds it."""
+    repeats = LOOP_WINDOW // MAX_PERIOD
+    tokens = [*range(MAX_PERIOD)] * repeats
+    rows = [(tokens, len(tokens)), ([99, *tokens[1:]], len(tokens))]
+    assert looping(rows, MAX_PERIOD, repeats) == [True, False]
