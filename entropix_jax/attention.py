@@ -1,13 +1,11 @@
 """Grouped-query attention over a cache, and what its weights say about the model's uncertainty."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-_LN2 = math.log(2.0)
+from entropix_jax.information import entropy_and_varentropy
 
 
 @struct.dataclass
@@ -41,8 +39,8 @@ def attend(
             it is padding, and what it mixes is meaningless.
 
     Returns:
-        The mixed values [B, T, N*H] in the queries' type, and the scaled scores, float32
-        [B, T, N, S] (meaningless past a token's own slot).
+        The mixed values [B, T, N*H] in the queries' type, and the scaled scores of each row's last
+        real token, float32 [B, N, S] (meaningless from slot `length` on).
     """
     batch, tokens, heads, head_dim = queries.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
@@ -69,7 +67,9 @@ def attend(
         preferred_element_type=jnp.float32,
     )
     mixed = mixed.reshape(batch, tokens, heads * head_dim).astype(queries.dtype)
-    return mixed, scores.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, slots)
+    last = jnp.maximum(length - positions[:, 0] - 1, 0)
+    last_scores = jnp.take_along_axis(scores, last[:, None, None, None, None], axis=3)
+    return mixed, last_scores.reshape(batch, heads, slots)
 
 
 def layer_stats(scores: jax.Array, count: jax.Array) -> AttnStats:
@@ -83,9 +83,7 @@ def layer_stats(scores: jax.Array, count: jax.Array) -> AttnStats:
     valid = (jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, :] < count[:, None])[:, None, :]
     log_weights = jax.nn.log_softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
     weights = jnp.exp(log_weights)  # 0 at invalid slots
-    bits = jnp.where(weights > 0, log_weights / _LN2, 0.0)
-    entropy = -jnp.sum(weights * bits, axis=-1)
-    varentropy = jnp.sum(weights * jnp.square(bits + entropy[..., None]), axis=-1)
+    entropy, varentropy = entropy_and_varentropy(log_weights)
     mean_weights = jnp.mean(weights, axis=1, keepdims=True)
     divergence = jnp.mean(jnp.sum(jnp.abs(weights - mean_weights), axis=-1), axis=1)
     strength = jnp.sum(jnp.where(valid, jnp.abs(scores), 0.0), axis=(1, 2))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import itertools
 import os
 import signal
 import sys
@@ -35,8 +34,6 @@ _several = tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")
 Texts = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, _several]
 
 Arguments = TypeVar("Arguments")
-
-_FRAME = "│╭╰╮╯─ "
 
 
 def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> Arguments:
@@ -164,6 +161,9 @@ def _discard_output() -> None:
 
 
 def _one_line(box: str) -> str:
-    """The message in a framed complaint: the lines up to its first rule, without the frame."""
-    lines = (line.strip(_FRAME) for line in box.splitlines()[1:])
-    return " ".join(itertools.takewhile(bool, lines))
+    """The message in tyro's complaint: below the title, down to a rule, without the frame."""
+    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()]
+    is_rule = [not line.strip("─-") for line in lines]  # hyphens where UTF-8 cannot be written
+    first = 2 if is_rule[1:2] == [True] else 1
+    last = is_rule.index(True, first) if True in is_rule[first:] else len(lines)
+    return " ".join(lines[first:last])

@@ -99,8 +99,7 @@ def decode_step(
     finish = jnp.where(ended, FINISHED_EOS, finish)
     finish = jnp.where(choice.finite, finish, FINISHED_ERROR)
     finish = jnp.where(running, finish, state.finish)
-    commits = running & choice.finite
-    target = jnp.where(commits, position, state.history.shape[1])
+    target = jnp.where(running, position, state.history.shape[1])
     row = jnp.arange(target.shape[0], dtype=jnp.int32)
     record = StepRecord(
         live=running,
@@ -143,9 +142,9 @@ def decode(
         sampler: traced, each leaf with a leading row axis.
         eos_ids: int32 [E], the tokens that end a row; -1 matches none.
         state: donated.
-        steps: int32, traced, at most `max_steps`.
+        steps: int32, traced.
         window: static. No row may grow past it: `max(length) + steps <= window`.
-        max_steps: static, room for records.
+        max_steps: static, room for records: no more steps than this are run.
 
     Returns:
         The state, and records with a leading [max_steps] axis; those of steps that did not run have
@@ -159,7 +158,7 @@ def decode(
 
     def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord]) -> jax.Array:
         done, state, _ = carry
-        return (done < steps) & jnp.any(state.finish == RUNNING)
+        return (done < jnp.minimum(steps, max_steps)) & jnp.any(state.finish == RUNNING)
 
     def body(
         carry: tuple[jax.Array, DecodeState, StepRecord],

@@ -26,6 +26,8 @@ def read_bytes(path: Path) -> bytes:
         raise UserError(f"{path.parent}: {path.name} is missing") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the path
+        raise UserError(f"{str(path)!r}: not a file name") from error
 
 
 def read_text(path: Path) -> str:

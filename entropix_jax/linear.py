@@ -52,12 +52,14 @@ def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         narrow, i = _in_this_step(weight, i)
         return _dot(x, lax.dynamic_slice_in_dim(narrow, i * _BLOCK, _BLOCK).astype(x.dtype))
 
-    parts = lax.map(block, jnp.arange(blocks, dtype=jnp.int32))  # [blocks, rows, _BLOCK]
-    out = parts.transpose(1, 0, 2).reshape(x.shape[0], blocks * _BLOCK)
+    parts = []
+    if blocks:
+        mapped = lax.map(block, jnp.arange(blocks, dtype=jnp.int32))  # [blocks, rows, _BLOCK]
+        parts.append(mapped.transpose(1, 0, 2).reshape(x.shape[0], blocks * _BLOCK))
     if rest := weight.shape[0] - blocks * _BLOCK:
         narrow, x = _in_this_step(weight, x)
-        out = jnp.concatenate([out, _dot(x, narrow[-rest:].astype(x.dtype))], axis=1)
-    return out
+        parts.append(_dot(x, narrow[-rest:].astype(x.dtype)))
+    return jnp.concatenate(parts, axis=1)
 
 
 def rows(weight: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:

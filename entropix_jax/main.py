@@ -28,8 +28,8 @@ from entropix_jax.errors import UserError
 from entropix_jax.files import read_text
 
 if TYPE_CHECKING:
-    from entropix_jax.generate import Event, Generation, Piece
-    from entropix_jax.load import LanguageModel
+    from entropix_jax.generation import Event, Generation, Piece
+    from entropix_jax.loading import LanguageModel
     from entropix_jax.sampler.presets import Sampler
     from entropix_jax.terminal import TextScreen
     from entropix_jax.trace import TraceWriter
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Arguments:
     """Generates text from a prompt with an uncertainty-aware sampler.
 
-    The text goes to standard output; notes, legend and summary go to standard error.
+    The text goes to standard output; notes, a legend and a summary to standard error.
     """
 
     prompt: Text = None
@@ -98,10 +98,10 @@ def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.decode import Recording
-    from entropix_jax.generate import Generation, Request
-    from entropix_jax.load import load, use_compilation_cache
+    from entropix_jax.generation import Generation, Request
+    from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.sampler.presets import load_sampler, parse_setting
-    from entropix_jax.trace import TraceWriter, check_writable
+    from entropix_jax.trace import TraceWriter, check_writable, footer
 
     # A mistake in these should not wait for the model.
     settings = dict(parse_setting(text) for text in itertools.chain(*arguments.set))
@@ -126,32 +126,39 @@ def _main(arguments: Arguments) -> int:
         turn_end=chat,
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
     )
-    for note in sampler.notes:
-        print(f"note: {note}", file=sys.stderr)
     if arguments.trace is None:
-        return _run(arguments, generation, None)
+        return _run(arguments, generation, sampler, None)
     with TraceWriter(Path(arguments.trace)) as writer:
         writer.write(_trace_header(arguments, model, sampler, prompt))
-        return _run(arguments, generation, writer)
+        try:
+            return _run(arguments, generation, sampler, writer)
+        finally:
+            # Whatever ended the run: the trace says how far it came.
+            generation.interrupt()
+            rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
+            writer.write(footer(rows, generation.timings))
 
 
-def _run(arguments: Arguments, generation: "Generation", writer: "TraceWriter | None") -> int:
+def _run(
+    arguments: Arguments,
+    generation: "Generation",
+    sampler: "Sampler",
+    writer: "TraceWriter | None",
+) -> int:
     from entropix_jax.terminal import TextScreen, print_legend, summary
-    from entropix_jax.trace import footer
 
+    for note in sampler.notes:
+        print(f"note: {note}", file=sys.stderr)
     screen = TextScreen() if arguments.format == "text" else None
     if screen is not None and screen.coloured:
         print_legend()
     try:
         _stream(generation, _Output(generation, screen, writer))
-        if screen is None:
-            _print_json(generation)
     finally:
-        # Whatever ended the run: the trace says how far it came.
-        generation.interrupt()
-        if writer is not None:
-            rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
-            writer.write(footer(rows, generation.timings))
+        if screen is not None:
+            screen.end_text()
+    if screen is None:
+        _print_json(generation)
     print(summary(generation.rows, generation.timings), file=sys.stderr)
     if errors := [row.error for row in generation.rows if row.error is not None]:
         raise UserError("; ".join(errors))
@@ -255,7 +262,7 @@ def _is_chat(arguments: Arguments, model: "LanguageModel") -> bool:
 
 
 def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: bool) -> list[int]:
-    from entropix_jax.generate import encode_prompt
+    from entropix_jax.generation import encode_prompt
 
     if arguments.messages is not None:
         return model.tokenizer.apply_chat(prompt)

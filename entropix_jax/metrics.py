@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.attention import AttnStats
-
-_LN2 = math.log(2.0)
+from entropix_jax.information import entropy_and_varentropy
 
 
 @struct.dataclass
@@ -50,18 +49,6 @@ def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
     renormalised = kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)
     wanted = (epsilon > 0)[:, None] & jnp.any(audible, axis=-1, keepdims=True)
     return jnp.where(wanted, renormalised, log_probs)
-
-
-def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Entropy (bits) and varentropy (bits^2) of `log_probs[..., V]` in nats: two float32 [...].
-
-    The varentropy is the variance of the information content; a term with p = 0 adds 0.
-    """
-    probs = jnp.exp(log_probs)
-    bits = jnp.where(probs > 0, log_probs / _LN2, 0.0)
-    entropy = -jnp.sum(probs * bits, axis=-1)
-    varentropy = jnp.sum(probs * jnp.square(bits + entropy[..., None]), axis=-1)
-    return entropy, varentropy
 
 
 def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) -> Metrics:

@@ -48,12 +48,10 @@ def forward(
         The final hidden states [B, T, D], the statistics of each row's last real position, and the
         cache with each length grown by `count`. With `count` 0 a row's cache is as it was.
     """
-    batch, num_tokens = tokens.shape
     start = cache.length
-    positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+    length = start + count
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     cos, sin = rotations(config, positions)
-    last = jnp.maximum(count - 1, 0)
-    row = jnp.arange(batch, dtype=jnp.int32)
 
     hidden = rows(params.embedding, tokens, cache.keys[0].dtype)
     keys, values, stats = [], [], []
@@ -68,14 +66,14 @@ def forward(
                 lax.slice_in_dim(keys[i], 0, window, axis=2),
                 lax.slice_in_dim(values[i], 0, window, axis=2),
                 positions,
-                start + count,
+                length,
             )
             hidden = hidden + linear(mixed, layer.output)
-            stats.append(layer_stats(scores[row, last], start + last + 1))
+            stats.append(layer_stats(scores, jnp.maximum(length, 1)))
             normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
             hidden = hidden + _swiglu(normed, layer)
     hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
-    cache = KVCache(keys=tuple(keys), values=tuple(values), length=start + count)
+    cache = KVCache(keys=tuple(keys), values=tuple(values), length=length)
     return hidden, stack_layers(stats), cache
 
 

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
+from rich.style import Style
 from rich.text import Text
 
 from entropix_jax.commandline import printable
-from entropix_jax.generate import Row
+from entropix_jax.generation import Row
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.trace import TokenRecord
 
@@ -35,24 +36,24 @@ class TextScreen:
 
     def __init__(self) -> None:
         self._out = sys.stdout
-        self._console = Console(file=self._out, highlight=False, soft_wrap=True)
-        self._on_terminal = self._console.is_terminal
-        self.coloured = (
-            self._on_terminal
-            and self._console.color_system is not None
-            and not self._console.no_color
-        )
+        console = Console(file=self._out)
+        self._on_terminal = console.is_terminal
+        name = None if console.no_color else console.color_system
+        self._colours = COLOR_SYSTEMS[name] if name else None
         self._last = "\n"
+
+    @property
+    def coloured(self) -> bool:
+        """Whether text has colours: on a terminal that has some, unless NO_COLOR is set."""
+        return self._colours is not None
 
     def show(self, text: str, token: TokenRecord) -> None:
         """Prints a piece of text in the colour of its token's regime."""
         if self._on_terminal:
             text = printable(text)
-        style = style_of(token) if self.coloured else ""
-        if style:
-            self._console.print(Text(text, style=style), end="")
-        else:
-            self._out.write(text)
+        # Not through the console, which would change tabs and take brackets for markup.
+        style = Style.parse(style_of(token))
+        self._out.write(style.render(text, color_system=self._colours))
         self._out.flush()
         self._last = text[-1:] or self._last
 

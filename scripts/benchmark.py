@@ -38,7 +38,7 @@ from entropix_jax.decode import (
     init_state,
     prefill,
 )
-from entropix_jax.load import load
+from entropix_jax.loading import load
 from entropix_jax.params import Params, init_params
 from entropix_jax.precision import Precision, choose_precision
 from entropix_jax.sampler.keys import row_key

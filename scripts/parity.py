@@ -25,8 +25,8 @@ from rich.table import Table
 
 from entropix_jax.cache import init_cache
 from entropix_jax.config import load_model_config
-from entropix_jax.generate import Generation, Request
-from entropix_jax.load import LanguageModel, load
+from entropix_jax.generation import Generation, Request
+from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward, unembed
 from entropix_jax.resources import resource_folder
 

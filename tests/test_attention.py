@@ -35,7 +35,7 @@ def test_against_float64(heads: int, kv_heads: int, junk: float) -> None:
     q, k, v, positions, lengths = case(heads, kv_heads, junk)
     mixed, scores = attend(q, k, v, positions, lengths)
     assert mixed.shape == (3, TOKENS, heads * H)
-    assert scores.shape == (3, TOKENS, heads, SLOTS)
+    assert scores.shape == (3, heads, SLOTS)
     for b in range(3):
         for t in range(COUNT[b]):
             n = START[b] + t + 1
@@ -44,7 +44,8 @@ def test_against_float64(heads: int, kv_heads: int, junk: float) -> None:
                 keys, values = (np.asarray(x[b, group, :n], np.float64) for x in (k, v))
                 s = keys @ np.asarray(q[b, t, head], np.float64) / np.sqrt(H)
                 want = np.exp(reference.log_softmax(s)) @ values
-                np.testing.assert_allclose(scores[b, t, head, :n], s, atol=1e-5)
+                if t == COUNT[b] - 1:
+                    np.testing.assert_allclose(scores[b, head, :n], s, atol=1e-5)
                 got = mixed[b, t, head * H : (head + 1) * H]
                 np.testing.assert_allclose(got, want, atol=1e-5)
 

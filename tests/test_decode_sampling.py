@@ -232,6 +232,10 @@ def test_a_nan_in_the_prompt_ends_the_row_at_once(ragged: list[list[Step]]) -> N
     jobs = [*RAGGED[:3], replace(RAGGED[3], prompt=[1, token, 3])]
     found = generate(poisoned(token), jobs)
     assert [(step.position, step.finish) for step in found[3]] == [(3, FINISHED_ERROR)]
+    # An error it stays, also where the meaningless token is an end token.
+    ends = (found[3][0].token, -1)
+    again = generate(poisoned(token), jobs, eos_ids=ends)[3]
+    assert [(step.position, step.finish) for step in again] == [(3, FINISHED_ERROR)]
     for row in range(3):
         same(found[row], ragged[row])
 

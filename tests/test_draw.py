@@ -314,3 +314,12 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
         assert int(alone.kept[0]) == int(together.kept[row])
         number = int(proposal.draws[row])
         np.testing.assert_array_equal(alone.ids[0, :number], together.ids[row, :number])
+
+
+def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
+    """40 equal tokens and p = 0.5: 20 make up p exactly, by the head and by the whole vocabulary."""
+    for vocab in (40, 1000):
+        logits = np.zeros((1, vocab), np.float32)
+        proposal = proposal_of(top_p=0.5)
+        drawn = truncated_draw(jnp.asarray(logits), proposal, jnp.zeros((1, 4), jnp.float32))
+        assert int(drawn.kept[0]) == vocab // 2

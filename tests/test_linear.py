@@ -23,18 +23,20 @@ def exact(x: jax.Array, weight: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (1,), (2, 3), (1, 5), (7,)], ids=str)
-@pytest.mark.parametrize("width", [SMALL, LARGE])
+@pytest.mark.parametrize(("width", "out"), [(SMALL, 24), (LARGE, 24), (64, 256), (64, 600)])
 @pytest.mark.parametrize(
     ("x_dtype", "w_dtype"),
     [(F32, F32), (F32, BF16), (F32, jnp.float16), (BF16, BF16)],
     ids=["f32 f32", "f32 bf16", "f32 f16", "bf16 bf16"],
 )
-def test_product_is_exact_to_float32(lead: tuple[int, ...], width: int, x_dtype, w_dtype) -> None:
+def test_product_is_exact_to_float32(
+    lead: tuple[int, ...], width: int, out: int, x_dtype, w_dtype
+) -> None:
     """In whatever form: the only rounding is that of a float32 sum (1e-6 of its terms' size)."""
-    x, weight = operands((*lead, width), 24, x_dtype, w_dtype)
+    x, weight = operands((*lead, width), out, x_dtype, w_dtype)
     got = jax.jit(product)(x, weight)
     assert got.dtype == F32
-    assert got.shape == (*lead, 24)
+    assert got.shape == (*lead, out)
     np.testing.assert_allclose(got, exact(x, weight), atol=1e-6 * np.sqrt(width) * 8, rtol=1e-6)
 
 
@@ -62,16 +64,32 @@ def test_rows_are_the_rows(w_dtype, dtype) -> None:
     np.testing.assert_array_equal(np.asarray(got), np.asarray(table)[ids].astype(dtype))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_narrow_weights_stay_narrow_in_a_loop(batch: int) -> None:
-    """A wide copy of the weights, made once before the loop, is what the barrier prevents."""
-    x, weight = operands((batch, 64), 64, F32, BF16)
+def assert_carried_narrow(loop, inputs: tuple[jax.Array, ...], shape: str) -> None:
+    """No loop of the compiled program carries a wide copy of the weight, made before it began."""
+    text = jax.jit(loop).lower(*inputs).compile().as_text() or ""
+    carried = [line for line in text.splitlines() if " while(" in line]
+    assert carried
+    for line in carried:
+        assert f"bf16[{shape}]" in line
+        assert f" f32[{shape}]" not in line
 
+
+@pytest.mark.parametrize("size", [64, 512])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_narrow_weight_stays_narrow_in_a_loop(batch: int, size: int) -> None:
     def loop(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 10, lambda _, y: linear(y, weight) * 0.01, x)
 
-    text = jax.jit(loop).lower(x, weight).compile().as_text() or ""
-    carried = [line for line in text.splitlines() if " while(" in line]
-    assert len(carried) == 1
-    assert "bf16[64,64]" in carried[0]
-    assert "f32[64,64]" not in carried[0]
+    inputs = operands((batch, size), size, F32, BF16)
+    assert_carried_narrow(loop, inputs, f"{size},{size}")
+
+
+def test_a_narrow_table_stays_narrow_in_a_loop() -> None:
+    def loop(ids: jax.Array, table: jax.Array) -> jax.Array:
+        def step(_: int, ids: jax.Array) -> jax.Array:
+            return jnp.argmax(rows(table, ids, jnp.dtype(F32)), axis=1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 10, step, ids)
+
+    _, table = operands((1, 64), 96, F32, BF16)
+    assert_carried_narrow(loop, (jnp.arange(3, dtype=jnp.int32), table), "96,64")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from entropix_jax.attention import AttnStats, layer_stats, stack_layers
+from entropix_jax.information import entropy_and_varentropy
 from entropix_jax.metrics import (
     Metrics,
     apply_noise_floor,
-    entropy_and_varentropy,
     measure,
     noise_floor,
 )

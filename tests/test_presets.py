@@ -136,7 +136,7 @@ def test_every_scalar_reaches_its_place(key: str) -> None:
 def test_all_else_reaches_its_place() -> None:
     changes = {
         "regimes.lelv": ["entropy < h1", "agreement > 0.25"],
-        "regimes.helv": ["varentropy > u1", "varentropy < 7", "varentropy < 5e0"],
+        "regimes.helv": ["varentropy > u1", "varentropy > 1", "varentropy < 5e0", "varentropy < 7"],
         "arms.lelv": "sample",
         "arms.mid": "explore",
         "metrics.attn_entropy": "raw",
@@ -478,3 +478,14 @@ def test_rows_of_one_batch_may_have_other_presets() -> None:
         for name in preset_names()
     }
     assert len(shapes) == 1
+
+
+def test_thresholds_of_ones_own_are_not_calibrated_away(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text(
+        '{"thresholds": {"h1": 9, "h2": 9, "u1": 9, "u2": 9}}', encoding="utf-8"
+    )
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "entropix"\n[thresholds]\nh1 = 0.2\n', encoding="utf-8")
+    sampler = load_sampler(str(own)).calibrated(tmp_path)
+    assert sampler.values["thresholds.h1"] == 0.2
+    assert sampler.notes == ()

@@ -152,7 +152,9 @@ def _draw_from_all(
     def deep() -> Drawn:
         nucleus = lax.cond(
             cut.top_p < 1,
-            lambda: _prefix(order, mass, *_crossing(order, mass, cut.top_p * outer.mass)),
+            lambda: _prefix(
+                order, mass, *_crossing(order, mass, cut.top_p * outer.mass, reach=True)
+            ),
             lambda: outer,
         )
         prefix = jax.tree.map(
@@ -179,19 +181,20 @@ def _sortable(logits: jax.Array) -> jax.Array:
 
 
 def _crossing(
-    order: jax.Array, weights: jax.Array, target: jax.Array
+    order: jax.Array, weights: jax.Array, target: jax.Array, *, reach: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the weights, cumulated in likelihood order, first exceed `target`.
+    """Where the weights, cumulated in likelihood order, first exceed `target`, or first `reach` it.
 
     Returns the order value of that token, and how many tokens with the same value stand before it.
     """
     weights = weights.astype(jnp.float32)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # the mass from `low` up exceeds the target, from `high` up it does not
+        low, high = bounds  # the mass from `low` up crosses the target, from `high` up it does not
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # the mean, without overflow
-        exceeds = jnp.sum(jnp.where(order >= middle, weights, 0.0)) > target
-        return jnp.where(exceeds, middle, low), jnp.where(exceeds, high, middle)
+        total = jnp.sum(jnp.where(order >= middle, weights, 0.0))
+        crosses = total >= target if reach else total > target
+        return jnp.where(crosses, middle, low), jnp.where(crosses, high, middle)
 
     # Rounding may leave the whole mass at the target: then the least likely token with weight it
     # is.
@@ -200,7 +203,8 @@ def _crossing(
     above = jnp.sum(jnp.where(order > value, weights, 0.0))
     tied = (order == value) & (weights > 0)
     weight = jnp.max(jnp.where(tied, weights, 0.0))
-    index = jnp.floor((target - above) / weight).astype(jnp.int32)
+    steps = (target - above) / weight
+    index = (jnp.ceil(steps) - 1.0 if reach else jnp.floor(steps)).astype(jnp.int32)
     return value, jnp.clip(index, 0, jnp.sum(tied, dtype=jnp.int32) - 1)
 
 

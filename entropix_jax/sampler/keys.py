@@ -26,7 +26,10 @@ def row_key(seed: int, row_id: str) -> np.ndarray:
 def uniforms(
     keys: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, number: int
 ) -> jax.Array:
-    """Uniform numbers in [0, 1) with 23 random bits, float32 [B, number].
+    """Uniform numbers in [0, 1) with 24 random bits, float32 [B, number].
+
+    The bits are those that folding in the last part of the name yields, so that no setting of JAX's
+    generators changes them.
 
     `keys` is uint32 [B, 2]; `position`, `attempt` and `stream` are int32 [B].
     """
@@ -36,6 +39,7 @@ def uniforms(
         for part in path:
             key = jax.random.fold_in(key, part)
         indices = jnp.arange(number, dtype=jnp.int32)
-        return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(indices)
+        named = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(indices)
+        return (named[:, 0] >> 8).astype(jnp.float32) * 2.0**-24
 
     return jax.vmap(row)(keys, position, attempt, stream)

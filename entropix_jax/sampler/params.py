@@ -133,7 +133,7 @@ class RepetitionParams:
 @struct.dataclass
 class LoopParams:
     """The loop guard: a row whose generated tokens end in `repeats` copies of a stretch of at most
-    `max_period` tokens is treated as LEHV. 0 switches it off."""
+    `max_period` tokens is treated as LEHV. 0 switches it off, and so does a `repeats` of 1."""
 
     max_period: jax.Array = number(0, MAX_PERIOD, integer=True)
     repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)

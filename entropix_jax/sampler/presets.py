@@ -221,6 +221,10 @@ def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, An
         raise UserError(f"{path}: 'extends' must be the name of a preset, not {base!r}")
     if base.endswith(".toml"):
         base = str(path.parent / base)
+    thresholds = raw.get("thresholds")
+    if isinstance(thresholds, dict) and set(thresholds) & set(THRESHOLDS):
+        # Who sets thresholds means them: the model's own must not take their place.
+        thresholds.setdefault("calibrated", False)
     return path, _merge(_read(base, (*seen, identity))[1], raw)
 
 

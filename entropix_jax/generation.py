@@ -28,7 +28,7 @@ from entropix_jax.decode import (
     prefill,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.load import LanguageModel, logits_epsilon
+from entropix_jax.loading import LanguageModel, logits_epsilon
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import REGIMES, SamplerParams

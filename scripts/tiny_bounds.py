@@ -1,0 +1,103 @@
+"""Measures the thresholds of `weights/tiny` on its own text and writes its `calibration.json`.
+
+    python scripts/tiny_bounds.py [--model DIR] [--tokens N] [--seed N]
+
+The model writes text by plain sampling at temperature 1. The four thresholds are then chosen
+together, on a grid of the text's own quantiles, so that the boxes of the `entropix` preset hold a
+wanted share of its tokens each; the rest is MID. Other text of the same model is held against them.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from entropix_jax.files import replacing
+from entropix_jax.generation import Generation, Request
+from entropix_jax.loading import LanguageModel, load
+from entropix_jax.sampler.params import BOXES
+from entropix_jax.sampler.presets import CALIBRATION_FILE, THRESHOLDS, load_sampler
+
+TINY = Path(__file__).resolve().parent.parent / "weights" / "tiny"
+WANTED = {"lelv": 0.60, "helv": 0.08, "lehv": 0.05, "hehv": 0.05}
+QUANTILES = 64
+ROWS = 32
+
+
+def own_text(model: LanguageModel, tokens: int, seed: int) -> np.ndarray:
+    """Entropy (bits) and varentropy (bits^2) of each of the model's own tokens: [tokens, 2]."""
+    sampler = load_sampler("temperature").with_values({"base.temperature": 1.0})
+    start = [model.tokenizer.bos_id or 0]
+    requests = [Request(start, str(row), tokens // ROWS) for row in range(ROWS)]
+    rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
+    return np.array([(token.entropy, token.varentropy) for row in rows for token in row.tokens])
+
+
+def occupancy(points: np.ndarray, h1: float, h2: float, u1: float, u2: float) -> np.ndarray:
+    """The share of points in each box of the `entropix` preset, in the order of BOXES."""
+    entropy, varentropy = points.T
+    calm, wild = varentropy < u1, varentropy > u2
+    boxes = (
+        (entropy < h1) & calm,
+        (entropy > h2) & calm,
+        (entropy < h2) & wild,
+        (entropy > h2) & wild,
+    )
+    return np.array([box.mean() for box in boxes])
+
+
+def solve(points: np.ndarray) -> dict[str, float]:
+    """The thresholds whose occupancy is nearest to WANTED, by the sum of squared differences."""
+    wanted = np.array([WANTED[box] for box in BOXES])
+    grids = [
+        np.unique(np.quantile(points[:, i], np.linspace(0.02, 0.98, QUANTILES))) for i in (0, 1)
+    ]
+    best, thresholds = np.inf, (0.0, 0.0, 0.0, 0.0)
+    # Two boxes hang on (h2, u2) alone, one more on u1, the last on h1: solved one after the other.
+    for h2, u2 in product(*grids):
+        shares = occupancy(points, h2, h2, u2, u2)
+        error = np.sum((shares[2:] - wanted[2:]) ** 2)
+        if error < best:
+            best, thresholds = error, (h2, h2, u2, u2)
+    _, h2, _, u2 = thresholds
+    u1 = _nearest(grids[1], u2, lambda u: occupancy(points, h2, h2, u, u2)[1], wanted[1])
+    h1 = _nearest(grids[0], h2, lambda h: occupancy(points, h, h2, u1, u2)[0], wanted[0])
+    return {k: float(f"{v:.3g}") for k, v in zip(THRESHOLDS, (h1, h2, u1, u2), strict=True)}
+
+
+def _nearest(
+    grid: np.ndarray, highest: float, share: Callable[[float], float], wanted: float
+) -> float:
+    """The value up to `highest` whose share is nearest to the wanted one."""
+    return min(grid[grid <= highest].tolist(), key=lambda value: abs(share(value) - wanted))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--tokens", type=int, default=32_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    model = load(str(args.model))
+    points, others = (own_text(model, args.tokens, args.seed + i) for i in (0, 1))
+    thresholds = solve(points)
+    table = Table("", "wanted", "measured", "other text", title=f"thresholds {thresholds}")
+    values = tuple(thresholds[name] for name in THRESHOLDS)
+    shares = (occupancy(points, *values), occupancy(others, *values))
+    for box, own, other in zip(BOXES, *shares, strict=True):
+        table.add_row(box, f"{WANTED[box]:.1%}", f"{own:.1%}", f"{other:.1%}")
+    Console(width=100).print(table)
+    source = f"scripts/tiny_bounds.py --tokens {args.tokens} --seed {args.seed}"
+    with replacing(args.model / CALIBRATION_FILE) as path:
+        content = {"thresholds": thresholds, "source": source}
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""How text looks: on a terminal of its own (a pseudo-terminal), and where there is none."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from entropix_jax.generation import Request, Row
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.terminal import TextScreen, print_legend, style_of, summary
+from entropix_jax.trace import TokenRecord
+from tests.test_trace import record
+
+ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
+
+
+def token(regime: str, action: str = "sample") -> TokenRecord:
+    return replace(record(), regime=regime, action=action)
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a terminal says of itself is for each test to choose."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Screen:
+    """The far end of a pseudo-terminal that is standard output and standard error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            monkeypatch.setenv(name, value)
+        self._far, near = pty.openpty()
+        self.file = os.fdopen(near, "w", encoding="utf-8")
+        monkeypatch.setattr(sys, "stdout", self.file)
+        monkeypatch.setattr(sys, "stderr", self.file)
+
+    def read(self) -> str:
+        """What was written so far; the terminal's own line ends are undone."""
+        self.file.flush()
+        os.set_blocking(self._far, False)
+        try:
+            return os.read(self._far, 1 << 16).decode().replace("\r\n", "\n")
+        except BlockingIOError:
+            return ""
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self._far)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Screen]]:
+    screens = []
+
+    def make(**environment: str) -> Screen:
+        screens.append(Screen(monkeypatch, **environment))
+        return screens[-1]
+
+    yield make
+    for screen in screens:
+        screen.close()
+
+
+def show_all() -> TextScreen:
+    screen = TextScreen()
+    for text, one in (
+        ("Once", token("lelv")),
+        (" upon\n", token("mid")),
+        (" Wait...", token("helv", "inject")),
+        (" a", token("lehv")),
+        (" time ", token("hehv")),
+    ):
+        screen.show(text, one)
+    screen.end_text()
+    return screen
+
+
+PLAIN = "Once upon\n Wait... a time \n"
+
+
+def test_colours_on_a_terminal(terminal: Callable[..., Screen]) -> None:
+    screen = terminal(COLORTERM="truecolor")
+    assert show_all().coloured
+    shown = screen.read()
+    assert ESCAPE.sub("", shown) == PLAIN
+    assert shown.startswith("Once\x1b["), "what is certain has the terminal's own colour"
+    assert "\x1b[38;2;0;158;115m upon\n\x1b[0m" in shown
+    assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
+    assert "\x1b[38;2;230;159;0m a\x1b[0m" in shown
+    assert "\x1b[1;38;2;213;94;0m time \x1b[0m" in shown
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "xterm-16color", "linux"])
+def test_fewer_colours_still_tell_the_regimes_apart(
+    terminal: Callable[..., Screen], term: str
+) -> None:
+    screen = terminal(TERM=term)
+    for regime in REGIMES:
+        TextScreen().show("x", token(regime))
+    shown = screen.read()
+    assert ESCAPE.sub("", shown) == "x" * len(REGIMES)
+    colours = [code for code in ESCAPE.findall(shown) if code != "0"]
+    assert len(set(colours)) == len(REGIMES) - 1
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colours_where_none_are_wanted(
+    terminal: Callable[..., Screen], environment: dict[str, str]
+) -> None:
+    screen = terminal(**environment)
+    assert not show_all().coloured
+    assert screen.read() == PLAIN
+
+
+def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert not show_all().coloured
+    TextScreen().show("\x1b[2J\r", token("mid"))
+    assert out.getvalue() == PLAIN + "\x1b[2J\r", "a file holds what the model wrote"
+
+
+@pytest.mark.parametrize("regime", ["lelv", "mid"])
+def test_a_model_does_not_steer_the_terminal(terminal: Callable[..., Screen], regime: str) -> None:
+    screen = terminal()
+    TextScreen().show("a\x1b[2Jb\x07\r\x9bc\x7f\x00é\u200d\n", token(regime))
+    shown = ESCAPE.sub("", screen.read())
+    assert shown == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd\ufffdé\u200d\n"
+
+
+@pytest.mark.parametrize("regime", ["lelv", "mid"])
+@pytest.mark.parametrize("text", ["[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"])
+def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str, text: str) -> None:
+    """No markup, no emoji names, no wrapping, no space lost."""
+    screen = terminal(COLUMNS="20")
+    TextScreen().show(text, token(regime))
+    assert ESCAPE.sub("", screen.read()) == text
+
+
+def test_one_line_break_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    for texts, expected in (([], ""), (["a"], "a\n"), (["a\n"], "a\n"), (["a\n", ""], "a\n")):
+        screen = TextScreen()
+        for text in texts:
+            screen.show(text, token("mid"))
+        screen.end_text()
+        screen.end_text()
+        assert capsys.readouterr().out == expected
+
+
+def test_the_legend_fits_a_line_and_names_all_regimes(terminal: Callable[..., Screen]) -> None:
+    screen = terminal()
+    print_legend()
+    legend = ESCAPE.sub("", screen.read())
+    assert legend.count("\n") == 1
+    assert len(legend.rstrip("\n")) <= 80
+    assert [word for word in legend.split() if word in REGIMES] == list(REGIMES)
+
+
+def test_no_legend_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    print_legend()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_summary_fits_a_line() -> None:
+    def row(regimes: list[str], reason: str) -> Row:
+        return Row(Request([1], "0", 9), [token(r) for r in regimes], "", reason)
+
+    rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
+    assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (
+        "4 tokens (4 tok/s) | lelv 50% helv 0% lehv 0% hehv 25% mid 25% | length, eos"
+    )
+    # The first step's tokens waited for the compiler: alone they say nothing of the speed.
+    assert summary([row(["mid"], "eos")], {"first_token": 2.0, "total": 2.0}) == (
+        "1 token | lelv 0% helv 0% lehv 0% hehv 0% mid 100% | eos"
+    )
+    assert summary([row([], "interrupt")], {"total": 1.0}).startswith("0 tokens | lelv 0%")
+    long = summary([row(["mid"] * 12345, "interrupt")], {"first_token": 1.0, "total": 20.0})
+    assert len(long) <= 80
+
+
+def test_every_regime_has_a_style() -> None:
+    styles = [style_of(token(regime)) for regime in REGIMES]
+    assert len(set(styles)) == len(REGIMES)
+    assert all(style_of(token(regime, "inject")) not in styles for regime in REGIMES)
