@@ -5,32 +5,40 @@ import sys
 from collections.abc import Sequence
 
 from entropix_jax import __version__
-from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.errors import UserError
+from entropix_jax.interrupts import exit_at_once
 
 # The module of each subcommand, and what it does.
 _COMMANDS = {"generate": ("main", "text from a prompt, and its uncertainty")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that the first argument names, and returns its exit status."""
-    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    """Runs the subcommand that the first argument names, and returns its exit status.
+
+    Without `argv` it is the program: the arguments are the process's, and Ctrl-C ends it.
+    """
+    if argv is None:
+        exit_at_once()
+        argv = sys.argv[1:]
+    name, *arguments = argv or [""]
     if name in _COMMANDS:
         module = importlib.import_module(f"entropix_jax.{_COMMANDS[name][0]}")
         return module.main(arguments, f"entropix-jax {name}")
+    from entropix_jax.commandline import run_command
+
     return run_command(lambda: _without_command(name))
 
 
 def _without_command(name: str) -> int:
     if name == "--version":
         print(f"entropix-jax {__version__}")
-        return EXIT_OK
+        return 0
     if name in ("-h", "--help"):
         print("usage: entropix-jax COMMAND [OPTIONS]\n")
         for command, (_, purpose) in _COMMANDS.items():
             print(f"  {command:<10} {purpose}")
         print("\nentropix-jax COMMAND --help lists the options of a command.")
-        return EXIT_OK
+        return 0
     complaint = f"no command '{name}'" if name else "no command given"
     raise UserError(f"{complaint} (known: {', '.join(_COMMANDS)}; see entropix-jax --help)")
 

@@ -4,19 +4,17 @@ import contextlib
 import dataclasses
 import io
 import os
-import signal
 import sys
-import threading
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from entropix_jax.errors import UserError
+from entropix_jax.interrupts import EXIT_INTERRUPT
 
-EXIT_OK, EXIT_USAGE, EXIT_INTERRUPT = 0, 2, 130
+EXIT_OK, EXIT_USAGE = 0, 2
 
 
 def _option(metavar: str) -> Any:
@@ -74,10 +72,8 @@ def run_command(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPT
     except BrokenPipeError:
-        _discard_output()
         return EXIT_OK
     except OSError as error:
-        _discard_output()
         return _fail(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
     except MemoryError:
         return _fail(_NO_MEMORY)
@@ -88,32 +84,6 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 _NO_MEMORY = "not enough memory: fewer rows, fewer new tokens or a smaller model need less"
-
-
-@contextlib.contextmanager
-def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Within, a first Ctrl-C is only noted, so that it tears nothing in two; a second one strikes.
-
-    Gives a function that says whether Ctrl-C was pressed.
-    """
-    pressed = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.getsignal(signal.SIGINT)
-    # Elsewhere than in the main thread, or where interrupts are ignored, none arrives.
-    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def printable(text: str) -> str:
@@ -152,12 +122,6 @@ def _mend_streams() -> None:
     # A terminal's encoding may lack characters that a model writes.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
-
-
-def _discard_output() -> None:
-    """Gives standard output somewhere to go: the interpreter flushes it once more at exit."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _one_line(box: str) -> str:

@@ -99,7 +99,8 @@ def decode_step(
     finish = jnp.where(ended, FINISHED_EOS, finish)
     finish = jnp.where(choice.finite, finish, FINISHED_ERROR)
     finish = jnp.where(running, finish, state.finish)
-    target = jnp.where(running, position, state.history.shape[1])
+    commits = running & choice.finite
+    target = jnp.where(commits, position, state.history.shape[1])
     row = jnp.arange(target.shape[0], dtype=jnp.int32)
     record = StepRecord(
         live=running,

@@ -108,7 +108,8 @@ class Event:
 class Generation:
     """A run over some rows. Iterate to make it go; `rows` then holds the results.
 
-    Interrupting the iteration leaves the rows as far as they came; `interrupt` marks them.
+    Leaving the iteration early, or `stop`, leaves the rows as far as they came; `interrupt` then
+    ends them.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Generation:
         ends = model.turn_end_ids if turn_end else model.generation.eos_ids
         self._eos_ids = _padded_ids(() if ignore_eos else ends)
         self._steps = 1
+        self._asked_to_stop = False
         self._start = time.perf_counter()
 
     def __iter__(self) -> Iterator[Event]:
@@ -166,9 +168,16 @@ class Generation:
             records = jax.device_get(records)
             self._pace(time.perf_counter() - asked)
             for event in self._events(records):
-                self.timings.setdefault("first_token", time.perf_counter() - self._start)
+                if event.token is not None:
+                    self.timings.setdefault("first_token", time.perf_counter() - self._start)
                 yield event
+                if self._asked_to_stop:
+                    return
         self.timings["total"] = time.perf_counter() - self._start
+
+    def stop(self) -> None:
+        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        self._asked_to_stop = True
 
     def interrupt(self) -> list[Event]:
         """Ends the rows that had not ended, and gives the text that was still held back of them."""
@@ -226,7 +235,7 @@ class Generation:
         )
         counts = np.array([len(prompt) - 1 for prompt in prompts])
         done = 0
-        while done < counts.max():
+        while done < counts.max() and not self._asked_to_stop:
             left = int(counts.max()) - done
             size = min(_bucket(left, _MIN_PREFILL), _prefill_size(done + left, len(prompts)))
             tokens = np.zeros((len(prompts), size), np.int32)
@@ -319,7 +328,7 @@ class Generation:
         )
 
     def _running(self) -> bool:
-        return any(row.finish_reason is None for row in self.rows)
+        return not self._asked_to_stop and any(row.finish_reason is None for row in self.rows)
 
     def _host_stops(self, state: DecodeState) -> DecodeState:
         """Tells the device which rows a stop string has ended."""

@@ -1,8 +1,14 @@
 """`python -m entropix_jax.main`: a prompt in, text and its uncertainty out."""
 
+import sys
+
+if __name__ == "__main__":  # before the imports, which take a while
+    from entropix_jax.interrupts import exit_at_once
+
+    exit_at_once()
+
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +18,6 @@ import tyro
 
 from entropix_jax import __version__
 from entropix_jax.commandline import (
-    EXIT_INTERRUPT,
     EXIT_OK,
     Count,
     File,
@@ -20,12 +25,12 @@ from entropix_jax.commandline import (
     Model,
     Text,
     Texts,
-    deferred_interrupts,
     parse,
     run_command,
 )
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_text
+from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
     from entropix_jax.generation import Event, Generation, Piece
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 class Arguments:
     """Generates text from a prompt with an uncertainty-aware sampler.
 
-    The text goes to standard output; notes, a legend and a summary to standard error.
+    The text goes to standard output; notes and a summary go to standard error.
     """
 
     prompt: Text = None
@@ -126,17 +131,18 @@ def _main(arguments: Arguments) -> int:
         turn_end=chat,
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
     )
-    if arguments.trace is None:
-        return _run(arguments, generation, sampler, None)
-    with TraceWriter(Path(arguments.trace)) as writer:
-        writer.write(_trace_header(arguments, model, sampler, prompt))
-        try:
-            return _run(arguments, generation, sampler, writer)
-        finally:
-            # Whatever ended the run: the trace says how far it came.
-            generation.interrupt()
-            rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
-            writer.write(footer(rows, generation.timings))
+    with deferred_interrupts(generation.stop):
+        if arguments.trace is None:
+            return _run(arguments, generation, sampler, None)
+        with TraceWriter(Path(arguments.trace)) as writer:
+            writer.write(_trace_header(arguments, model, sampler, prompt))
+            try:
+                return _run(arguments, generation, sampler, writer)
+            finally:
+                # Whatever ended the run: the trace says how far it came.
+                generation.interrupt()
+                rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
+                writer.write(footer(rows, generation.timings))
 
 
 def _run(
@@ -152,8 +158,12 @@ def _run(
     screen = TextScreen() if arguments.format == "text" else None
     if screen is not None and screen.coloured:
         print_legend()
+    output = _Output(generation, screen, writer)
     try:
-        _stream(generation, _Output(generation, screen, writer))
+        for event in generation:
+            output.take(event)
+        for event in generation.interrupt():  # where Ctrl-C has ended the iteration
+            output.take(event)
     finally:
         if screen is not None:
             screen.end_text()
@@ -164,19 +174,6 @@ def _run(
         raise UserError("; ".join(errors))
     interrupted = any(row.finish_reason == "interrupt" for row in generation.rows)
     return EXIT_INTERRUPT if interrupted else EXIT_OK
-
-
-def _stream(generation: "Generation", output: "_Output") -> None:
-    """Passes on what the run gives, to its end or to Ctrl-C."""
-    events = iter(generation)
-    first = list(itertools.islice(events, 1))  # while it compiles, Ctrl-C may strike at once
-    with deferred_interrupts() as interrupted:
-        for event in itertools.chain(first, events):
-            output.take(event)
-            if interrupted():
-                break
-        for event in generation.interrupt():
-            output.take(event)
 
 
 class _Output:
@@ -297,7 +294,7 @@ def _print_json(generation: "Generation") -> None:
         }
         # Where the encoding lacks a character, its escape still means it.
         escape = (sys.stdout.encoding or "").lower() != "utf-8"
-        print(json.dumps(result, ensure_ascii=escape, allow_nan=False))
+        print(json.dumps(result, ensure_ascii=escape, allow_nan=False), flush=True)
 
 
 if __name__ == "__main__":

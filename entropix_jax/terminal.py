@@ -12,12 +12,12 @@ from entropix_jax.generation import Row
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.trace import TokenRecord
 
-# Okabe and Ito's colours, which colour-blind people tell apart, on dark and on light. What is
-# certain keeps the terminal's own colour.
+# Okabe and Ito's colours, which colour-blind people tell apart: those that stand out on dark and on
+# light alike (contrast 3 or more). What is certain keeps the terminal's own colour.
 _STYLES = {
     "lelv": "",
     "helv": "#0072B2 bold",
-    "lehv": "#E69F00",
+    "lehv": "#CC79A7",
     "hehv": "#D55E00 bold",
     "mid": "#009E73",
 }

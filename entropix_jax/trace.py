@@ -71,7 +71,8 @@ def plain(value: Any) -> Any:
     array = np.asarray(value)
     if array.ndim:
         return [plain(v) for v in array]
-    return float(str(array)) if array.dtype.kind == "f" else array.item()
+    # Plus 0: a sum over nothing but certainty comes out as -0.
+    return float(str(array)) + 0.0 if array.dtype.kind == "f" else array.item()
 
 
 def header(

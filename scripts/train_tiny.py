@@ -55,7 +55,7 @@ DECAY = 0.65  # share of the steps in which the rate falls to 0
 WEIGHT_DECAY = 0.05
 REPORT_EVERY = 250  # steps
 HELD_OUT_ROWS = 40
-PROBLEMS = 400
+PROBLEMS = 150
 REPLY_TOKENS = 40
 
 
@@ -89,13 +89,10 @@ def published_config(ids: Mapping[str, int]) -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": ids[lexicon.BEGIN],
-        "eos_token_id": _end_ids(ids),
+        # As a base model has it: a prompt is continued as plain text unless a chat is asked for.
+        "eos_token_id": ids[lexicon.END],
         "torch_dtype": "float32",
     }
-
-
-def _end_ids(ids: Mapping[str, int]) -> list[int]:
-    return [ids[lexicon.END], ids[lexicon.TURN_END]]
 
 
 def write_folder(folder: Path, params: Params, config: ModelConfig, raw: dict[str, Any]) -> None:
@@ -280,9 +277,10 @@ def accuracy(
         params, config, padded, lengths, temperature, jax.random.key(0), REPLY_TOKENS
     )
     words = {index: terminal for terminal, index in ids.items()}
+    ends = (ids[lexicon.END], ids[lexicon.TURN_END])
     right = 0
     for problem, reply in zip(posed, np.asarray(replies).tolist(), strict=True):
-        ended = itertools.takewhile(lambda token: token not in _end_ids(ids), reply)
+        ended = itertools.takewhile(lambda token: token not in ends, reply)
         text = "".join(words.get(token, "") for token in ended)
         right += problem.read_answer(text) == problem.answer
     return right / len(posed)

@@ -317,7 +317,7 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
 
 
 def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
-    """40 equal tokens and p = 0.5: 20 make up p exactly, by the head and by the whole vocabulary."""
+    """Of equal tokens one half makes up p = 0.5, in the head and in the whole vocabulary."""
     for vocab in (40, 1000):
         logits = np.zeros((1, vocab), np.float32)
         proposal = proposal_of(top_p=0.5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from entropix_jax import decode
 from entropix_jax import generation as module
 from entropix_jax.config import GenerationConfig
 from entropix_jax.decode import Recording
@@ -139,7 +140,7 @@ def test_a_prefill_in_chunks_is_one_prefill(
 
 def test_a_shared_prompt_is_run_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = []
-    prefill = module.prefill
+    prefill = decode.prefill
 
     def counted(params: Any, state: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
         batches.append(tokens.shape[0])
@@ -261,6 +262,24 @@ def test_stop_strings(model: LanguageModel) -> None:
     assert joined.startswith(row.text + stop)
 
 
+def test_a_row_that_met_its_stop_string_costs_nothing_more(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
+    finishes = []
+    step = decode.decode
+
+    def watched(params: Any, sampler: Any, eos: Any, state: Any, *rest: Any, **options: Any) -> Any:
+        finishes.append(state.finish.tolist())
+        return step(params, sampler, eos, state, *rest, **options)
+
+    monkeypatch.setattr(module, "decode", watched)
+    monkeypatch.setattr(Generation, "_pace", lambda self, waited: None)
+    run(model, requests([ids(5), ids(9, 70), ids(3)]), stop=[whole[1].text[2:5]])
+    assert finishes[0] == [decode.RUNNING] * 3
+    assert finishes[-1] == [decode.RUNNING, decode.FINISHED_STOP, decode.RUNNING]
+
+
 def test_text_that_was_held_back_comes_at_the_end(model: LanguageModel) -> None:
     (whole,) = run(model, requests([ids(5)]))
     stop = whole.text[-3:] + "and never this"
@@ -327,6 +346,31 @@ def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
     assert set(generation.timings) == {"first_token", "total"}
 
 
+def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
+    events = 0
+    for event in generation:
+        events += 1
+        if event.token is not None and event.token.position == 15 and event.row == 1:
+            generation.stop()
+    assert events == 3 * 10 + 2, "the event that asks is the last"
+    assert [row.finish_reason for row in generation.rows] == [None] * 3
+    generation.interrupt()
+    assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
+
+    # Asked while the prompt is read, it does not begin to decode.
+    generation = Generation(model, requests([ids(5)]), ignore_eos=True)
+    prefill = decode.prefill
+
+    def ask(*arguments: Any, **options: Any) -> Any:
+        generation.stop()
+        return prefill(*arguments, **options)
+
+    monkeypatch.setattr(module, "prefill", ask)
+    monkeypatch.setattr(module, "decode", None)
+    assert list(generation) == []
+
+
 def test_an_interrupt_before_the_first_token(model: LanguageModel) -> None:
     generation = Generation(model, requests([ids(5)]))
     assert [event.pieces for event in generation.interrupt()] == [()]
@@ -378,10 +422,12 @@ def test_prompts(model: LanguageModel) -> None:
         (messages, None, r"a conversation needs a chat"),
     ):
         with pytest.raises(UserError, match=message):
-            encode_prompt(model, prompt, chat=False, system=system)  # type: ignore[arg-type]
+            encode_prompt(model, prompt, chat=False, system=system)
 
 
-def test_generate(model: LanguageModel) -> None:
+def test_generate(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn_end = token_ids()["<|eot_id|>"]
+    base = replace(model, generation=GenerationConfig(eos_ids=(token_ids()["<|end_of_text|>"],)))
     options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
     rows = generate(model, "Once", samples=3, **options)
     prompt = encode_prompt(model, "Once", chat=True)
@@ -393,5 +439,10 @@ def test_generate(model: LanguageModel) -> None:
     assert list(row.request.prompt) == encode_prompt(model, "Once", chat=False)
     (row,) = generate(model, [{"role": "user", "content": "Once"}], **options)
     assert nearly(row, rows[0])
+    for chat in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(Generation, "run", lambda self: self._eos_ids.tolist())
+            ends: Any = generate(base, "Once", chat=chat)
+        assert (turn_end in ends) == chat
     with pytest.raises(UserError, match="samples must be at least 1, not 0"):
         generate(model, "Once", samples=0)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from rich.style import Style
 
 from entropix_jax.generation import Request, Row
 from entropix_jax.sampler.params import REGIMES
@@ -38,6 +39,7 @@ class Screen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
         for name, value in {"TERM": "xterm-256color", **environment}.items():
             monkeypatch.setenv(name, value)
+        Style.parse.cache_clear()  # a style keeps the codes of the first terminal it was for
         self._far, near = pty.openpty()
         self.file = os.fdopen(near, "w", encoding="utf-8")
         monkeypatch.setattr(sys, "stdout", self.file)
@@ -45,12 +47,13 @@ class Screen:
 
     def read(self) -> str:
         """What was written so far; the terminal's own line ends are undone."""
+        end = b"\x1d"  # what is written takes its time to get here
+        self.file.write(end.decode())
         self.file.flush()
-        os.set_blocking(self._far, False)
-        try:
-            return os.read(self._far, 1 << 16).decode().replace("\r\n", "\n")
-        except BlockingIOError:
-            return ""
+        shown = b""
+        while not shown.endswith(end):
+            shown += os.read(self._far, 1 << 16)
+        return shown.removesuffix(end).decode().replace("\r\n", "\n")
 
     def close(self) -> None:
         self.file.close()
@@ -95,7 +98,7 @@ def test_colours_on_a_terminal(terminal: Callable[..., Screen]) -> None:
     assert shown.startswith("Once\x1b["), "what is certain has the terminal's own colour"
     assert "\x1b[38;2;0;158;115m upon\n\x1b[0m" in shown
     assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
-    assert "\x1b[38;2;230;159;0m a\x1b[0m" in shown
+    assert "\x1b[38;2;204;121;167m a\x1b[0m" in shown
     assert "\x1b[1;38;2;213;94;0m time \x1b[0m" in shown
 
 
@@ -191,3 +194,17 @@ def test_every_regime_has_a_style() -> None:
     styles = [style_of(token(regime)) for regime in REGIMES]
     assert len(set(styles)) == len(REGIMES)
     assert all(style_of(token(regime, "inject")) not in styles for regime in REGIMES)
+
+
+@pytest.mark.parametrize("background", [0.0, 1.0])
+def test_colours_stand_out(background: float) -> None:
+    """Contrast by WCAG 2.1: the ratio of relative luminances, 3 for large or bold text."""
+    for regime in REGIMES:
+        colour = Style.parse(style_of(token(regime))).color
+        if colour is None:
+            continue
+        parts = [part / 255 for part in colour.get_truecolor()]
+        linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        dark, light = sorted([luminance, background])
+        assert (light + 0.05) / (dark + 0.05) >= 3.0, regime

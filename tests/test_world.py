@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -201,7 +202,8 @@ def test_documents_follow_each_other_with_certainty(row: list):
 
 
 def test_sums_fall_into_splits_of_the_promised_sizes():
-    counts = Counter(Sum(a, sign, b).split for a in range(60) for b in range(60) for sign in "+-")
+    signs: list[Literal["+", "-"]] = ["+", "-"]
+    counts = Counter(Sum(a, sign, b).split for a in range(60) for b in range(60) for sign in signs)
     total = sum(counts.values())
     assert counts["train"] / total == pytest.approx(14 / 16, abs=0.02)
     assert counts["test"] / total == pytest.approx(1 / 16, abs=0.015)
@@ -226,8 +228,8 @@ def test_training_text_never_lacks_an_operand():
 
     for first in FIRST_OPERANDS:
         walk(lambda first=first: pose_sum(int(first), "train"))
-    for first in (START[0], START[-1]):
-        walk(lambda first=first: pose_word_problem("Anna", first, "train"))
+    for start in (START[0], START[-1]):
+        walk(lambda start=start: pose_word_problem("Anna", start, "train"))
 
 
 @pytest.mark.parametrize("kind", ["sum", "word"])

@@ -1,0 +1,65 @@
+"""What Ctrl-C does: these tests send themselves real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from entropix_jax import interrupts
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_is_noted_and_the_second_strikes() -> None:
+    calls: list[int] = []
+    with interrupts.deferred_interrupts(lambda: calls.append(1)):
+        press()
+        assert calls == [1]
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    assert calls == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_elsewhere_than_in_the_main_thread() -> None:
+    done = []
+
+    def work() -> None:
+        interrupts.exit_at_once()
+        with interrupts.deferred_interrupts(lambda: None):
+            done.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [signal.default_int_handler]
+
+
+def test_ignored_interrupts_stay_ignored() -> None:
+    """As under nohup, or in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.exit_at_once()
+    with interrupts.deferred_interrupts(lambda: None):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        press()
+
+
+def test_a_program_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    interrupts.exit_at_once()
+    press()
+    assert ends == [130]

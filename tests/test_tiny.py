@@ -1,0 +1,63 @@
+"""The embedded model as it is shipped: its regimes, its calibration, and what others read in it."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import entropix_jax
+from entropix_jax.generation import Generation, Request
+from entropix_jax.loading import LanguageModel
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.sampler.presets import CALIBRATION_FILE, load_sampler
+from tests.models import teacher_forced
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return entropix_jax.load()
+
+
+def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
+    """10,000 tokens of the default sampler, from nothing: each regime at least 20 times."""
+    start = tiny.tokenizer.encode("", add_bos=True)
+    requests = [Request(start, str(row), 500) for row in range(20)]
+    rows = Generation(tiny, requests, ignore_eos=True).run()
+    tokens = [token for row in rows for token in row.tokens]
+    assert len(tokens) == 10_000
+    counts = Counter(token.regime for token in tokens)
+    assert all(counts[regime] >= 20 for regime in REGIMES), counts
+    actions = Counter(token.action for token in tokens)
+    served = ("argmax", "inject", "explore", "resample", "adaptive", "sample")
+    assert all(actions[action] for action in served), actions
+
+
+def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
+    thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
+    sampler = load_sampler("entropix").calibrated(tiny.folder)
+    assert sampler.notes == ()
+    assert {k: sampler.values[f"thresholds.{k}"] for k in thresholds} == thresholds
+
+
+def test_transformers_gives_the_same_logits(tiny: LanguageModel, torch, transformers) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.folder, local_files_only=True)
+    text = "Guests: Anna, Bob and Carl. Once upon a time"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == tiny.tokenizer.encode(text, add_bos=True)
+    ids += np.random.default_rng(0).integers(0, tiny.config.vocab_size, 200).tolist()
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    ours, *_ = teacher_forced(tiny.params, tiny.config, np.array([ids], np.int32))
+    np.testing.assert_allclose(ours[0], theirs, atol=5e-5)
+
+
+def test_transformers_renders_the_same_chat(tiny: LanguageModel, transformers) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.folder, local_files_only=True)
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Where does Anna live?"},
+    ]
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tiny.tokenizer.render_chat(messages) == theirs
