@@ -71,11 +71,11 @@ _SAMPLE_SECONDS = 0.02
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that a product of a 1 GiB float32 matrix and a vector reads: the best of 5."""
+    """Bytes a second that a product of a 1 GiB float32 matrix and a vector reads: the best of 9."""
     matrix = jnp.ones((_BANDWIDTH_BYTES // 8192, 2048), jnp.float32)
     vector = jnp.ones(2048, jnp.float32)
     multiply = jax.jit(jnp.dot)
-    seconds = [_seconds(lambda: multiply(matrix, vector)) for _ in range(6)]
+    seconds = [_seconds(lambda: multiply(matrix, vector)) for _ in range(10)]
     return _BANDWIDTH_BYTES / min(seconds[1:])
 
 
@@ -123,7 +123,6 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch,
         "context": args.context,
         "capacity": args.capacity,
-        "read_bandwidth": bandwidth,
     }
     window = min(args.capacity, 1 << (args.context + args.steps - 1).bit_length())
     state, tokens = fresh_state(config, precision, args)
@@ -151,6 +150,9 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     bytes_read = sum(x.nbytes for x in jax.tree.leaves(params))
     slots = jax.tree.leaves((state.cache.keys, state.cache.values))
     bytes_read += sum(x.nbytes for x in slots) // args.capacity * args.context
+    # Shared machines are faster at one moment than at another: the best that was seen counts.
+    bandwidth = max(bandwidth, read_bandwidth())
+    results["read_bandwidth"] = bandwidth
     floor = bytes_read / bandwidth
     results["floor"] = floor
     for name in SAMPLERS:
