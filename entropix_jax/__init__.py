@@ -14,6 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "Event": "results",
+    "Generation": "generation",
+    "LanguageModel": "loading",
+    "Piece": "results",
+    "Recording": "decode",
+    "Request": "results",
+    "Row": "results",
+    "Sampler": "sampler.settings",
+    "TokenRecord": "trace",
+    "UserError": "errors",
+    "encode_prompt": "generation",
+    "generate": "generation",
+    "load": "loading",
+    "load_sampler": "sampler.presets",
+}
 __all__ = [
     "Event",
     "Generation",
@@ -34,23 +50,16 @@ __all__ = [
 if TYPE_CHECKING:
     from entropix_jax.decode import Recording
     from entropix_jax.errors import UserError
-    from entropix_jax.generation import (
-        Event,
-        Generation,
-        Piece,
-        Request,
-        Row,
-        encode_prompt,
-        generate,
-    )
+    from entropix_jax.generation import Generation, encode_prompt, generate
     from entropix_jax.loading import LanguageModel, load
-    from entropix_jax.sampler.presets import Sampler, load_sampler
+    from entropix_jax.results import Event, Piece, Request, Row
+    from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.sampler.settings import Sampler
     from entropix_jax.trace import TokenRecord
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for (PEP 562). `generation` itself uses all but the error's name."""
-    if name not in __all__:
+    """Imports what is asked for, when it is asked for (PEP 562)."""
+    if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    home = "entropix_jax.loading" if name == "load" else "entropix_jax.generation"
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -16,6 +16,7 @@ from entropix_jax.files import read_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+_MAX_LAYERS = 1024  # ten times the deepest Llama: a slip of the pen would take hours to refuse
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -198,7 +199,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         vocab_size=_positive_int(raw, "vocab_size", path),
         width=width,
         mlp_width=_positive_int(raw, "intermediate_size", path),
-        num_layers=_positive_int(raw, "num_hidden_layers", path),
+        num_layers=_num_layers(raw, path),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -279,6 +280,13 @@ def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
         raise UserError(f"{path}: '{key}' must be a positive number, not {value!r}")
     return value
+
+
+def _num_layers(raw: Mapping[str, Any], path: Path) -> int:
+    layers = _positive_int(raw, "num_hidden_layers", path)
+    if layers > _MAX_LAYERS:
+        raise UserError(f"{path}: 'num_hidden_layers': {layers} is past {_MAX_LAYERS}")
+    return layers
 
 
 def _positive_float(raw: Mapping[str, Any], key: str, path: Path) -> float:

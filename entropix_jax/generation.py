@@ -5,10 +5,9 @@ already runs the next.
 """
 
 import time
-from collections import Counter
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,12 @@ from entropix_jax.decode import (
 )
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, logits_epsilon
+from entropix_jax.results import Event, Piece, Request, Row
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import REGIMES, SamplerParams
-from entropix_jax.sampler.presets import Sampler, load_sampler
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import Sampler
 from entropix_jax.stopping import StopFilter
 from entropix_jax.trace import TokenRecord, plain
 
@@ -42,67 +43,9 @@ _MAX_EOS = 8
 _MIN_WINDOW = 128
 _MIN_CAPACITY = 256
 _MIN_PREFILL, _MAX_PREFILL = 16, 512
+_SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in a prefill call
 
 _FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
-
-
-@dataclass(frozen=True)
-class Request:
-    """One row: its prompt, how many tokens may follow, and the id that its random numbers hang
-    on."""
-
-    prompt: Sequence[int]
-    row_id: str
-    max_new_tokens: int
-
-
-@dataclass
-class Row:
-    """What came of a request.
-
-    `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
-    is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
-    """
-
-    request: Request
-    tokens: list[TokenRecord] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    error: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Text and finish reason, tokens in all, per regime and per action, and forward passes."""
-        regimes = Counter(token.regime for token in self.tokens)
-        actions = Counter(token.action for token in self.tokens)
-        return {
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            **({} if self.error is None else {"error": self.error}),
-            "tokens": len(self.tokens),
-            "regimes": {regime: regimes[regime] for regime in REGIMES},
-            "actions": {action: actions[action] for action in ACTIONS if actions[action]},
-            "forwards": self.tokens[-1].forwards if self.tokens else 0,
-        }
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of a row's text that is final, and the token that it came with."""
-
-    text: str
-    token: TokenRecord
-
-
-@dataclass(frozen=True)
-class Event:
-    """What became known of a row: a token, and the text that may be shown now that it is here.
-
-    `token` is None where the row ended without one: by an error, or interrupted.
-    """
-
-    row: int
-    token: TokenRecord | None
-    pieces: tuple[Piece, ...]
 
 
 class Generation:
@@ -119,7 +62,7 @@ class Generation:
         sampler: Sampler | str = "entropix",
         *,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         turn_end: bool = False,
         recording: Recording | None = None,
@@ -127,41 +70,49 @@ class Generation:
         """Checks everything that can be checked before anything is computed.
 
         Args:
-            stop: texts that end a row.
+            stop: a text that ends a row, or several.
             ignore_eos: no token ends a row.
             turn_end: the end of a chat's turn ends a row too, whether or not the model's folder
                 says so.
             recording: what each token's record holds besides the usual.
 
         Raises:
-            UserError: an empty prompt, one that leaves no room for a token, or a sampler or
-                recording that does not fit the model.
+            UserError: no request, an empty prompt, one that leaves no room for a token or holds
+                what is no token, or a sampler or recording that does not fit the model.
         """
+        if not requests:
+            raise UserError("there is nothing to generate: no request")
         if isinstance(sampler, str):
-            sampler = load_sampler(sampler).calibrated(model.folder)
+            sampler = load_sampler(sampler)
         self.model = model
-        self.sampler = sampler
+        self.sampler = sampler.calibrated(model.folder)
         self.seed = seed
         self.rows = [Row(request) for request in requests]
         self.timings: dict[str, float] = {}
         self._recording = recording or Recording()
-        if self._recording.top > model.config.vocab_size:
+        if not 0 <= self._recording.top <= model.config.vocab_size:
             raise UserError(
                 f"the {self._recording.top} likeliest tokens are asked for, "
                 f"the model has {model.config.vocab_size}"
             )
+        stops = [stop] if isinstance(stop, str) else stop
         self._budgets = [_budget(model, request) for request in requests]
-        self._stops = [StopFilter[TokenRecord](stop) for _ in requests]
+        self._stops = [StopFilter[TokenRecord](stops) for _ in requests]
         self._streams = [model.tokenizer.stream(after=request.prompt) for request in requests]
-        self._params = _stack(_sampler_params(model, sampler), len(requests))
+        self._params = _stack(_sampler_params(model, self.sampler), len(requests))
         ends = model.turn_end_ids if turn_end else model.generation.eos_ids
         self._eos_ids = _padded_ids(() if ignore_eos else ends)
         self._steps = 1
         self._asked_to_stop = False
         self._start = time.perf_counter()
+        self._iterator = self._iterate()
 
     def __iter__(self) -> Iterator[Event]:
-        """Runs to the end, token by token: all rows of one step, then the next step."""
+        """The events, token by token: all rows of one step, then the next step. A second iteration
+        goes on where the first was left."""
+        return self._iterator
+
+    def _iterate(self) -> Iterator[Event]:
         self._start = time.perf_counter()
         for records in _one_ahead(self._chunks()):
             asked = time.perf_counter()
@@ -200,7 +151,8 @@ class Generation:
         done = 0
         while done < budgets.max() and self._running():
             steps = min(self._steps, int(budgets.max()) - done)
-            lengths = prompts + np.minimum(done + steps, budgets)
+            running = np.array([row.finish_reason is None for row in self.rows])
+            lengths = (prompts + np.minimum(done + steps, budgets))[running]
             state, records = decode(
                 self.model.params,
                 self._params,
@@ -220,7 +172,7 @@ class Generation:
         once."""
         requests = [row.request for row in self.rows]
         keys = np.stack([row_key(self.seed, request.row_id) for request in requests])
-        shared = all(request.prompt == requests[0].prompt for request in requests)
+        shared = all(list(r.prompt) == list(requests[0].prompt) for r in requests)
         prompts = [request.prompt for request in requests[: 1 if shared else None]]
         longest = max(
             len(r.prompt) + budget for r, budget in zip(requests, self._budgets, strict=True)
@@ -237,7 +189,7 @@ class Generation:
         done = 0
         while done < counts.max() and not self._asked_to_stop:
             left = int(counts.max()) - done
-            size = min(_bucket(left, _MIN_PREFILL), _prefill_size(done + left, len(prompts)))
+            size = min(_bucket(left, _MIN_PREFILL), self._prefill_size(done + left, len(prompts)))
             tokens = np.zeros((len(prompts), size), np.int32)
             count = np.clip(counts - done, 0, size)
             for row, prompt in enumerate(prompts):
@@ -251,7 +203,9 @@ class Generation:
                 window=min(_bucket(done + size, _MIN_WINDOW), state.cache.capacity),
             )
             done += size
-        if shared:
+            # Part by part: handed out all at once, they could not be stopped.
+            jax.block_until_ready(state.cache.length)
+        if shared and len(requests) > 1:
             state = jax.tree.map(lambda x: jnp.repeat(x, len(requests), axis=0), state)
             budgets = jnp.asarray(self._budgets, jnp.int32)
             state = replace(state, keys=jnp.asarray(keys), budget=budgets)
@@ -327,12 +281,21 @@ class Generation:
             **metrics,
         )
 
+    def _prefill_size(self, length: int, batch: int) -> int:
+        """Tokens of a prefill call: fewer in long contexts and large batches, whose attention
+        scores take room."""
+        scores = _bucket(length, _MIN_WINDOW) * batch * self.model.config.num_heads
+        room = 1 << max(_SCORES_BYTES // (4 * scores), 1).bit_length() - 1
+        return min(_MAX_PREFILL, max(_MIN_PREFILL, room))
+
     def _running(self) -> bool:
         return not self._asked_to_stop and any(row.finish_reason is None for row in self.rows)
 
     def _host_stops(self, state: DecodeState) -> DecodeState:
         """Tells the device which rows a stop string has ended."""
-        stopped = jnp.asarray([row.finish_reason == "stop" for row in self.rows])
+        stopped = np.array([row.finish_reason == "stop" for row in self.rows])
+        if not stopped.any():
+            return state
         running = state.finish == RUNNING
         return replace(state, finish=jnp.where(stopped & running, FINISHED_STOP, state.finish))
 
@@ -355,7 +318,7 @@ def generate(
     seed: int = 0,
     chat: bool | None = None,
     system: str | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     recording: Recording | None = None,
 ) -> list[Row]:
@@ -367,7 +330,7 @@ def generate(
         samples: rows, whose random numbers differ.
         chat: put a text as a turn of a chat; None is the model's own way.
         system: a system message, which makes sense in a chat only.
-        stop: texts that end a row and are not part of it.
+        stop: a text, or several, that end a row and are not part of it.
         ignore_eos: no token ends a row.
         recording: what each token's record holds besides the usual.
 
@@ -379,7 +342,7 @@ def generate(
     if chat is None:
         chat = model.is_chat_model or not isinstance(prompt, str)
     tokens = encode_prompt(model, prompt, chat=chat, system=system)
-    return Generation(
+    generation = Generation(
         model,
         [Request(tokens, str(i), max_new_tokens) for i in range(samples)],
         sampler,
@@ -388,7 +351,10 @@ def generate(
         ignore_eos=ignore_eos,
         turn_end=chat,
         recording=recording,
-    ).run()
+    )
+    for note in generation.sampler.notes:
+        warnings.warn(note, stacklevel=2)
+    return generation.run()
 
 
 def encode_prompt(
@@ -427,6 +393,8 @@ def _budget(model: LanguageModel, request: Request) -> int:
     prompt, positions = len(request.prompt), model.config.max_positions
     if prompt == 0:
         raise UserError("the prompt is empty")
+    if strange := [i for i in request.prompt if not 0 <= i < model.config.vocab_size]:
+        raise UserError(f"the prompt holds {strange[0]}, which is no token")
     if request.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
     if prompt >= positions:
@@ -450,14 +418,15 @@ def _sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
 
 def _stack(params: SamplerParams, rows: int) -> SamplerParams:
     """The same parameters for each row."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *np.shape(x))), params)
+    stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), params)
+    return jax.device_put(stacked)
 
 
 def _padded_ids(ids: Sequence[int]) -> jax.Array:
     """End tokens as int32 [_MAX_EOS], so that their number compiles nothing; -1 matches none."""
     if len(ids) > _MAX_EOS:
         raise UserError(f"the model names {len(ids)} end tokens, at most {_MAX_EOS} are possible")
-    return jnp.asarray([*ids, *[-1] * (_MAX_EOS - len(ids))], jnp.int32)
+    return jax.device_put(np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32))
 
 
 def _one_ahead(chunks: Iterator[StepRecord]) -> Iterator[StepRecord]:
@@ -474,10 +443,3 @@ def _one_ahead(chunks: Iterator[StepRecord]) -> Iterator[StepRecord]:
 def _bucket(length: int, smallest: int) -> int:
     """The next power of two, so that few shapes are ever compiled."""
     return max(smallest, 1 << (length - 1).bit_length())
-
-
-def _prefill_size(length: int, batch: int) -> int:
-    """Tokens of a prefill call: fewer in long contexts and large batches, whose scores take
-    room."""
-    room = (1 << 21) // (_bucket(length, _MIN_WINDOW) * batch)
-    return min(_MAX_PREFILL, max(_MIN_PREFILL, room))

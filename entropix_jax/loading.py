@@ -26,7 +26,7 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A loaded checkpoint: weights, architecture, tokenizer, and how it computes."""
 
@@ -41,9 +41,10 @@ class LanguageModel:
     def is_chat_model(self) -> bool:
         """Whether a prompt is best put as a chat: a template is there, and the folder is an
         Instruct model's, which is told by an end-of-turn token among the end tokens."""
-        if self.tokenizer.chat_template is None:
-            return False
-        return set(self.turn_end_ids) == set(self.generation.eos_ids)
+        ends = {self.tokenizer.token_id(token) for token in _TURN_ENDS}
+        return self.tokenizer.chat_template is not None and any(
+            token_id in ends for token_id in self.generation.eos_ids
+        )
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
@@ -77,6 +78,8 @@ def load(model: str | None = None, dtype: str | None = None) -> LanguageModel:
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, "
             f"the model only {config.vocab_size}"
         )
+    if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
+        raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
     stored = checkpoint_dtype(folder, config)
     weights = dtype or ("float32" if stored == "float16" else stored)
     return LanguageModel(
@@ -127,7 +130,7 @@ def use_compilation_cache() -> None:
         if not os.access(folder, os.W_OK):
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

@@ -33,11 +33,14 @@ from entropix_jax.files import read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
-    from entropix_jax.generation import Event, Generation, Piece
+    from entropix_jax.generation import Generation
     from entropix_jax.loading import LanguageModel
-    from entropix_jax.sampler.presets import Sampler
+    from entropix_jax.results import Event, Piece
     from entropix_jax.terminal import TextScreen
     from entropix_jax.trace import TraceWriter
+
+
+_MAX_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -103,22 +106,21 @@ def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.decode import Recording
-    from entropix_jax.generation import Generation, Request
+    from entropix_jax.generation import Generation
     from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.results import Request
     from entropix_jax.sampler.presets import load_sampler, parse_setting
     from entropix_jax.trace import TraceWriter, check_writable, footer
 
     # A mistake in these should not wait for the model.
     settings = dict(parse_setting(text) for text in itertools.chain(*arguments.set))
-    sampler = load_sampler(arguments.sampler)
-    sampler.with_values(settings)
+    sampler = load_sampler(arguments.sampler).with_values(settings)
     prompt_text = _read_prompt(arguments)
     if arguments.trace is not None:
         check_writable(Path(arguments.trace))
 
     use_compilation_cache()
     model = load(arguments.model, arguments.dtype)
-    sampler = sampler.calibrated(model.folder).with_values(settings)
     chat = _is_chat(arguments, model)
     prompt = _encode(arguments, model, prompt_text, chat)
     generation = Generation(
@@ -133,11 +135,11 @@ def _main(arguments: Arguments) -> int:
     )
     with deferred_interrupts(generation.stop):
         if arguments.trace is None:
-            return _run(arguments, generation, sampler, None)
+            return _run(arguments, generation, None)
         with TraceWriter(Path(arguments.trace)) as writer:
-            writer.write(_trace_header(arguments, model, sampler, prompt))
+            writer.write(_trace_header(arguments, generation, prompt))
             try:
-                return _run(arguments, generation, sampler, writer)
+                return _run(arguments, generation, writer)
             finally:
                 # Whatever ended the run: the trace says how far it came.
                 generation.interrupt()
@@ -148,12 +150,11 @@ def _main(arguments: Arguments) -> int:
 def _run(
     arguments: Arguments,
     generation: "Generation",
-    sampler: "Sampler",
     writer: "TraceWriter | None",
 ) -> int:
     from entropix_jax.terminal import TextScreen, print_legend, summary
 
-    for note in sampler.notes:
+    for note in generation.sampler.notes:
         print(f"note: {note}", file=sys.stderr)
     screen = TextScreen() if arguments.format == "text" else None
     if screen is not None and screen.coloured:
@@ -229,6 +230,8 @@ def _check(arguments: Arguments) -> None:
     ):
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+    if arguments.samples > _MAX_SAMPLES:
+        raise UserError(f"--samples must be at most {_MAX_SAMPLES}, not {arguments.samples}")
     if not all(map(all, arguments.stop)):
         raise UserError("--stop: an empty text ends nothing")
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
@@ -246,6 +249,8 @@ def _read_prompt(arguments: Arguments) -> Any:
         return arguments.prompt
     if arguments.prompt_file != "-":
         return read_text(Path(arguments.prompt_file)).removesuffix("\n")
+    if sys.stdin is None:
+        raise UserError("standard input is closed: give --prompt, or --prompt-file with a file")
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -267,9 +272,11 @@ def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: boo
 
 
 def _trace_header(
-    arguments: Arguments, model: "LanguageModel", sampler: "Sampler", prompt: list[int]
+    arguments: Arguments, generation: "Generation", prompt: list[int]
 ) -> dict[str, Any]:
     from entropix_jax.trace import header
+
+    model, sampler = generation.model, generation.sampler
 
     return header(
         model=arguments.model or "weights/tiny",

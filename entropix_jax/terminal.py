@@ -8,7 +8,7 @@ from rich.style import Style
 from rich.text import Text
 
 from entropix_jax.commandline import printable
-from entropix_jax.generation import Row
+from entropix_jax.results import Row
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.trace import TokenRecord
 

@@ -28,10 +28,9 @@ class TokenRecord:
 
     `text` is what the token completes, so that the texts of a row, joined, are the row's text (and
     go on through the stop string that ended it); it is empty in the middle of a character and for
-    control tokens. `forwards` counts the token
-    positions of the row that were evaluated beyond its prompt when the token was chosen. Three
-    fields are None unless asked for: `top` holds [token id, text, probability] of the likeliest
-    tokens, `layers` the attention entropy of each layer and head.
+    control tokens. `forwards` counts the token positions of the row that were evaluated beyond its
+    prompt when the token was chosen. `top`, [token id, text, probability] of the likeliest tokens,
+    and `layers`, the attention entropy of each layer and head, are None unless asked for.
     """
 
     row: int

@@ -25,10 +25,11 @@ from rich.table import Table
 
 from entropix_jax.cache import init_cache
 from entropix_jax.config import load_model_config
-from entropix_jax.generation import Generation, Request
+from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward, unembed
 from entropix_jax.resources import resource_folder
+from entropix_jax.results import Request
 
 LOGIT_TOLERANCE = 1e-3
 

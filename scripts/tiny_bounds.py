@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.files import replacing
-from entropix_jax.generation import Generation, Request
+from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.results import Request
 from entropix_jax.sampler.params import BOXES
-from entropix_jax.sampler.presets import CALIBRATION_FILE, THRESHOLDS, load_sampler
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import CALIBRATION_FILE, THRESHOLDS
 
 TINY = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 WANTED = {"lelv": 0.63, "helv": 0.09, "lehv": 0.04, "hehv": 0.05}

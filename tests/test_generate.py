@@ -15,9 +15,11 @@ from entropix_jax import generation as module
 from entropix_jax.config import GenerationConfig
 from entropix_jax.decode import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation, Request, Row, encode_prompt, generate
+from entropix_jax.generation import Generation, encode_prompt, generate
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.results import Request, Row
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import CALIBRATION_FILE
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
 
 TOKENS = 40  # of most runs: more than a chunk of steps
@@ -133,7 +135,7 @@ def test_a_prefill_in_chunks_is_one_prefill(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole,) = run(model, requests([ids(90)], 8))
-    monkeypatch.setattr(module, "_prefill_size", lambda length, batch: 16)
+    monkeypatch.setattr(Generation, "_prefill_size", lambda self, length, batch: 16)
     (chunked,) = run(model, requests([ids(90)], 8))
     assert nearly(whole, chunked)
 
@@ -446,3 +448,61 @@ def test_generate(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None
         assert (turn_end in ends) == chat
     with pytest.raises(UserError, match="samples must be at least 1, not 0"):
         generate(model, "Once", samples=0)
+
+
+def test_an_iteration_goes_on_where_it_was_left(model: LanguageModel) -> None:
+    wanted = requests([ids(3)], 6)
+    left = Generation(model, wanted, ignore_eos=True)
+    for event in left:
+        if event.token is not None and event.token.forwards == 2:
+            break
+    (row,) = left.run()
+    assert same(row, run(model, wanted)[0])
+
+
+def test_a_sampler_object_is_calibrated_like_its_name(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thresholds = {"h1": 0.1, "h2": 0.2, "u1": 0.3, "u2": 0.4}
+    calibration = model.folder / CALIBRATION_FILE
+    calibration.write_text(json.dumps({"thresholds": thresholds}), encoding="utf-8")
+    try:
+        for sampler in ("entropix", load_sampler("entropix")):
+            used = Generation(model, requests([ids(3)]), sampler).sampler.values
+            assert {k: used[f"thresholds.{k}"] for k in thresholds} == thresholds
+    finally:
+        calibration.unlink()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "words"),
+    [
+        ([], {}, "no request"),
+        ([[1, 10**6]], {}, "holds 1000000, which is no token"),
+        ([[-3]], {}, "holds -3, which is no token"),
+        ([[1]], {"recording": Recording(top=-1)}, "the -1 likeliest"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_it_runs(
+    model: LanguageModel, wanted: list[list[int]], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        Generation(model, requests(wanted), **options)
+
+
+def test_one_stop_string_may_stand_alone(model: LanguageModel) -> None:
+    plain = generate(model, "Once", "greedy", max_new_tokens=20, ignore_eos=True)[0].text
+    stop = plain[6:9]
+    (row,) = generate(model, "Once", "greedy", max_new_tokens=20, ignore_eos=True, stop=stop)
+    assert row.text == plain[: plain.index(stop)]
+
+
+def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> None:
+    heads = model.config.num_heads
+    generation = Generation(model, requests([ids(3)]))
+    for length, batch in ((100, 1), (5000, 1), (5000, 5), (100_000, 3)):
+        size = generation._prefill_size(length, batch)
+        assert size & (size - 1) == 0
+        assert 16 <= size <= 512
+        window = 1 << (length - 1).bit_length()
+        assert size == 16 or size * window * batch * heads * 4 <= 1 << 28

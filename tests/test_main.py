@@ -27,7 +27,7 @@ from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
-NOTE = "note: sampler 'entropix': this model was never calibrated; the published thresholds are"
+NOTE = "note: 'entropix': model never calibrated, the published thresholds are"
 PROMPT = "Once upon a time"
 
 Json = dict[str, Any]

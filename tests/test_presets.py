@@ -13,13 +13,8 @@ from entropix_jax.errors import UserError
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.params import BOXES, MAX_BANS, MAX_THOUGHT, REGIMES, SECTIONS, scalars
-from entropix_jax.sampler.presets import (
-    CALIBRATION_FILE,
-    Sampler,
-    load_sampler,
-    parse_setting,
-    preset_names,
-)
+from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
+from entropix_jax.sampler.settings import CALIBRATION_FILE, Sampler
 from tests.samplers import EPSILON, encode, params_of
 
 ENTROPIX = load_sampler("entropix")
@@ -262,7 +257,7 @@ PROBLEMS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("key", "value", "words"), PROBLEMS)
 def test_wrong_values(key: str, value: Any, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        ENTROPIX.with_values({key: value})
+        ENTROPIX.with_values({"thresholds.calibrated": False, key: value})
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -489,3 +484,37 @@ def test_thresholds_of_ones_own_are_not_calibrated_away(tmp_path: Path) -> None:
     sampler = load_sampler(str(own)).calibrated(tmp_path)
     assert sampler.values["thresholds.h1"] == 0.2
     assert sampler.notes == ()
+
+
+def test_what_a_user_changed_stands_above_the_calibration(tmp_path: Path) -> None:
+    """Whether it was changed before or after, and even where it fits beside no published bound."""
+    calibrate(tmp_path, {"thresholds": THRESHOLDS})
+    folder = tmp_path
+    before = ENTROPIX.with_values({"thresholds.h1": 3.0}).calibrated(folder)
+    after = ENTROPIX.calibrated(folder).with_values({"thresholds.h1": 3.0})
+    for sampler in (before, after, after.calibrated(folder)):
+        assert sampler.values["thresholds.h1"] == 3.0
+        assert sampler.values["thresholds.h2"] == 3.5
+    with pytest.raises(UserError, match=r"thresholds.h1 = 4.0 is above thresholds.h2 = 3.5"):
+        ENTROPIX.with_values({"thresholds.h1": 4.0}).calibrated(folder)
+
+
+def test_calibration_can_be_switched_off_and_on(tmp_path: Path) -> None:
+    calibrate(tmp_path, {"thresholds": THRESHOLDS})
+    folder = tmp_path
+    off = ENTROPIX.with_values({"thresholds.calibrated": False}).calibrated(folder)
+    assert off.values["thresholds.h2"] == 2.5
+    assert off.notes == ()
+    on = load_sampler("document-001").with_values({"thresholds.calibrated": True})
+    assert on.calibrated(folder).values["thresholds.h2"] == 3.5
+
+
+def test_no_note_where_all_thresholds_are_given(tmp_path: Path) -> None:
+    given = {"thresholds.h1": 0.1, "thresholds.h2": 1.0, "thresholds.u1": 0.1, "thresholds.u2": 1.0}
+    assert ENTROPIX.with_values(given).calibrated(tmp_path).notes == ()
+    assert ENTROPIX.calibrated(tmp_path).notes != ()
+
+
+def test_a_sampler_cannot_be_changed_behind_its_checks() -> None:
+    with pytest.raises(TypeError):
+        ENTROPIX.values["base.temperature"] = 50.0  # type: ignore[index]

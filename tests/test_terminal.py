@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from rich.style import Style
 
-from entropix_jax.generation import Request, Row
+from entropix_jax.results import Request, Row
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.terminal import TextScreen, print_legend, style_of, summary
 from entropix_jax.trace import TokenRecord

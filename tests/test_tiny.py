@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import entropix_jax
-from entropix_jax.generation import Generation, Request
+from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel
+from entropix_jax.results import Request
 from entropix_jax.sampler.params import REGIMES
-from entropix_jax.sampler.presets import CALIBRATION_FILE, load_sampler
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import CALIBRATION_FILE
 from tests.models import teacher_forced
 
 

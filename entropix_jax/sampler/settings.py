@@ -1,0 +1,322 @@
+"""What a sampler is set to: its keys, their types and ranges, and how they become traced arrays.
+
+Conditions of a regime are written as in the papers: `"entropy > h2"`, where `h2` is one of the
+sampler's thresholds or stands for itself.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_json_object
+from entropix_jax.sampler.arms import ARMS
+from entropix_jax.sampler.params import (
+    BOXES,
+    LOOP_WINDOW,
+    MAX_BANS,
+    MAX_THOUGHT,
+    QUANTITIES,
+    REGIMES,
+    SECTIONS,
+    SamplerParams,
+    scalars,
+)
+
+THRESHOLDS = ("h1", "h2", "u1", "u2")
+CALIBRATION_FILE = "calibration.json"
+
+# Of a bound or a layer's weight: far past any that is of use, and well within float32.
+_LARGEST = 1e6
+
+_CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    **{f"arms.{regime}": tuple(ARMS) for regime in REGIMES},
+    "metrics.attn_entropy": ("normalised", "raw"),
+    "metrics.agreement": ("corrected", "published"),
+}
+_OTHER = {
+    "thresholds.calibrated",
+    "metrics.layers",
+    "metrics.noise_floor",
+    "inject.thought",
+    "draw.bans",
+    *(f"regimes.{box}" for box in BOXES),
+}
+REQUIRED = {*scalars(), *_CHOICES, *_OTHER}
+_KEYS = sorted(REQUIRED | {f"thresholds.{name}" for name in THRESHOLDS})
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampler by its settings: a dotted key and a plain value each. Immutable.
+
+    What a user changed stands above the model's own thresholds, and those above the file's.
+    `notes` are lines that a user should see, such as that published thresholds stand in for
+    calibrated ones.
+    """
+
+    name: str
+    description: str
+    file_values: Mapping[str, Any]
+    thresholds: Mapping[str, Any] = field(default_factory=dict)  # of the model it is meant for
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """All settings as they stand, read-only."""
+        return MappingProxyType({**self.file_values, **self.thresholds, **self.changes})
+
+    def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
+        """This sampler with other settings.
+
+        Raises:
+            UserError: an unknown key (the nearest known one is named), a value of the wrong type or
+                out of range, or bounds that nothing can lie between. Thresholds that may only fit
+                beside a model's own are checked by `calibrated`.
+        """
+        for key in changes:
+            check_key(key, self.name)
+        check_values(changes, self.name)
+        changed = replace(self, changes={**self.changes, **changes})
+        # A threshold of the user's may only fit beside the model's, which are yet to come.
+        pending = changed.values["thresholds.calibrated"] and not self.thresholds
+        if not (pending and any(key.startswith("thresholds.") for key in changed.changes)):
+            check_whole(changed.values, self.name)
+        return changed
+
+    def calibrated(self, model_folder: Path) -> "Sampler":
+        """This sampler with the model's own thresholds, where it asks for calibrated ones.
+
+        They come from `calibration.json` in the model's folder. Without that file those of the
+        sampler's own file stay, and a note says so.
+
+        Raises:
+            UserError: the file is damaged, or the bounds leave nothing between them.
+        """
+        thresholds: dict[str, Any] = {}
+        notes: tuple[str, ...] = ()
+        path = model_folder / CALIBRATION_FILE
+        keys = [f"thresholds.{name}" for name in THRESHOLDS]
+        if self.values["thresholds.calibrated"] and path.exists():
+            stored = read_json_object(path).get("thresholds")
+            if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
+                raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
+            thresholds = {f"thresholds.{name}": value for name, value in stored.items()}
+            check_values(thresholds, str(path))
+        elif self.values["thresholds.calibrated"] and not set(keys) <= set(self.changes):
+            notes = (f"'{self.name}': model never calibrated, the published thresholds are used",)
+        calibrated = replace(self, thresholds=thresholds, notes=notes)
+        check_whole(calibrated.values, str(path) if thresholds else self.name)
+        return calibrated
+
+    def params(
+        self, *, num_layers: int, epsilon: float, encode: Callable[[str], Sequence[int]]
+    ) -> SamplerParams:
+        """The parameters of one row, to be traced: NumPy scalars and arrays, without a row axis.
+
+        Args:
+            num_layers: L, of the model.
+            epsilon: machine epsilon of the model's logits, for the noise floor.
+            encode: text to token ids, nothing added.
+
+        Raises:
+            UserError: a thought longer than MAX_THOUGHT tokens, or weights of layers that the model
+                does not have.
+        """
+        values = self.values
+        low, high = _boxes(values, self.name)
+        sections = {
+            name: {
+                key.removeprefix(f"{name}."): _array(field["type"], values[key])
+                for key, field in scalars().items()
+                if key.startswith(f"{name}.")
+            }
+            for name in SECTIONS
+        }
+        thought = list(encode(values["inject.thought"])) if values["inject.thought"] else []
+        if len(thought) > MAX_THOUGHT:
+            raise UserError(
+                f"sampler '{self.name}': inject.thought is {len(thought)} tokens long, "
+                f"at most {MAX_THOUGHT} are possible"
+            )
+        sections["inject"]["thought"] = _padded(thought, MAX_THOUGHT, 0)
+        sections["inject"]["thought_length"] = np.int32(len(thought))
+        arms = list(ARMS)
+        leaves: dict[str, Any] = {
+            "low": low,
+            "high": high,
+            "arms": np.array([arms.index(values[f"arms.{r}"]) for r in REGIMES], np.int32),
+            "layer_weights": _layer_weights(values["metrics.layers"], num_layers, self.name),
+            "attn_entropy_normalised": np.asarray(values["metrics.attn_entropy"] == "normalised"),
+            "agreement_published": np.asarray(values["metrics.agreement"] == "published"),
+            "noise_epsilon": np.float32(epsilon if values["metrics.noise_floor"] else 0.0),
+            "bans": _padded(values["draw.bans"], MAX_BANS, -1),
+        }
+        parts = {name: SECTIONS[name](**section) for name, section in sections.items()}
+        return SamplerParams(**leaves, **parts)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an error's line: the known name that is most like a wrong one, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f", did you mean '{close[0]}'?" if close else f" (known: {', '.join(known)})"
+
+
+def check_key(key: str, where: str) -> None:
+    """Refuses a key that no sampler has, and names the nearest."""
+    if key not in _KEYS:
+        close = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
+        raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
+
+
+def check_values(values: Mapping[str, Any], where: str) -> None:
+    """Refuses a value of the wrong type or out of range; the keys are known ones."""
+    for key, value in values.items():
+        if problem := _problem(key, value):
+            raise UserError(f"{where}: {key} = {value!r}: {problem}")
+
+
+def check_whole(values: Mapping[str, Any], where: str) -> None:
+    """Refuses settings that do not go together; all keys are there."""
+    for low, high in (("h1", "h2"), ("u1", "u2")):
+        first, second = values.get(f"thresholds.{low}"), values.get(f"thresholds.{high}")
+        if first is not None and second is not None and first > second:
+            raise UserError(
+                f"{where}: thresholds.{low} = {first} is above thresholds.{high} = {second}"
+            )
+    if values["loop.max_period"] * values["loop.repeats"] > LOOP_WINDOW:
+        raise UserError(
+            f"{where}: loop.max_period times loop.repeats may be at most {LOOP_WINDOW}: "
+            "the guard looks no farther back"
+        )
+    _boxes(values, where)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    """What is wrong with one value, None if nothing is."""
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            return f"must be one of {', '.join(_CHOICES[key])}"
+    elif field := scalars().get(key):
+        return _number_problem(value, field["type"], field["low"], field["high"])
+    elif key.startswith("regimes."):
+        if not _is_list(value, str):
+            return 'must be a list of conditions such as "entropy < 0.5"'
+    elif key in ("thresholds.calibrated", "metrics.noise_floor"):
+        return _number_problem(value, bool, False, True)
+    elif key.startswith("thresholds."):
+        return _number_problem(value, float, 0.0, _LARGEST)
+    elif key == "metrics.layers":
+        if value in ("all", "last"):
+            return None
+        if not (_is_list(value, float) and all(0 <= v <= _LARGEST for v in value)):
+            return f'must be "all", "last" or a list of weights from 0 to {_LARGEST:g}'
+        if max(value, default=0) < 1 / _LARGEST:
+            return "a list of weights needs one that counts"
+    elif key == "inject.thought":
+        if not isinstance(value, str):
+            return "must be text"
+    elif not (
+        _is_list(value, int) and len(value) <= MAX_BANS and all(0 <= v < 2**31 for v in value)
+    ):
+        return f"must be a list of at most {MAX_BANS} token ids"
+    return None
+
+
+def _number_problem(value: Any, kind: type, low: float, high: float) -> str | None:
+    if kind is bool:
+        return None if isinstance(value, bool) else "must be true or false"
+    if not _is_number(value, kind):
+        return "must be an integer" if kind is int else "must be a number"
+    if not low <= value <= high:
+        return f"must lie in [{low}, {high}]"
+    return None
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    kinds = (int,) if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value == value
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    if not isinstance(value, list):
+        return False
+    if kind is str:
+        return all(isinstance(v, str) for v in value)
+    return all(_is_number(v, kind) for v in value)
+
+
+def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper bounds, float32 [4 boxes, 4 quantities] each."""
+    low = np.full((len(BOXES), len(QUANTITIES)), -np.inf, np.float32)
+    high = np.full_like(low, np.inf)
+    for i, box in enumerate(BOXES):
+        for condition in values[f"regimes.{box}"]:
+            match = _CONDITION.fullmatch(condition)
+            problem = f"{where}: regimes.{box}: {condition!r}"
+            if not match:
+                raise UserError(f"{problem}: expected QUANTITY < NUMBER or QUANTITY > NUMBER")
+            quantity, sign, bound = match.groups()
+            if quantity not in QUANTITIES:
+                raise UserError(
+                    f"{problem}: no quantity '{quantity}'{nearest(quantity, QUANTITIES)}"
+                )
+            number = _bound(bound, values, problem)
+            j = QUANTITIES.index(quantity)
+            if sign == "<":
+                high[i, j] = min(high[i, j], number)
+            else:
+                low[i, j] = max(low[i, j], number)
+            if low[i, j] >= high[i, j]:
+                raise UserError(
+                    f"{problem}: no {quantity} is above {low[i, j]} and below {high[i, j]}"
+                )
+    return low, high
+
+
+def _bound(text: str, values: Mapping[str, Any], problem: str) -> float:
+    if text in THRESHOLDS:
+        if f"thresholds.{text}" not in values:
+            raise UserError(f"{problem}: thresholds.{text} is not given")
+        return float(values[f"thresholds.{text}"])
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        raise UserError(
+            f"{problem}: '{text}' is neither a number up to {_LARGEST:g} "
+            f"nor one of {', '.join(THRESHOLDS)}"
+        )
+    return number
+
+
+def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> Any:
+    if layers == "all":
+        return np.ones(num_layers, np.float32)
+    if layers == "last":
+        return np.eye(num_layers, dtype=np.float32)[-1]
+    if len(layers) != num_layers:
+        raise UserError(
+            f"sampler '{where}': metrics.layers has {len(layers)} weights, "
+            f"the model has {num_layers} layers"
+        )
+    return np.asarray(layers, np.float32)
+
+
+def _array(kind: type, value: float) -> Any:
+    return np.asarray(value, {bool: np.bool_, int: np.int32, float: np.float32}[kind])
+
+
+def _padded(ids: Sequence[int], length: int, filler: int) -> Any:
+    return np.asarray([*ids, *[filler] * (length - len(ids))], np.int32)
