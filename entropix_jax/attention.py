@@ -2,24 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
-from entropix_jax.information import entropy_and_varentropy
-
-
-@struct.dataclass
-class AttnStats:
-    """Statistics of the attention of each row's last position, over its `n` valid keys only.
-
-    With scaled scores `s` and weights `a = softmax(s)` of one head over those keys:
-    """
-
-    entropy: jax.Array  # [B, L, N] bits: E = -sum a log2 a
-    varentropy: jax.Array  # [B, L, N] bits^2: sum a (log2 a + E)^2
-    divergence: jax.Array  # [B, L] mean over heads of sum_j |a_j - mean over heads of a_j|
-    interaction: jax.Array  # [B, L] mean of |s| over heads and valid keys
-    keys: jax.Array  # float32 [B], n
+from entropix_jax.information import AttnStats, entropy_and_varentropy
 
 
 def attend(

@@ -183,8 +183,7 @@ def prefill(
     config: ModelConfig,
     window: int,
 ) -> DecodeState:
-    """Caches `count[B]` more prompt tokens of each row, from `tokens[B, T]`; the state is
-    donated."""
+    """Caches `count[B]` more prompt tokens of each row, of `tokens[B, T]`. Donates the state."""
     _, _, cache = forward(params, config, tokens, count, state.cache, window=window)
     return replace(state, cache=cache)
 

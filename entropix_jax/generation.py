@@ -143,8 +143,7 @@ class Generation:
         return self.rows
 
     def _chunks(self) -> Iterator[StepRecord]:
-        """Hands out chunks of steps while a row runs, and gives their records before they are
-        there."""
+        """Hands out chunks of steps while a row runs; their records may not be there yet."""
         state = self._prefilled()
         prompts = np.array([len(row.request.prompt) for row in self.rows])
         budgets = np.array(self._budgets)
@@ -168,8 +167,7 @@ class Generation:
             yield records
 
     def _prefilled(self) -> DecodeState:
-        """All prompts cached but for their last tokens; a prompt that all rows share is run
-        once."""
+        """All prompts cached but for their last tokens; one that all rows share is run once."""
         requests = [row.request for row in self.rows]
         keys = np.stack([row_key(self.seed, request.row_id) for request in requests])
         shared = all(list(r.prompt) == list(requests[0].prompt) for r in requests)
@@ -300,8 +298,7 @@ class Generation:
         return replace(state, finish=jnp.where(stopped & running, FINISHED_STOP, state.finish))
 
     def _pace(self, waited: float) -> None:
-        """More steps a chunk while chunks come fast: the first token at once, then a steady
-        flow."""
+        """More steps a chunk while chunks come fast: a first token at once, then a steady flow."""
         if waited < _LOOK_SECONDS / 2:
             self._steps = min(2 * self._steps, MAX_STEPS)
         elif waited > _LOOK_SECONDS:
@@ -388,8 +385,7 @@ def encode_prompt(
 
 
 def _budget(model: LanguageModel, request: Request) -> int:
-    """The tokens that a row may generate: what was asked for, as far as the model's positions
-    go."""
+    """The tokens that a row may generate: as many as asked for, within the model's positions."""
     prompt, positions = len(request.prompt), model.config.max_positions
     if prompt == 0:
         raise UserError("the prompt is empty")

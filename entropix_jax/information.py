@@ -1,11 +1,26 @@
-"""Entropy and varentropy of a distribution, the one formula that logits and attention share."""
+"""What the model tells of its uncertainty besides the logits, and the formula that both share."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 _LN2 = math.log(2.0)
+
+
+@struct.dataclass
+class AttnStats:
+    """Statistics of the attention of each row's last position, over its `n` valid keys only.
+
+    With scaled scores `s` and weights `a = softmax(s)` of one head over those keys:
+    """
+
+    entropy: jax.Array  # [B, L, N] bits: E = -sum a log2 a
+    varentropy: jax.Array  # [B, L, N] bits^2: sum a (log2 a + E)^2
+    divergence: jax.Array  # [B, L] mean over heads of sum_j |a_j - mean over heads of a_j|
+    interaction: jax.Array  # [B, L] mean of |s| over heads and valid keys
+    keys: jax.Array  # float32 [B], n
 
 
 def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -63,8 +63,7 @@ def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rows(weight: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The rows `weight[ids]`: [R, D] and int32 [...] to [..., D] in `dtype`. Ids are within
-    range."""
+    """The rows `weight[ids]`: [R, D] and int32 [...] within range to [..., D] in `dtype`."""
     if weight.dtype != dtype:
         weight, ids = _in_this_step(weight, ids)
     return jnp.take(weight, ids, axis=0).astype(dtype)

@@ -48,8 +48,7 @@ class LanguageModel:
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn of a chat: the end tokens, and the end-of-turn token by
-        name."""
+        """The tokens that end a turn of a chat: the end tokens, and those named for it."""
         named = (self.tokenizer.token_id(token) for token in _TURN_ENDS)
         ids = (*self.generation.eos_ids, *(i for i in named if i is not None))
         return tuple(dict.fromkeys(ids))

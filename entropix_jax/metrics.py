@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.attention import AttnStats
-from entropix_jax.information import entropy_and_varentropy
+from entropix_jax.information import AttnStats, entropy_and_varentropy
 
 
 @struct.dataclass
@@ -32,7 +31,7 @@ def noise_floor(epsilon: jax.Array, vocab_size: int) -> jax.Array:
     """The log-probability (nats) below which logits of machine epsilon `epsilon` say nothing.
 
     `ln(epsilon) - ln(V)/2`: the rounding errors of the V exponentials add up to `sqrt(V) *
-    epsilon`, spread over V tokens (seed document 004, "Logit noise threshold").
+    epsilon`, spread over V tokens (document 004, "Logit noise threshold").
     """
     return jnp.log(epsilon) - 0.5 * math.log(vocab_size)
 

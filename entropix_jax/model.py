@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.attention import AttnStats, attend, layer_stats, stack_layers
+from entropix_jax.attention import attend, layer_stats, stack_layers
 from entropix_jax.cache import KVCache, write
 from entropix_jax.config import ModelConfig
+from entropix_jax.information import AttnStats
 from entropix_jax.linear import linear, product, rows
 from entropix_jax.params import LayerParams, Params
 from entropix_jax.rope import rotate, rotations

@@ -12,8 +12,7 @@ from entropix_jax.trace import TokenRecord
 
 @dataclass(frozen=True)
 class Request:
-    """One row: its prompt's tokens, how many may follow, and the id that its random numbers hang
-    on."""
+    """One row: its prompt's tokens, how many may follow, and the id that names its randomness."""
 
     prompt: Sequence[int]
     row_id: str

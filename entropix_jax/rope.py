@@ -37,8 +37,7 @@ def rotations(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs `(x[..., i], x[..., i + H/2])` of `x[B, T, heads, H]`; computed in
-    float32."""
+    """Turns the pairs `(x[..., i], x[..., i + H/2])` of `x[B, T, heads, H]`, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.attention import AttnStats
 from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig, RopeScaling
 from entropix_jax.decode import DecodeState, Recording, StepRecord, decode, init_state, prefill
+from entropix_jax.information import AttnStats
 from entropix_jax.metrics import Metrics, measure
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, param_specs

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.attention import AttnStats
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import DecodeState, Recording, StepRecord, decode, init_state, prefill
+from entropix_jax.information import AttnStats
 from entropix_jax.metrics import Metrics
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ACTIONS, Proposal

@@ -1,4 +1,4 @@
-"""Each arm's formulas: seed document 001's worked scenarios, and a float64 oracle."""
+"""Each arm's formulas: document 001's worked scenarios, and a float64 oracle."""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def numbers(proposal: Proposal, *names: str) -> list[float]:
     return [float(getattr(proposal, name)) for name in names]
 
 
-# Seed document 001, "Example Generations"
+# Document 001, "Example Generations"
 
 
 def test_low_uncertainty() -> None:

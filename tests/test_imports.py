@@ -11,7 +11,7 @@ import entropix_jax
 
 ROOT = Path(entropix_jax.__file__).parent
 MODEL = ("config", "params", "checkpoint", "rope", "cache", "model")
-MATHS = ("precision", "linear", "attention", "metrics")
+MATHS = ("precision", "linear", "attention", "information", "metrics")
 
 
 def module_name(path: Path) -> str:
@@ -70,7 +70,7 @@ def test_the_model_does_not_know_the_sampler(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(group("sampler")))
 def test_the_sampler_does_not_know_the_model(name: str) -> None:
-    assert not reached(name) & group(*MODEL, "decode", "world")
+    assert not reached(name) & group(*MODEL, "attention", "linear", "decode", "world")
 
 
 @pytest.mark.parametrize("name", sorted(group("world")))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.attention import AttnStats, layer_stats, stack_layers
-from entropix_jax.information import entropy_and_varentropy
+from entropix_jax.attention import layer_stats, stack_layers
+from entropix_jax.information import AttnStats, entropy_and_varentropy
 from entropix_jax.metrics import (
     Metrics,
     apply_noise_floor,

@@ -2,7 +2,8 @@
 
 Arms are branches of a `lax.switch`. Under `vmap` every branch runs for every row, so an arm
 computes scalars only; whatever is expensive belongs to the step that carries a proposal out. All
-numbers come from the traced parameters; formulas are those of seed documents 000 and 001.
+numbers come from the traced parameters; the formulas are those of documents 000 and 001, which
+the README lists among its sources.
 """
 
 from collections.abc import Callable
@@ -39,9 +40,7 @@ class Proposal:
     top_p: jax.Array  # float32; 1: off
     min_p: jax.Array  # float32; 0: off
     draws: jax.Array  # int32, candidates
-    confidence: (
-        jax.Array
-    )  # float32, the adaptive arm's confidence in the step, reported in any regime
+    confidence: jax.Array  # float32, of the documents' formula, reported in any regime
 
 
 @struct.dataclass

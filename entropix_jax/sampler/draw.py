@@ -174,8 +174,7 @@ def _draw_from_all(
 
 
 def _sortable(logits: jax.Array) -> jax.Array:
-    """An int32 with the order of the float32: negative numbers have their magnitude bits
-    flipped."""
+    """An int32 with the order of the float32: negative ones get their magnitude bits flipped."""
     bits = lax.bitcast_convert_type(logits, jnp.int32)
     return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
 

@@ -28,7 +28,7 @@ def classify(metrics: Metrics, params: SamplerParams) -> jax.Array:
 def is_looping(
     history: jax.Array, length: jax.Array, generated: jax.Array, params: LoopParams
 ) -> jax.Array:
-    """Whether one row repeats itself (seed document 004's "doom loop"): a bool.
+    """Whether one row repeats itself (document 004's "doom loop"): a bool.
 
     Args:
         history: int32 [S], the row's tokens, prompt included.

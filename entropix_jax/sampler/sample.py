@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.attention import AttnStats
+from entropix_jax.information import AttnStats
 from entropix_jax.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.sampler.arms import INJECT, Proposal, RowView, propose
 from entropix_jax.sampler.draw import truncated_draw
