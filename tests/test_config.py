@@ -197,6 +197,7 @@ def test_every_number_of_rope_is_asked_for_by_name(tmp_path: Path, key: str, val
     ("changes", "words"),
     [
         ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"head_dim": 63}, "head_dim 63 is odd"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5"),
         ({"num_key_value_heads": 64}, "num_key_value_heads 64"),

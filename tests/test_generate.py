@@ -24,6 +24,8 @@ from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
 
 TOKENS = 40  # of most runs: more than a chunk of steps
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
@@ -506,3 +508,8 @@ def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> N
         assert 16 <= size <= 512
         window = 1 << (length - 1).bit_length()
         assert size == 16 or size * window * batch * heads * 4 <= 1 << 28
+
+
+def test_a_note_of_the_sampler_is_a_warning(model: LanguageModel) -> None:
+    with pytest.warns(UserWarning, match="never calibrated"):
+        generate(model, "Once", max_new_tokens=1)

@@ -214,3 +214,17 @@ def test_where_compiled_programs_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(variable, value)
         use_compilation_cache()
         assert "jax_compilation_cache_dir" not in chosen
+
+
+def test_an_end_token_that_is_none_is_refused(copy: Path) -> None:
+    edit("generation_config.json", eos_token_id=[99_999_999_999])(copy)
+    with pytest.raises(UserError, match="the end token 99999999999 is none of"):
+        load(str(copy))
+
+
+@pytest.mark.parametrize(("named", "is_chat"), [("<|eot_id|>", True), ("<|end_of_text|>", False)])
+def test_one_turn_end_among_the_end_tokens_makes_a_chat_model(
+    copy: Path, named: str, is_chat: bool
+) -> None:
+    edit("generation_config.json", eos_token_id=[token_ids()[named]])(copy)
+    assert load(str(copy)).is_chat_model == is_chat

@@ -418,6 +418,7 @@ BAD: list[tuple[list[object], str]] = [
     (["--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
     (["--prompt", "a", "--max-new-tokens", "1.5"], "--max-new-tokens"),
     (short("--samples", 0), "--samples must be at least 1, not 0"),
+    (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),
     (short("--seed", "x"), "--seed"),
     (short("--dtype", "int8"), "invalid choice 'int8' for argument '--dtype'"),
     (short("--format", "xml"), "invalid choice 'xml' for argument '--format'"),
@@ -482,6 +483,8 @@ def test_standard_input_that_is_not_utf8(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"))
     one_error(command("--prompt-file", "-"), "standard input: not UTF-8 at byte 2")
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of `<&-`
+    one_error(command("--prompt-file", "-"), "standard input is closed")
 
 
 @pytest.mark.parametrize(
