@@ -51,11 +51,6 @@ class ModelConfig:
     tied_head: bool
     dtype: str | None
 
-    @property
-    def group_size(self) -> int:
-        """G, the query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:

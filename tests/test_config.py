@@ -88,7 +88,6 @@ def test_what_is_absent_follows_from_the_rest(tmp_path: Path) -> None:
     absent = {"num_key_value_heads": ..., "head_dim": ..., "tie_word_embeddings": ...}
     config = load_model_config(write_config(tmp_path, {**absent, "torch_dtype": ...}))
     assert config.num_kv_heads == 32  # every head its own keys
-    assert config.group_size == 1
     assert config.head_dim == 2048 // 32
     assert config.tied_head is False  # the layout's default
     assert config.dtype is None
@@ -96,7 +95,7 @@ def test_what_is_absent_follows_from_the_rest(tmp_path: Path) -> None:
 
 def test_head_dim_need_not_be_width_over_heads(tmp_path: Path) -> None:
     config = load_model_config(write_config(tmp_path, {"head_dim": 128}))
-    assert (config.head_dim, config.group_size) == (128, 4)
+    assert config.head_dim == 128
 
 
 def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
