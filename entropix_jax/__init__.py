@@ -17,42 +17,58 @@ __version__ = "0.1.0"
 _HOMES = {
     "Event": "results",
     "Generation": "generation",
+    "InspectedToken": "inspection",
     "LanguageModel": "loading",
     "Piece": "results",
-    "Recording": "decode",
+    "Proposal": "sampler.arms",
+    "Recording": "decode_state",
     "Request": "results",
+    "Retriever": "retrieval",
     "Row": "results",
+    "RowView": "sampler.arms",
     "Sampler": "sampler.settings",
     "TokenRecord": "trace",
     "UserError": "errors",
-    "encode_prompt": "generation",
-    "generate": "generation",
+    "encode_prompt": "api",
+    "generate": "api",
+    "inspect_text": "api",
     "load": "loading",
     "load_sampler": "sampler.presets",
+    "stream": "api",
 }
 __all__ = [
     "Event",
     "Generation",
+    "InspectedToken",
     "LanguageModel",
     "Piece",
+    "Proposal",
     "Recording",
     "Request",
+    "Retriever",
     "Row",
+    "RowView",
     "Sampler",
     "TokenRecord",
     "UserError",
     "encode_prompt",
     "generate",
+    "inspect_text",
     "load",
     "load_sampler",
+    "stream",
 ]
 
 if TYPE_CHECKING:
-    from entropix_jax.decode import Recording
+    from entropix_jax.api import encode_prompt, generate, inspect_text, stream
+    from entropix_jax.decode_state import Recording
     from entropix_jax.errors import UserError
-    from entropix_jax.generation import Generation, encode_prompt, generate
+    from entropix_jax.generation import Generation
+    from entropix_jax.inspection import InspectedToken
     from entropix_jax.loading import LanguageModel, load
     from entropix_jax.results import Event, Piece, Request, Row
+    from entropix_jax.retrieval import Retriever
+    from entropix_jax.sampler.arms import Proposal, RowView
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.sampler.settings import Sampler
     from entropix_jax.trace import TokenRecord

@@ -24,48 +24,68 @@ def attend(
             it is padding, and what it mixes is meaningless.
 
     Returns:
-        The mixed values [B, T, N*H] in the queries' type, and the scaled scores of each row's last
-        real token, float32 [B, N, S] (meaningless from slot `length` on).
+        The mixed values [B, T, N*H] in the queries' type, and the scaled scores, float32
+        [B, N, T, S] (meaningless for slots that a token does not see).
     """
-    batch, tokens, heads, head_dim = queries.shape
-    kv_heads, slots = keys.shape[1], keys.shape[2]
-    grouped = queries.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
-    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
-    scores = jnp.einsum(
-        "btkgh,bksh->bkgts",
-        grouped,
-        keys,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    ) * (head_dim**-0.5)
-    slot = jnp.arange(slots, dtype=jnp.int32)
+    slot = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    grouped = _group(queries, keys.shape[1])
+    scores = _product("btkgh,bksh->bkgts", grouped, keys) * (queries.shape[-1] ** -0.5)
     visible = slot[None, None, :] <= positions[:, :, None]  # [B, T, S]
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    # A weight of 0 does not silence a NaN: slots that are not in use are emptied too.
-    used = slot[None, :] < length[:, None]  # [B, S]
-    values = jnp.where(used[:, None, :, None], values, jnp.zeros((), values.dtype))
-    mixed = jnp.einsum(
-        "bkgts,bksh->btkgh",
-        weights.astype(values.dtype),
-        values,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    mixed = _product("bkgts,bksh->btkgh", weights.astype(values.dtype), _used(values, length))
+    batch, tokens, heads, head_dim = queries.shape
     mixed = mixed.reshape(batch, tokens, heads * head_dim).astype(queries.dtype)
-    last = jnp.maximum(length - positions[:, 0] - 1, 0)
-    last_scores = jnp.take_along_axis(scores, last[:, None, None, None, None], axis=3)
-    return mixed, last_scores.reshape(batch, heads, slots)
+    return mixed, scores.reshape(batch, heads, tokens, -1)
 
 
-def layer_stats(scores: jax.Array, count: jax.Array) -> AttnStats:
+def attend_branches(
+    queries: jax.Array,
+    prefix: tuple[jax.Array, jax.Array],
+    suffix: tuple[jax.Array, jax.Array],
+    length: jax.Array,
+    depth: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of one new token of each branch over the prefix that its row's branches share and
+    over the branch's own suffix, the token's own slot included.
+
+    Args:
+        queries: [B, W, N, H].
+        prefix: keys and values [B, K, S, H].
+        suffix: keys and values [B, W, K, R, H].
+        length: int32 [B], the prefix slots that are in use.
+        depth: int32, the new tokens' slot in the suffixes.
+
+    Returns:
+        The mixed values [B, W, N*H] in the queries' type, the scaled scores, float32
+        [B, N, W, S+R], and which of those slots count, bool [B, S+R].
+    """
+    batch, width, heads, head_dim = queries.shape
+    slots, own_slots = prefix[0].shape[2], suffix[0].shape[3]
+    grouped = _group(queries, prefix[0].shape[1])
+    shared = _product("bwkgh,bksh->bkgws", grouped, prefix[0])
+    own = _product("bwkgh,bwkrh->bkgwr", grouped, suffix[0])
+    scores = jnp.concatenate([shared, own], axis=-1) * (head_dim**-0.5)
+    in_prefix = jnp.arange(slots, dtype=jnp.int32)[None, :] < length[:, None]
+    in_suffix = jnp.arange(own_slots, dtype=jnp.int32)[None, :] <= depth
+    in_suffix = jnp.broadcast_to(in_suffix, (batch, own_slots))
+    visible = jnp.concatenate([in_prefix, in_suffix], axis=-1)
+    masked = jnp.where(visible[:, None, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(masked, axis=-1).astype(prefix[1].dtype)
+    mixed = _product("bkgws,bksh->bwkgh", weights[..., :slots], _used(prefix[1], length))
+    mixed += _product("bkgwr,bwkrh->bwkgh", weights[..., slots:], suffix[1])
+    mixed = mixed.reshape(batch, width, heads * head_dim).astype(queries.dtype)
+    return mixed, scores.reshape(batch, heads, width, -1), visible
+
+
+def layer_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     """The statistics of one layer (fields without the L axis).
 
     Args:
-        scores: float32 [B, N, S], the scaled scores of each row's last position.
-        count: int32 [B], n: the keys that count, from slot 0 on; at least 1.
+        scores: float32 [B, N, S], the scaled scores of one position of each row.
+        valid: bool [B, S], the keys that count; at least one of each row.
     """
-    n = count.astype(jnp.float32)
-    valid = (jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, :] < count[:, None])[:, None, :]
+    n = jnp.sum(valid, axis=-1).astype(jnp.float32)
+    valid = valid[:, None, :]
     log_weights = jax.nn.log_softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
     weights = jnp.exp(log_weights)  # 0 at invalid slots
     entropy, varentropy = entropy_and_varentropy(log_weights)
@@ -90,3 +110,22 @@ def stack_layers(layers: list[AttnStats]) -> AttnStats:
         interaction=jnp.stack([layer.interaction for layer in layers], axis=1),
         keys=layers[0].keys,
     )
+
+
+def _group(queries: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, N, H] to [B, T, K, G, H]: the query heads by the key/value head that they read."""
+    batch, tokens, heads, head_dim = queries.shape
+    return queries.reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim)
+
+
+def _product(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """An einsum, accumulated and returned in float32."""
+    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    return jnp.einsum(form, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _used(values: jax.Array, length: jax.Array) -> jax.Array:
+    """`values[B, K, S, H]` with 0 in the slots that are not in use: a weight of 0 does not silence
+    a NaN."""
+    used = jnp.arange(values.shape[2], dtype=jnp.int32)[None, :] < length[:, None]
+    return jnp.where(used[:, None, :, None], values, jnp.zeros((), values.dtype))

@@ -40,14 +40,41 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype)
     )
 
 
-def write(slots: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Puts the first `count[B]` of `new[B, T, K, H]` into `slots[B, K, S, H]` from slot `start[B]`
-    on.
+@struct.dataclass
+class Suffixes:
+    """Keys and values of the tokens that each branch of a row has beyond the row's cache.
+
+    The branches of a batch grow in step, so one depth tells which slots are in use.
+    """
+
+    keys: tuple[jax.Array, ...]  # L of [B, W, K, R, H]
+    values: tuple[jax.Array, ...]  # L of [B, W, K, R, H]
+
+
+def init_suffixes(cache: KVCache, width: int, depth: int) -> Suffixes:
+    """Empty suffixes of `depth` slots for `width` branches of each row."""
+    batch, kv_heads, _, head_dim = cache.keys[0].shape
+    shape = (batch, width, kv_heads, depth, head_dim)
+    return Suffixes(
+        keys=tuple(jnp.zeros(shape, x.dtype) for x in cache.keys),
+        values=tuple(jnp.zeros(shape, x.dtype) for x in cache.values),
+    )
+
+
+def write(
+    slots: jax.Array,
+    new: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    rows: jax.Array | None = None,
+) -> jax.Array:
+    """Puts the first `count[R]` of `new[R, T, K, H]` into `slots[B, K, S, H]` from slot `start[R]`
+    on, of the rows `rows[R]`, or of all in order.
 
     What would fall past the last slot is dropped, never moved onto an older one.
     """
-    batch, tokens = new.shape[:2]
+    number, tokens = new.shape[:2]
     steps = jnp.arange(tokens, dtype=jnp.int32)[None, :]
     target = jnp.where(steps < count[:, None], start[:, None] + steps, slots.shape[2])
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    return slots.at[rows, :, target].set(new.astype(slots.dtype), mode="drop")
+    rows = jnp.arange(number, dtype=jnp.int32) if rows is None else rows
+    return slots.at[rows[:, None], :, target].set(new.astype(slots.dtype), mode="drop")

@@ -9,7 +9,11 @@ from entropix_jax.errors import UserError
 from entropix_jax.interrupts import exit_at_once
 
 # The module of each subcommand, and what it does.
-_COMMANDS = {"generate": ("main", "text from a prompt, and its uncertainty")}
+_COMMANDS = {
+    "generate": ("main", "text from a prompt, and its uncertainty"),
+    "inspect": ("inspect", "the uncertainty of a given text, nothing generated"),
+    "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

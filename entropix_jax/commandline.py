@@ -7,11 +7,13 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from entropix_jax.errors import UserError
+from entropix_jax.files import read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT
 
 EXIT_OK, EXIT_USAGE = 0, 2
@@ -84,6 +86,24 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 _NO_MEMORY = "not enough memory: fewer rows, fewer new tokens or a smaller model need less"
+
+
+def read_input(name: str, instead: str) -> str:
+    """The text of a file, or of standard input where the name is `-`; one final line break is
+    dropped.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8. `instead` is the option that gives the text
+            itself.
+    """
+    if name != "-":
+        return read_text(Path(name)).removesuffix("\n")
+    if sys.stdin is None:
+        raise UserError(f"standard input is closed: give {instead}, or the name of a file")
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
 
 
 def printable(text: str) -> str:

@@ -5,124 +5,123 @@ step function serves the on-device loop and streaming, which only differ in how 
 before the host looks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jax import lax
 
-from entropix_jax.cache import KVCache, init_cache
+from entropix_jax.branching import commit_branches
+from entropix_jax.cache import KVCache, Suffixes
 from entropix_jax.config import ModelConfig
-from entropix_jax.model import forward, unembed
+from entropix_jax.decode_state import (
+    FINISHED_ERROR,
+    RUNNING,
+    WAITS_FOR_TEXT,
+    BranchLog,
+    DecodeState,
+    Recording,
+    StepRecord,
+    extras_of,
+    finish_of,
+    init_log,
+)
+from entropix_jax.information import AttnStats
+from entropix_jax.model import forward, forward_branches, unembed
 from entropix_jax.params import Params
+from entropix_jax.sampler.arms import ARMS, BACKSPACE, BRANCH, INJECT, Arm
 from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.sample import Choice, Rows, SamplerState, choose, init_sampler_state
+from entropix_jax.sampler.sample import (
+    Rows,
+    begin_thoughts,
+    choose,
+    may_return,
+    where_rows,
+)
 
-# A row's `finish`; FINISHED_STOP is set by the host, which alone sees the text.
-RUNNING, FINISHED_EOS, FINISHED_LENGTH, FINISHED_ERROR, FINISHED_STOP = range(5)
-
-
-@struct.dataclass
-class DecodeState:
-    """Rows in the middle of their texts.
-
-    `history` is the text; the cache holds all of it but the last token, which the next step reads.
-    """
-
-    cache: KVCache
-    history: jax.Array  # int32 [B, S], each row's tokens, prompt included; junk past them
-    prompt_length: jax.Array  # int32 [B], at least 1
-    budget: jax.Array  # int32 [B], tokens that may be generated
-    keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
-    sampler: SamplerState
-    forwards: jax.Array  # int32 [B], token positions evaluated beyond the prompt
-    finish: jax.Array  # int32 [B], RUNNING or why the row ended
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Static: what a step records besides the choice."""
-
-    top: int = 0  # how many of the most likely tokens, with their probabilities
-    layers: bool = False  # the attention entropy of each layer and head
-
-
-@struct.dataclass
-class StepRecord:
-    """What one step did to each row; [B] fields, or [steps, B] from a loop."""
-
-    live: jax.Array  # bool: the row was running, so the other fields mean something
-    position: jax.Array  # int32, of the token
-    forwards: jax.Array  # int32, when the token was chosen
-    finish: jax.Array  # int32, after it
-    choice: Choice
-    top_ids: jax.Array  # int32 [B, recording.top]
-    top_probs: jax.Array  # float32 [B, recording.top]
-    layers: jax.Array  # float32 [B, L, N] bits, or [B, 0, 0] where not recorded
+_ARMS = tuple(ARMS.values())
+_LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step of all rows
 
 
 def decode_step(
     params: Params,
-    config: ModelConfig,
     sampler: SamplerParams,
     eos_ids: jax.Array,
     state: DecodeState,
+    log: BranchLog,
     *,
+    config: ModelConfig,
     window: int,
     recording: Recording,
-) -> tuple[DecodeState, StepRecord]:
-    """One token for every running row: forward, metrics, regime, proposal, draw, commit, record."""
+    arms: tuple[Arm, ...],
+) -> tuple[DecodeState, StepRecord, BranchLog]:
+    """Every running row one step on: forward, metrics, regime, proposal, draw, commit, record.
+
+    A row commits one token, or takes its last one back and draws its place again, or commits a
+    branch, or begins to wait for the host.
+    """
     running = state.finish == RUNNING
-    position = state.cache.length + 1
-    generated = position - state.prompt_length
+    rows = _rows(state)
     pending = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
     hidden, stats, cache = forward(
         params, config, pending, running.astype(jnp.int32), state.cache, window=window
     )
     logits = unembed(params, hidden[:, 0])
+    choice, sampler_state = choose(logits, stats, sampler, state.sampler, rows, arms)
 
-    rows = Rows(
-        keys=state.keys,
-        history=state.history,
-        length=position,
-        generated=generated,
-        remaining=state.budget - generated,
-    )
-    choice, sampler_state = choose(logits, stats, sampler, state.sampler, rows)
+    goes_on = running & choice.finite
+    retracts = goes_on & (choice.proposal.action == BACKSPACE)
+    injects = goes_on & choice.begins & (choice.proposal.action == INJECT)
+    branches = goes_on & choice.begins & (choice.proposal.action == BRANCH)
+    waits = injects & state.asks_for_text
+    commits = goes_on & ~branches & ~waits
 
-    ended = jnp.any(choice.token[:, None] == eos_ids[None, :], axis=-1)
-    finish = jnp.where(generated + 1 >= state.budget, FINISHED_LENGTH, RUNNING)
-    finish = jnp.where(ended, FINISHED_EOS, finish)
-    finish = jnp.where(choice.finite, finish, FINISHED_ERROR)
-    finish = jnp.where(running, finish, state.finish)
-    commits = running & choice.finite
-    target = jnp.where(commits, position, state.history.shape[1])
-    row = jnp.arange(target.shape[0], dtype=jnp.int32)
+    position = rows.length - retracts.astype(jnp.int32)
+    left = rows.remaining - 1 + retracts.astype(jnp.int32)
+    finish = finish_of(left, choice.token, eos_ids)
+    finish = jnp.where(waits, WAITS_FOR_TEXT, jnp.where(branches, RUNNING, finish))
+    finish = jnp.where(running, jnp.where(choice.finite, finish, FINISHED_ERROR), state.finish)
+    evaluated = (running & (rows.generated > 0)).astype(jnp.int32)
     record = StepRecord(
         live=running,
         position=position,
-        forwards=state.forwards + (generated > 0).astype(jnp.int32),
+        forwards=state.forwards + evaluated,
         finish=finish,
         choice=choice,
-        **_extras(logits, stats.entropy, recording),
+        extras=extras_of(logits, stats, recording),
+        may_return=commits & (finish == RUNNING) & may_return(sampler_state, sampler),
+        branch=jnp.full_like(position, -1),
     )
-    return replace(
+    before = state.sampler.tally
+    history = begin_thoughts(
+        state.history, rows.length, injects & ~waits, sampler.inject, before.injections
+    )
+    held = replace(before, injections=before.injections + 1)
+    target = jnp.where(commits, position, history.shape[1])
+    row = jnp.arange(target.shape[0], dtype=jnp.int32)
+    state = replace(
         state,
-        cache=cache,
-        history=state.history.at[row, target].set(choice.token, mode="drop"),
-        sampler=sampler_state,
-        forwards=jnp.where(running, record.forwards, state.forwards),
+        cache=replace(cache, length=jnp.where(retracts | waits, state.cache.length, cache.length)),
+        history=history.at[row, target].set(choice.token, mode="drop"),
+        sampler=replace(sampler_state, tally=where_rows(waits, held, sampler_state.tally)),
+        forwards=record.forwards,
         finish=finish,
-    ), record
+    )
+    read = partial(_forward_branches, params, config=config, window=window)
+    return lax.cond(
+        jnp.any(branches),
+        lambda carry: commit_branches(
+            branches, logits, before, rows, sampler, eos_ids, read, recording, window, *carry
+        ),
+        lambda carry: carry,
+        (state, record, log),
+    )
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "window", "max_steps", "recording"),
+    static_argnames=("config", "window", "max_steps", "recording", "arms"),
     donate_argnames="state",
 )
 def decode(
@@ -136,41 +135,61 @@ def decode(
     window: int,
     max_steps: int,
     recording: Recording,
-) -> tuple[DecodeState, StepRecord]:
+    arms: tuple[Arm, ...] = _ARMS,
+) -> tuple[DecodeState, StepRecord, BranchLog]:
     """Runs up to `steps` decode steps on the device, fewer once no row is running.
+
+    It comes back earlier where a row waits for the host, or has grown as long as the window.
 
     Args:
         sampler: traced, each leaf with a leading row axis.
         eos_ids: int32 [E], the tokens that end a row; -1 matches none.
         state: donated.
         steps: int32, traced.
-        window: static. No row may grow past it: `max(length) + steps <= window`.
+        window: static, the cache slots that are read.
         max_steps: static, room for records: no more steps than this are run.
+        arms: static, what `sampler.arms` chooses from.
 
     Returns:
-        The state, and records with a leading [max_steps] axis; those of steps that did not run have
-        `live` False.
+        The state, records with a leading [max_steps] axis (those of steps that did not run have
+        `live` False), and the log of what branched.
     """
     step = partial(
-        decode_step, params, config, sampler, eos_ids, window=window, recording=recording
+        decode_step,
+        params,
+        sampler,
+        eos_ids,
+        config=config,
+        window=window,
+        recording=recording,
+        arms=arms,
     )
-    shapes = jax.eval_shape(step, state)[1]
+    batch = state.finish.shape[0]
+    log = init_log(config, batch + _LOG_STEPS * max_steps, recording)
+    shapes = jax.eval_shape(step, state, log)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 
-    def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord]) -> jax.Array:
-        done, state, _ = carry
-        return (done < jnp.minimum(steps, max_steps)) & jnp.any(state.finish == RUNNING)
+    def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord, BranchLog]) -> jax.Array:
+        done, state, _, log = carry
+        running = state.finish == RUNNING
+        return (
+            (done < jnp.minimum(steps, max_steps))
+            & jnp.any(running)
+            & ~jnp.any(state.finish >= WAITS_FOR_TEXT)
+            & (jnp.max(jnp.where(running, state.cache.length, 0)) < window)
+            & (log.count + batch <= log.committed.shape[0])
+        )
 
     def body(
-        carry: tuple[jax.Array, DecodeState, StepRecord],
-    ) -> tuple[jax.Array, DecodeState, StepRecord]:
-        done, state, records = carry
-        state, record = step(state)
+        carry: tuple[jax.Array, DecodeState, StepRecord, BranchLog],
+    ) -> tuple[jax.Array, DecodeState, StepRecord, BranchLog]:
+        done, state, records, log = carry
+        state, record, log = step(state, log)
         records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
-        return done + 1, state, records
+        return done + 1, state, records, log
 
-    _, state, records = lax.while_loop(unfinished, body, (jnp.int32(0), state, records))
-    return state, records
+    _, state, records, log = lax.while_loop(unfinished, body, (jnp.int32(0), state, records, log))
+    return state, records, log
 
 
 @partial(jax.jit, static_argnames=("config", "window"), donate_argnames="state")
@@ -188,48 +207,63 @@ def prefill(
     return replace(state, cache=cache)
 
 
-def init_state(
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    budgets: Sequence[int],
-    keys: np.ndarray,
-    *,
-    capacity: int,
-    dtype: jnp.dtype,
+@partial(jax.jit, donate_argnames="state")
+def answer(
+    state: DecodeState,
+    row: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+    action: jax.Array,
+    cooldown: jax.Array,
 ) -> DecodeState:
-    """Rows whose prompts are known and not yet cached.
+    """Lets a row that waits go on, with the first `count` of `tokens[S]` as its next ones.
 
-    Args:
-        prompts: each of 1 to `capacity` token ids; with its budget it must fit into `capacity`.
-        budgets: tokens that each row may generate, at least 1.
-        keys: uint32 [B, 2], one row key each.
-        capacity: cache slots of a row.
-        dtype: of the cache, that is, of the activations.
+    They carry `action`. With none the row just draws, as it does while a thought cools down. The
+    state is donated.
     """
-    batch = len(prompts)
-    history = np.zeros((batch, capacity), np.int32)
-    for row, prompt in enumerate(prompts):
-        history[row, : len(prompt)] = prompt
-    return DecodeState(
-        cache=init_cache(config, batch, capacity, dtype),
-        history=jnp.asarray(history),
-        prompt_length=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-        budget=jnp.asarray(budgets, jnp.int32),
-        keys=jnp.asarray(keys),
-        sampler=init_sampler_state(batch),
-        forwards=jnp.zeros(batch, jnp.int32),
-        finish=jnp.full(batch, RUNNING, jnp.int32),
+    steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    target = jnp.where(steps < count, state.cache.length[row] + 1 + steps, state.history.shape[1])
+    tally = state.sampler.tally
+    tally = replace(
+        tally,
+        queued=tally.queued.at[row].set(count),
+        queue_action=tally.queue_action.at[row].set(action),
+        cooldown=tally.cooldown.at[row].set(jnp.where(count > 0, tally.cooldown[row], cooldown)),
+    )
+    return replace(
+        state,
+        history=state.history.at[row, target].set(tokens, mode="drop"),
+        sampler=replace(state.sampler, tally=tally),
+        finish=state.finish.at[row].set(RUNNING),
     )
 
 
-def _extras(
-    logits: jax.Array, attn_entropy: jax.Array, recording: Recording
-) -> dict[str, jax.Array]:
-    batch = logits.shape[0]
-    if recording.top:
-        probs = jax.nn.softmax(logits, axis=-1)
-        top_probs, top_ids = lax.top_k(probs, recording.top)
-    else:
-        top_probs, top_ids = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 0), jnp.int32)
-    layers = attn_entropy if recording.layers else jnp.zeros((batch, 0, 0), jnp.float32)
-    return {"top_ids": top_ids, "top_probs": top_probs, "layers": layers}
+def _rows(state: DecodeState) -> Rows:
+    """What the sampler is told of each row whose pending token is being read."""
+    length = state.cache.length + 1
+    generated = length - state.prompt_length
+    return Rows(
+        keys=state.keys,
+        history=state.history,
+        length=length,
+        generated=generated,
+        remaining=state.budget - generated,
+        asks=state.asks_for_text,
+    )
+
+
+def _forward_branches(
+    params: Params,
+    prefix: KVCache,
+    tokens: jax.Array,
+    depth: jax.Array,
+    suffixes: Suffixes,
+    *,
+    config: ModelConfig,
+    window: int,
+) -> tuple[jax.Array, AttnStats, Suffixes]:
+    """Logits [A*W, V] of one more token of each branch, its statistics, and the suffixes."""
+    hidden, stats, suffixes = forward_branches(
+        params, config, tokens, depth, prefix, suffixes, window=window
+    )
+    return unembed(params, hidden.reshape(-1, config.width)), stats, suffixes

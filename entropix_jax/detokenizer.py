@@ -70,6 +70,14 @@ class StreamDecoder:
             self._first = False
         return self._without_start(self._utf8.decode(of(token)))
 
+    def peek(self, token_id: int) -> str:
+        """What `push` would give, and nothing is taken."""
+        before = self._utf8.getstate(), self._first, self._strip_left
+        text = self.push(token_id)
+        decoder, self._first, self._strip_left = before
+        self._utf8.setstate(decoder)
+        return text
+
     def flush(self) -> str:
         """The text of what is left at the end: U+FFFD for a character that never was completed."""
         return self._without_start(self._utf8.decode(b"", final=True))

@@ -5,45 +5,59 @@ already runs the next.
 """
 
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.decode import (
+from entropix_jax.decode import answer, decode, prefill
+from entropix_jax.decode_state import (
     FINISHED_EOS,
     FINISHED_ERROR,
     FINISHED_LENGTH,
     FINISHED_STOP,
     RUNNING,
+    WAITS_FOR_CHOICE,
+    WAITS_FOR_TEXT,
+    BranchLog,
     DecodeState,
     Recording,
     StepRecord,
-    decode,
     init_state,
-    prefill,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.loading import LanguageModel, logits_epsilon
+from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import (
+    MIN_WINDOW,
+    bucket,
+    check_recording,
+    chunk_size,
+    for_rows,
+    sampler_params,
+)
+from entropix_jax.records import branch_records, differ, futures_of, token_record, two_best
 from entropix_jax.results import Event, Piece, Request, Row
-from entropix_jax.sampler.arms import ACTIONS
+from entropix_jax.sampler.arms import BRANCH, INJECT
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import REGIMES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.stopping import StopFilter
-from entropix_jax.trace import TokenRecord, plain
+from entropix_jax.trace import TokenRecord
 
 MAX_STEPS = 32  # most steps between two looks of the host
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
 _MAX_EOS = 8
-_MIN_WINDOW = 128
 _MIN_CAPACITY = 256
 _MIN_PREFILL, _MAX_PREFILL = 16, 512
-_SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in a prefill call
+
+# A row's text so far to the text to inject.
+Retrieve = Callable[[str], str]
+# A row and the texts of its two best branches to the index of the one to take, or None.
+Ask = Callable[[int, Sequence[str]], int | None]
 
 _FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
 
@@ -66,6 +80,8 @@ class Generation:
         ignore_eos: bool = False,
         turn_end: bool = False,
         recording: Recording | None = None,
+        retrieve: Retrieve | None = None,
+        ask: Ask | None = None,
     ) -> None:
         """Checks everything that can be checked before anything is computed.
 
@@ -75,6 +91,11 @@ class Generation:
             turn_end: the end of a chat's turn ends a row too, whether or not the model's folder
                 says so.
             recording: what each token's record holds besides the usual.
+            retrieve: is given a row's text whenever a thought is due, and returns the text to
+                inject in its place; where that is empty the sampler's own thought is injected.
+            ask: is given a row and the texts of the two best branches, the better one first, where
+                their scores are too close to call, and returns which it shall be, or None for the
+                better one.
 
         Raises:
             UserError: no request, an empty prompt, one that leaves no room for a token or holds
@@ -90,16 +111,25 @@ class Generation:
         self.rows = [Row(request) for request in requests]
         self.timings: dict[str, float] = {}
         self._recording = recording or Recording()
-        if not 0 <= self._recording.top <= model.config.vocab_size:
-            raise UserError(
-                f"the {self._recording.top} likeliest tokens are asked for, "
-                f"the model has {model.config.vocab_size}"
-            )
+        check_recording(model, self._recording)
         stops = [stop] if isinstance(stop, str) else stop
         self._budgets = [_budget(model, request) for request in requests]
         self._stops = [StopFilter[TokenRecord](stops) for _ in requests]
         self._streams = [model.tokenizer.stream(after=request.prompt) for request in requests]
-        self._params = _stack(_sampler_params(model, self.sampler), len(requests))
+        params = sampler_params(model, self.sampler)
+        self._params = for_rows(params, len(requests))
+        self._thoughts = [
+            ids[:length].tolist()
+            for ids, length in zip(params.inject.thoughts, params.inject.lengths, strict=True)
+            if length
+        ]
+        self._retrieve = retrieve
+        self._ask = ask
+        self._held: list[TokenRecord | None] = [None] * len(requests)
+        self._answers: dict[int, tuple[list[int], int]] = {}
+        self._chosen: dict[int, list[dict[str, Any]]] = {}
+        self._asked = [0] * len(requests)
+        self._waited = 0.0
         ends = model.turn_end_ids if turn_end else model.generation.eos_ids
         self._eos_ids = _padded_ids(() if ignore_eos else ends)
         self._steps = 1
@@ -114,17 +144,18 @@ class Generation:
 
     def _iterate(self) -> Iterator[Event]:
         self._start = time.perf_counter()
-        for records in _one_ahead(self._chunks()):
+        for chunk in self._chunks():
             asked = time.perf_counter()
-            records = jax.device_get(records)
+            records, log = jax.device_get(chunk)
             self._pace(time.perf_counter() - asked)
-            for event in self._events(records):
+            for event in self._events(records, log):
                 if event.token is not None:
-                    self.timings.setdefault("first_token", time.perf_counter() - self._start)
+                    self.timings.setdefault("first_token", self._seconds())
                 yield event
-                if self._asked_to_stop:
+                # What took a token's place comes next, and belongs to it.
+                if self._asked_to_stop and not event.retracted:
                     return
-        self.timings["total"] = time.perf_counter() - self._start
+        self.timings["total"] = self._seconds()
 
     def stop(self) -> None:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
@@ -132,9 +163,17 @@ class Generation:
 
     def interrupt(self) -> list[Event]:
         """Ends the rows that had not ended, and gives the text that was still held back of them."""
-        running = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
-        self.timings.setdefault("total", time.perf_counter() - self._start)
-        return [self._end(index, "interrupt") for index in running]
+        self.timings.setdefault("total", self._seconds())
+        events: list[Event] = []
+        for index, row in enumerate(self.rows):
+            events += self._release(index)
+            if row.finish_reason is None:
+                events.append(self._end(index, "interrupt"))
+        return events
+
+    def _seconds(self) -> float:
+        """Since the start, without the time in which a person was asked."""
+        return time.perf_counter() - self._start - self._waited
 
     def run(self) -> list[Row]:
         """Runs to the end and gives the rows."""
@@ -142,29 +181,53 @@ class Generation:
             pass
         return self.rows
 
-    def _chunks(self) -> Iterator[StepRecord]:
-        """Hands out chunks of steps while a row runs; their records may not be there yet."""
+    def _chunks(self) -> Iterator[tuple[StepRecord, BranchLog]]:
+        """What chunks of steps did. While the host reads one, the device runs the next."""
         state = self._prefilled()
-        prompts = np.array([len(row.request.prompt) for row in self.rows])
-        budgets = np.array(self._budgets)
-        done = 0
-        while done < budgets.max() and self._running():
-            steps = min(self._steps, int(budgets.max()) - done)
-            running = np.array([row.finish_reason is None for row in self.rows])
-            lengths = (prompts + np.minimum(done + steps, budgets))[running]
-            state, records = decode(
-                self.model.params,
-                self._params,
-                self._eos_ids,
-                self._host_stops(state),
-                jnp.int32(steps),
-                config=self.model.config,
-                window=min(_bucket(int(lengths.max()), _MIN_WINDOW), state.cache.capacity),
-                max_steps=MAX_STEPS,
-                recording=self._recording,
-            )
-            done += steps
-            yield records
+        in_flight: deque[tuple[int, StepRecord, BranchLog]] = deque()
+        while True:
+            while len(in_flight) < 2 and self._wants_more(sum(steps for steps, *_ in in_flight)):
+                steps = self._steps
+                state, records, log = decode(
+                    self.model.params,
+                    self._params,
+                    self._eos_ids,
+                    self._with_answers(state),
+                    jnp.int32(steps),
+                    config=self.model.config,
+                    window=self._window(
+                        steps + sum(steps for steps, *_ in in_flight), state.cache.capacity
+                    ),
+                    max_steps=MAX_STEPS,
+                    recording=self._recording,
+                    arms=tuple(self.sampler.arms.values()),
+                )
+                in_flight.append((steps, records, log))
+            if not in_flight:
+                return
+            yield in_flight.popleft()[1:]
+
+    def _wants_more(self, steps: int) -> bool:
+        """Whether a row will still run after the `steps` that are on their way, as far as is
+        known."""
+        if self._asked_to_stop:
+            return False
+        running = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
+        return any(steps == 0 or self._budgets[i] - self._number(i) > steps for i in running)
+
+    def _window(self, steps: int, capacity: int) -> int:
+        """Slots enough for what the rows will probably be after so many steps. Where branches make
+        them longer, the device comes back early, and the next window is larger."""
+        ends = [
+            len(row.request.prompt) + min(self._number(i) + steps, self._budgets[i])
+            for i, row in enumerate(self.rows)
+            if row.finish_reason is None
+        ]
+        return min(bucket(max(ends), MIN_WINDOW), capacity)
+
+    def _number(self, index: int) -> int:
+        """The tokens of a row that are known."""
+        return len(self.rows[index].tokens) + (self._held[index] is not None)
 
     def _prefilled(self) -> DecodeState:
         """All prompts cached but for their last tokens; one that all rows share is run once."""
@@ -180,14 +243,16 @@ class Generation:
             prompts,
             self._budgets[: len(prompts)],
             keys[: len(prompts)],
-            capacity=_bucket(longest, _MIN_CAPACITY),
+            capacity=bucket(longest, _MIN_CAPACITY),
             dtype=self.model.precision.activations,
+            asks_for_text=self._retrieve is not None,
+            asks_for_choice=self._ask is not None,
         )
         counts = np.array([len(prompt) - 1 for prompt in prompts])
         done = 0
         while done < counts.max() and not self._asked_to_stop:
             left = int(counts.max()) - done
-            size = min(_bucket(left, _MIN_PREFILL), self._prefill_size(done + left, len(prompts)))
+            size = min(bucket(left, _MIN_PREFILL), self._prefill_size(done + left, len(prompts)))
             tokens = np.zeros((len(prompts), size), np.int32)
             count = np.clip(counts - done, 0, size)
             for row, prompt in enumerate(prompts):
@@ -198,7 +263,7 @@ class Generation:
                 jnp.asarray(tokens),
                 jnp.asarray(count, jnp.int32),
                 config=self.model.config,
-                window=min(_bucket(done + size, _MIN_WINDOW), state.cache.capacity),
+                window=min(bucket(done + size, MIN_WINDOW), state.cache.capacity),
             )
             done += size
             # Part by part: handed out all at once, they could not be stopped.
@@ -209,30 +274,90 @@ class Generation:
             state = replace(state, keys=jnp.asarray(keys), budget=budgets)
         return state
 
-    def _events(self, records: StepRecord) -> Iterator[Event]:
+    def _events(self, records: StepRecord, log: BranchLog) -> Iterator[Event]:
         for step in range(records.live.shape[0]):
             for index in np.flatnonzero(records.live[step]):
                 if self.rows[index].finish_reason is None:
                     record = jax.tree.map(lambda x: x[step, index], records)  # noqa: B023
-                    yield from self._commit(int(index), record)
+                    entry = None
+                    if record.branch >= 0:
+                        entry = jax.tree.map(
+                            lambda x: x[record.branch],  # noqa: B023
+                            replace(log, count=log.committed),
+                        )
+                    yield from self._take(int(index), record, entry)
 
-    def _commit(self, index: int, record: StepRecord) -> Iterator[Event]:
-        """Adds one token to its row, and ends the row where it ends."""
-        row, stop = self.rows[index], self._stops[index]
+    def _take(self, index: int, record: StepRecord, entry: BranchLog | None) -> Iterator[Event]:
+        """What a step did to a row: tokens, one of them perhaps in the place of the last, an end,
+        or a question."""
         if record.finish == FINISHED_ERROR:
-            row.error = f"row {index}: NaN or infinite logits at position {record.position}"
-            yield self._end(index, "error")
+            yield from self._release(index)
+            row = self.rows[index]
+            if row.finish_reason is None:  # no stop string
+                row.error = f"row {index}: NaN or infinite logits at position {record.position}"
+                yield self._end(index, "error")
             return
-        token = self._token_record(index, record)
+        decode_text = self.model.tokenizer.decode
+        futures = [] if entry is None else futures_of(entry.branches, decode_text)
+        if record.finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
+            # Who is asked has seen the whole text: nothing takes its last token back any more.
+            yield from self._release(index)
+            if self.rows[index].finish_reason is not None:
+                return  # a stop string
+            if record.finish == WAITS_FOR_TEXT:
+                return self._answer_with_text(index)
+            return self._answer_with_branch(index, futures)
+        token = token_record(index, record, self._recording, decode_text)
+        held = self._held[index]
+        if token.action == "backspace" and held is not None:
+            # Drawn from the same distribution, not from the one that was just read.
+            token = replace(token, top=held.top, layers=held.layers)
+            yield self._retract(index, held)
+        else:
+            yield from self._release(index)
+        if entry is not None:
+            *earlier, token = branch_records(token, futures, entry, self._recording, decode_text)
+            for one in earlier:
+                self._held[index] = one
+                yield from self._release(index)
+        elif token.action == "branch" and index in self._chosen:
+            token = replace(token, branches=self._chosen.pop(index), ambiguous=True)
+        if self.rows[index].finish_reason is not None:
+            return  # a stop string
+        self._held[index] = token
+        if not record.may_return:
+            reason = _FINISH.get(int(record.finish))
+            if (
+                reason == "length"
+                and self._budgets[index] < self.rows[index].request.max_new_tokens
+            ):
+                reason = "context"
+            yield from self._release(index, reason)
+
+    def _release(self, index: int, reason: str | None = None) -> Iterator[Event]:
+        """Adds the token that was held back to its row, for good, and ends the row where it ends:
+        for `reason`, or by a stop string."""
+        token, row, stop = self._held[index], self.rows[index], self._stops[index]
+        if token is None or row.finish_reason is not None:
+            return
+        self._held[index] = None
+        text = self._streams[index].push(token.token_id)
+        if reason is not None:
+            text += self._streams[index].flush()
+        token = replace(token, text=text)
         row.tokens.append(token)
         pieces = tuple(Piece(text, source) for text, source in stop.push(token.text, token))
         row.text += "".join(piece.text for piece in pieces)
-        reason = "stop" if stop.stopped else _FINISH.get(int(record.finish))
-        if reason == "length" and self._budgets[index] < row.request.max_new_tokens:
-            reason = "context"
-        if reason is not None:
-            pieces += self._end(index, reason).pieces
+        if stop.stopped or reason is not None:
+            pieces += self._end(index, "stop" if stop.stopped else str(reason)).pieces
         yield Event(index, token, pieces)
+
+    def _retract(self, index: int, token: TokenRecord) -> Event:
+        """Drops the token that was held back: another one takes its place."""
+        self._held[index] = None
+        self.rows[index].retracted += 1
+        text = self._streams[index].peek(token.token_id)
+        return Event(index, replace(token, text=text), (), retracted=True)
 
     def _end(self, index: int, reason: str) -> Event:
         """Ends a row, and gives the text that had been held back."""
@@ -242,60 +367,62 @@ class Generation:
         row.text += "".join(piece.text for piece in pieces)
         return Event(index, None, pieces)
 
-    def _token_record(self, index: int, record: StepRecord) -> TokenRecord:
-        choice, tokenizer = record.choice, self.model.tokenizer
-        token_id = int(choice.token)
-        text = self._streams[index].push(token_id)
-        if record.finish != RUNNING:
-            text += self._streams[index].flush()
-        metrics = {name: plain(value) for name, value in vars(choice.metrics).items()}
-        proposal = choice.proposal
-        top = layers = None
-        if self._recording.top:
-            top = [
-                (int(i), tokenizer.decode([int(i)], skip_special=False), plain(p))
-                for i, p in zip(record.top_ids, record.top_probs, strict=True)
-            ]
-        if self._recording.layers:
-            layers = plain(record.layers)
-        return TokenRecord(
-            row=index,
-            position=int(record.position),
-            token_id=token_id,
-            text=text,
-            regime=REGIMES[choice.regime],
-            action=ACTIONS[proposal.action],
-            logprob=plain(choice.logprob),
-            sequence_varentropy=plain(choice.sequence_varentropy),
-            confidence=plain(proposal.confidence),
-            temperature=plain(proposal.temperature),
-            top_k=int(proposal.top_k),
-            top_p=plain(proposal.top_p),
-            min_p=plain(proposal.min_p),
-            forwards=int(record.forwards),
-            loop=bool(choice.looping),
-            top=top,
-            layers=layers,
-            **metrics,
+    def _answer_with_text(self, index: int) -> None:
+        """Asks the hook for a thought. Where it has none, or one that does not fit, the sampler's
+        own takes its place, and where that does not fit either the row just draws."""
+        assert self._retrieve is not None
+        row, tokenizer = self.rows[index], self.model.tokenizer
+        text = self._retrieve(
+            tokenizer.decode([*row.request.prompt, *(token.token_id for token in row.tokens)])
         )
+        retrieved = tokenizer.encode(text, add_bos=False) if text else []
+        turn = self._asked[index] % max(len(self._thoughts), 1)
+        self._asked[index] += 1
+        room = self._budgets[index] - len(row.tokens)
+        candidates = (retrieved, *self._thoughts[turn : turn + 1])
+        fitting = (tokens for tokens in candidates if 0 < len(tokens) <= room)
+        self._answers[index] = (next(fitting, []), INJECT)
+
+    def _answer_with_branch(self, index: int, futures: list[dict[str, Any]]) -> None:
+        """Asks which of the two best branches it shall be, where their texts differ."""
+        assert self._ask is not None
+        chosen = next(i for i, future in enumerate(futures) if future["chosen"])
+        if differ(futures):
+            two = two_best(futures)
+            started = time.perf_counter()
+            answer = self._ask(index, [future["text"] for future in two])
+            self._waited += time.perf_counter() - started
+            if answer is not None:
+                chosen = next(i for i, future in enumerate(futures) if future is two[answer])
+        whole = self.sampler.values["branch.commit_all"]
+        tokens = futures[chosen]["tokens"][: None if whole else 1]
+        room = self._budgets[index] - self._number(index)
+        self._chosen[index] = [{**f, "chosen": i == chosen} for i, f in enumerate(futures)]
+        self._answers[index] = (tokens[:room], BRANCH)
 
     def _prefill_size(self, length: int, batch: int) -> int:
-        """Tokens of a prefill call: fewer in long contexts and large batches, whose attention
-        scores take room."""
-        scores = _bucket(length, _MIN_WINDOW) * batch * self.model.config.num_heads
-        room = 1 << max(_SCORES_BYTES // (4 * scores), 1).bit_length() - 1
-        return min(_MAX_PREFILL, max(_MIN_PREFILL, room))
+        return chunk_size(self.model.config, length, batch, _MAX_PREFILL)
 
-    def _running(self) -> bool:
-        return not self._asked_to_stop and any(row.finish_reason is None for row in self.rows)
-
-    def _host_stops(self, state: DecodeState) -> DecodeState:
-        """Tells the device which rows a stop string has ended."""
+    def _with_answers(self, state: DecodeState) -> DecodeState:
+        """Tells the device what the host knows: rows that a stop string has ended, and answers."""
+        for index, (tokens, action) in self._answers.items():
+            padded = np.zeros(state.history.shape[1], np.int32)
+            padded[: len(tokens)] = tokens
+            state = answer(
+                state,
+                jnp.int32(index),
+                jnp.asarray(padded),
+                jnp.int32(len(tokens)),
+                jnp.int32(action),
+                jnp.int32(max(self.sampler.values["inject.cooldown"], 1)),
+            )
+        self._answers.clear()
         stopped = np.array([row.finish_reason == "stop" for row in self.rows])
         if not stopped.any():
             return state
-        running = state.finish == RUNNING
-        return replace(state, finish=jnp.where(stopped & running, FINISHED_STOP, state.finish))
+        # One that had gone on to wait gets no answer any more.
+        goes_on = (state.finish == RUNNING) | (state.finish >= WAITS_FOR_TEXT)
+        return replace(state, finish=jnp.where(stopped & goes_on, FINISHED_STOP, state.finish))
 
     def _pace(self, waited: float) -> None:
         """More steps a chunk while chunks come fast: a first token at once, then a steady flow."""
@@ -303,85 +430,6 @@ class Generation:
             self._steps = min(2 * self._steps, MAX_STEPS)
         elif waited > _LOOK_SECONDS:
             self._steps = max(self._steps // 2, 1)
-
-
-def generate(
-    model: LanguageModel,
-    prompt: str | Sequence[Mapping[str, str]],
-    sampler: Sampler | str = "entropix",
-    *,
-    max_new_tokens: int = 256,
-    samples: int = 1,
-    seed: int = 0,
-    chat: bool | None = None,
-    system: str | None = None,
-    stop: str | Sequence[str] = (),
-    ignore_eos: bool = False,
-    recording: Recording | None = None,
-) -> list[Row]:
-    """Generates texts from one prompt and gives them when all have ended.
-
-    Args:
-        prompt: a text, or a conversation: messages with a `role` and a `content` each.
-        sampler: a preset's name, a file that ends in .toml, or a sampler.
-        samples: rows, whose random numbers differ.
-        chat: put a text as a turn of a chat; None is the model's own way.
-        system: a system message, which makes sense in a chat only.
-        stop: a text, or several, that end a row and are not part of it.
-        ignore_eos: no token ends a row.
-        recording: what each token's record holds besides the usual.
-
-    Raises:
-        UserError: an input that cannot be used; an error within a row is that row's `error`.
-    """
-    if samples < 1:
-        raise UserError(f"samples must be at least 1, not {samples}")
-    if chat is None:
-        chat = model.is_chat_model or not isinstance(prompt, str)
-    tokens = encode_prompt(model, prompt, chat=chat, system=system)
-    generation = Generation(
-        model,
-        [Request(tokens, str(i), max_new_tokens) for i in range(samples)],
-        sampler,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        turn_end=chat,
-        recording=recording,
-    )
-    for note in generation.sampler.notes:
-        warnings.warn(note, stacklevel=2)
-    return generation.run()
-
-
-def encode_prompt(
-    model: LanguageModel,
-    prompt: str | Sequence[Mapping[str, str]],
-    *,
-    chat: bool,
-    system: str | None = None,
-) -> list[int]:
-    """A prompt as token ids.
-
-    Args:
-        prompt: a text, or a conversation: messages with a `role` and a `content` each.
-        chat: put a text as one turn of a chat, not as plain text.
-        system: a system message, which makes sense in a chat only.
-
-    Raises:
-        UserError: an empty prompt, a chat without a chat template, or a chat where none is wanted.
-    """
-    if not prompt:
-        raise UserError("the prompt is empty")
-    if not chat and (system is not None or not isinstance(prompt, str)):
-        what = "a system message" if isinstance(prompt, str) else "a conversation"
-        raise UserError(f"{what} needs a chat (--chat)")
-    if not chat:
-        return model.tokenizer.encode(str(prompt), add_bos=True)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
-    return model.tokenizer.apply_chat(messages)
 
 
 def _budget(model: LanguageModel, request: Request) -> int:
@@ -401,41 +449,8 @@ def _budget(model: LanguageModel, request: Request) -> int:
     return min(request.max_new_tokens, positions - prompt)
 
 
-def _sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
-    bans = [i for i in sampler.values["draw.bans"] if i >= model.config.vocab_size]
-    if bans:
-        raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")
-    return sampler.params(
-        num_layers=model.config.num_layers,
-        epsilon=logits_epsilon(model),
-        encode=lambda text: model.tokenizer.encode(text, add_bos=False),
-    )
-
-
-def _stack(params: SamplerParams, rows: int) -> SamplerParams:
-    """The same parameters for each row."""
-    stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), params)
-    return jax.device_put(stacked)
-
-
 def _padded_ids(ids: Sequence[int]) -> jax.Array:
     """End tokens as int32 [_MAX_EOS], so that their number compiles nothing; -1 matches none."""
     if len(ids) > _MAX_EOS:
         raise UserError(f"the model names {len(ids)} end tokens, at most {_MAX_EOS} are possible")
     return jax.device_put(np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32))
-
-
-def _one_ahead(chunks: Iterator[StepRecord]) -> Iterator[StepRecord]:
-    """Each chunk, once the next has been handed out: the device works while the host reads."""
-    waiting: StepRecord | None = None
-    for chunk in chunks:
-        if waiting is not None:
-            yield waiting
-        waiting = chunk
-    if waiting is not None:
-        yield waiting
-
-
-def _bucket(length: int, smallest: int) -> int:
-    """The next power of two, so that few shapes are ever compiled."""
-    return max(smallest, 1 << (length - 1).bit_length())

@@ -43,6 +43,27 @@ def deferred_interrupts(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def undeferred_interrupts() -> Iterator[None]:
+    """Within `deferred_interrupts`, for a wait that a person may want to leave: Ctrl-C ends it with
+    an EOFError, and counts as pressed."""
+    if not _arrive():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(signum: int, frame: FrameType | None) -> None:
+        if callable(before):
+            before(signum, frame)
+        raise EOFError
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _arrive() -> bool:
     """Whether interrupts reach this thread: the main one, unless the shell has them ignored."""
     if threading.current_thread() is not threading.main_thread():

@@ -67,7 +67,7 @@ def load(model: str | None = None, dtype: str | None = None) -> LanguageModel:
         UserError: no such folder or repository, one that is not a Llama checkpoint, or a device
             that JAX was told to use and does not find.
     """
-    _check_backend()
+    check_backend()
     folder = resolve_model(model)
     config = load_model_config(folder)
     generation = load_generation_config(folder)
@@ -133,7 +133,8 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _check_backend() -> None:
+def check_backend() -> None:
+    """Raises a UserError where JAX finds no device of the kind that it was told to use."""
     try:
         jax.default_backend()
     except (RuntimeError, AssertionError) as error:

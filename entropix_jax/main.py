@@ -26,6 +26,7 @@ from entropix_jax.commandline import (
     Text,
     Texts,
     parse,
+    read_input,
     run_command,
 )
 from entropix_jax.errors import UserError
@@ -33,7 +34,7 @@ from entropix_jax.files import read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
-    from entropix_jax.generation import Generation
+    from entropix_jax.generation import Ask, Generation, Retrieve
     from entropix_jax.loading import LanguageModel
     from entropix_jax.results import Event, Piece
     from entropix_jax.terminal import TextScreen
@@ -89,6 +90,12 @@ class Arguments:
     """Type of the weights in memory (default: as in the checkpoint)."""
     format: Literal["text", "json"] = "text"
     """text as it comes, or one JSON object for each sample at the end."""
+    retrieve: Annotated[
+        str | None, tyro.conf.arg(metavar="DIR", constructor=str, help_behavior_hint="")
+    ] = None
+    """Inject the passage of the text files in a folder that fits best, where a thought is due."""
+    ask: Flag = False
+    """On a terminal, let a person choose where two branches are too close to call."""
     trace: File = None
     """Write a trace: JSON Lines, one object a token."""
     trace_top: Count = 0
@@ -105,21 +112,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
-    from entropix_jax.decode import Recording
+    from entropix_jax.decode_state import Recording
     from entropix_jax.generation import Generation
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.results import Request
-    from entropix_jax.sampler.presets import load_sampler, parse_setting
+    from entropix_jax.sampler.presets import choose_sampler
     from entropix_jax.trace import TraceWriter, check_writable, footer
 
     # A mistake in these should not wait for the model.
-    settings = dict(parse_setting(text) for text in itertools.chain(*arguments.set))
-    sampler = load_sampler(arguments.sampler).with_values(settings)
+    sampler = choose_sampler(arguments.sampler, itertools.chain(*arguments.set))
     prompt_text = _read_prompt(arguments)
     if arguments.trace is not None:
         check_writable(Path(arguments.trace))
 
     use_compilation_cache()
+    retriever = _retriever(arguments)
     model = load(arguments.model, arguments.dtype)
     chat = _is_chat(arguments, model)
     prompt = _encode(arguments, model, prompt_text, chat)
@@ -132,6 +139,8 @@ def _main(arguments: Arguments) -> int:
         ignore_eos=arguments.ignore_eos,
         turn_end=chat,
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
+        retrieve=retriever,
+        ask=_person(arguments),
     )
     with deferred_interrupts(generation.stop):
         if arguments.trace is None:
@@ -177,6 +186,31 @@ def _run(
     return EXIT_INTERRUPT if interrupted else EXIT_OK
 
 
+def _retriever(arguments: Arguments) -> "Retrieve | None":
+    if arguments.retrieve is None:
+        return None
+    from entropix_jax.loading import check_backend
+    from entropix_jax.retrieval import Retriever
+
+    check_backend()  # the library that ranks passages starts JAX
+    return Retriever(Path(arguments.retrieve))
+
+
+def _person(arguments: Arguments) -> "Ask | None":
+    """Who is asked about close branches: nobody without a terminal to ask on."""
+    if not (arguments.ask and arguments.format == "text" and _is_terminal(sys.stdin)):
+        return None
+    if not (_is_terminal(sys.stdout) and _is_terminal(sys.stderr)):
+        return None
+    from entropix_jax.terminal import ask_person
+
+    return ask_person
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
+
+
 class _Output:
     """Prints samples one after the other, each as far as it is known, and writes the trace."""
 
@@ -195,7 +229,7 @@ class _Output:
     def take(self, event: "Event") -> None:
         """Writes what became known, as far as it is its turn."""
         if self._writer is not None and event.token is not None:
-            self._writer.write(event.token.to_json())
+            self._writer.write(event.token.to_json(retracted=event.retracted))
         if self._screen is None:
             return
         self._waiting[event.row].extend(event.pieces)
@@ -247,14 +281,7 @@ def _read_prompt(arguments: Arguments) -> Any:
             raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
     if arguments.prompt_file is None:
         return arguments.prompt
-    if arguments.prompt_file != "-":
-        return read_text(Path(arguments.prompt_file)).removesuffix("\n")
-    if sys.stdin is None:
-        raise UserError("standard input is closed: give --prompt, or --prompt-file with a file")
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
+    return read_input(arguments.prompt_file, "--prompt")
 
 
 def _is_chat(arguments: Arguments, model: "LanguageModel") -> bool:
@@ -264,7 +291,7 @@ def _is_chat(arguments: Arguments, model: "LanguageModel") -> bool:
 
 
 def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: bool) -> list[int]:
-    from entropix_jax.generation import encode_prompt
+    from entropix_jax.api import encode_prompt
 
     if arguments.messages is not None:
         return model.tokenizer.apply_chat(prompt)

@@ -11,17 +11,26 @@ Legend, used in every shape and einsum of the package:
 The model knows nothing of sampling.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.attention import attend, layer_stats, stack_layers
-from entropix_jax.cache import KVCache, write
+from entropix_jax.attention import attend, attend_branches, layer_stats, stack_layers
+from entropix_jax.cache import KVCache, Suffixes, write
 from entropix_jax.config import ModelConfig
 from entropix_jax.information import AttnStats
 from entropix_jax.linear import linear, product, rows
 from entropix_jax.params import LayerParams, Params
 from entropix_jax.rope import rotate, rotations
+
+# Layer, queries [B, T, N, H], keys and values [B, T, K, H] of new tokens to the mixed values
+# [B, T, N*H], the layer's statistics, and the layer's keys and values that hold the new ones.
+_Attention = Callable[
+    [int, jax.Array, jax.Array, jax.Array],
+    tuple[jax.Array, AttnStats, tuple[jax.Array, jax.Array]],
+]
 
 
 def forward(
@@ -32,6 +41,7 @@ def forward(
     cache: KVCache,
     *,
     window: int,
+    every: bool = False,
 ) -> tuple[jax.Array, AttnStats, KVCache]:
     """Runs new tokens of each row through the layers, from the row's length on.
 
@@ -44,38 +54,88 @@ def forward(
         cache: its type is the activations' type.
         window: static; only slots below it are read. `length + count <= window` must hold, so cost
             follows the rows' lengths and not the capacity.
+        every: static; statistics of all positions, not of each row's last real one alone.
 
     Returns:
-        The final hidden states [B, T, D], the statistics of each row's last real position, and the
-        cache with each length grown by `count`. With `count` 0 a row's cache is as it was.
+        The final hidden states [B, T, D], the statistics (B rows, or with `every` B*T, position by
+        position), and the cache with each length grown by `count`. With `count` 0 a row's cache is
+        as it was.
     """
     start = cache.length
     length = start + count
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    cos, sin = rotations(config, positions)
+    slot = jnp.arange(window, dtype=jnp.int32)
 
-    hidden = rows(params.embedding, tokens, cache.keys[0].dtype)
-    keys, values, stats = [], [], []
-    for i, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{i}"):
-            normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-            query, key, value = _project(normed, layer, config)
-            keys.append(write(cache.keys[i], rotate(key, cos, sin), start, count))
-            values.append(write(cache.values[i], value, start, count))
-            mixed, scores = attend(
-                rotate(query, cos, sin),
-                lax.slice_in_dim(keys[i], 0, window, axis=2),
-                lax.slice_in_dim(values[i], 0, window, axis=2),
-                positions,
-                length,
-            )
-            hidden = hidden + linear(mixed, layer.output)
-            stats.append(layer_stats(scores, jnp.maximum(length, 1)))
-            normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-            hidden = hidden + _swiglu(normed, layer)
-    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
-    cache = KVCache(keys=tuple(keys), values=tuple(values), length=length)
-    return hidden, stack_layers(stats), cache
+    def attention(
+        i: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, AttnStats, tuple[jax.Array, jax.Array]]:
+        keys = write(cache.keys[i], key, start, count)
+        values = write(cache.values[i], value, start, count)
+        mixed, scores = attend(
+            query,
+            lax.slice_in_dim(keys, 0, window, axis=2),
+            lax.slice_in_dim(values, 0, window, axis=2),
+            positions,
+            length,
+        )
+        if every:
+            scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, window)
+            seen = positions.reshape(-1)
+        else:
+            last = jnp.maximum(count - 1, 0)
+            scores = jnp.take_along_axis(scores, last[:, None, None, None], axis=2)[:, :, 0]
+            seen = jnp.maximum(length, 1) - 1
+        stats = layer_stats(scores, slot[None, :] <= seen[:, None])
+        return mixed, stats, (keys, values)
+
+    hidden, stats, slots = _layers(
+        params, config, tokens, positions, attention, cache.keys[0].dtype
+    )
+    keys, values = zip(*slots, strict=True)
+    return hidden, stats, KVCache(keys=keys, values=values, length=length)
+
+
+def forward_branches(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    depth: jax.Array,
+    cache: KVCache,
+    suffixes: Suffixes,
+    *,
+    window: int,
+) -> tuple[jax.Array, AttnStats, Suffixes]:
+    """Runs one more token of each branch through the layers; the branches of a row share its cache.
+
+    Args:
+        tokens: int32 [B, W].
+        depth: int32, how many tokens each branch holds beyond the cache.
+        cache: is read below `window`, and not written.
+        suffixes: the branches' own slots.
+
+    Returns:
+        The final hidden states [B, W, D], the statistics of B*W rows, and the suffixes with the
+        tokens in slot `depth`.
+    """
+    positions = jnp.broadcast_to(cache.length[:, None] + depth, tokens.shape)
+
+    def attention(
+        i: int, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, AttnStats, tuple[jax.Array, jax.Array]]:
+        own = (_put(suffixes.keys[i], key, depth), _put(suffixes.values[i], value, depth))
+        prefix = (
+            lax.slice_in_dim(cache.keys[i], 0, window, axis=2),
+            lax.slice_in_dim(cache.values[i], 0, window, axis=2),
+        )
+        mixed, scores, visible = attend_branches(query, prefix, own, cache.length, depth)
+        scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, scores.shape[-1])
+        return mixed, layer_stats(scores, jnp.repeat(visible, tokens.shape[1], axis=0)), own
+
+    hidden, stats, slots = _layers(
+        params, config, tokens, positions, attention, cache.keys[0].dtype
+    )
+    keys, values = zip(*slots, strict=True)
+    return hidden, stats, Suffixes(keys=keys, values=values)
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
@@ -89,6 +149,38 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return (wide * scale * weight).astype(x.dtype)
+
+
+def _layers(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attention: _Attention,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, AttnStats, list[tuple[jax.Array, jax.Array]]]:
+    """Embedding, all layers, final norm: hidden states [B, T, D] in `dtype`, statistics, and what
+    each layer's attention keeps."""
+    cos, sin = rotations(config, positions)
+    hidden = rows(params.embedding, tokens, dtype)
+    stats, slots = [], []
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
+            query, key, value = _project(normed, layer, config)
+            mixed, one, kept = attention(i, rotate(query, cos, sin), rotate(key, cos, sin), value)
+            hidden = hidden + linear(mixed, layer.output)
+            normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
+            hidden = hidden + _swiglu(normed, layer)
+        stats.append(one)
+        slots.append(kept)
+    return rms_norm(hidden, params.final_norm, config.norm_eps), stack_layers(stats), slots
+
+
+def _put(slots: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:
+    """`slots[B, W, K, R, H]` with `new[B, W, K, H]` in slot `depth`."""
+    new = new.astype(slots.dtype)[:, :, :, None, :]
+    return lax.dynamic_update_slice_in_dim(slots, new, depth, axis=3)
 
 
 def _project(

@@ -25,11 +25,13 @@ class Row:
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
+    `retracted` counts the tokens that were taken back.
     """
 
     request: Request
     tokens: list[TokenRecord] = field(default_factory=list)
     text: str = ""
+    retracted: int = 0
     finish_reason: str | None = None
     error: str | None = None
 
@@ -44,6 +46,7 @@ class Row:
             "tokens": len(self.tokens),
             "regimes": {regime: regimes[regime] for regime in REGIMES},
             "actions": {action: actions[action] for action in ACTIONS if actions[action]},
+            "retracted": self.retracted,
             "forwards": self.tokens[-1].forwards if self.tokens else 0,
         }
 
@@ -60,9 +63,11 @@ class Piece:
 class Event:
     """What became known of a row: a token, and the text that may be shown now that it is here.
 
-    `token` is None where the row ended without one: by an error, or interrupted.
+    `token` is None where the row ended without one: by an error, or interrupted. With `retracted`
+    it is one that was taken back, and its replacement comes next.
     """
 
     row: int
     token: TokenRecord | None
     pieces: tuple[Piece, ...]
+    retracted: bool = False

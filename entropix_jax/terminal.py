@@ -8,6 +8,8 @@ from rich.style import Style
 from rich.text import Text
 
 from entropix_jax.commandline import printable
+from entropix_jax.inspection import InspectedToken
+from entropix_jax.interrupts import undeferred_interrupts
 from entropix_jax.results import Row
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.trace import TokenRecord
@@ -47,15 +49,18 @@ class TextScreen:
         """Whether text has colours: on a terminal that has some, unless NO_COLOR is set."""
         return self._colours is not None
 
-    def show(self, text: str, token: TokenRecord) -> None:
+    def show(self, text: str, token: TokenRecord | InspectedToken) -> None:
         """Prints a piece of text in the colour of its token's regime."""
         if self._on_terminal:
             text = printable(text)
-        # Not through the console, which would change tabs and take brackets for markup.
-        style = Style.parse(style_of(token))
-        self._out.write(style.render(text, color_system=self._colours))
+        self._out.write(self.paint(text, token))
         self._out.flush()
         self._last = text[-1:] or self._last
+
+    def paint(self, text: str, token: TokenRecord | InspectedToken) -> str:
+        """Text in the colour of a token's regime, where there are colours."""
+        # Not through the console, which would change tabs and take brackets for markup.
+        return Style.parse(style_of(token)).render(text, color_system=self._colours)
 
     def end_text(self) -> None:
         """Ends a row's text with a line break, where it has none."""
@@ -65,10 +70,11 @@ class TextScreen:
         self._last = "\n"
 
 
-def style_of(token: TokenRecord) -> str:
+def style_of(token: TokenRecord | InspectedToken) -> str:
     """The rich style of a token: its regime's colour, underlined where it was injected."""
     style = _STYLES[token.regime]
-    return f"{style} {_INJECTED}".strip() if token.action == "inject" else style
+    injected = isinstance(token, TokenRecord) and token.action == "inject"
+    return f"{style} {_INJECTED}".strip() if injected else style
 
 
 def print_legend() -> None:
@@ -82,6 +88,27 @@ def print_legend() -> None:
         legend.append(f" {_MEANINGS[regime]}  ")
     legend.append("injected", style=_INJECTED)
     err.print(legend)
+
+
+def ask_person(row: int, texts: Sequence[str]) -> int | None:
+    """Shows two ways in which a text may go on, on standard error, and reads which it shall be from
+    standard input; None where the person leaves it to the model."""
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    err.print("\n[bold]Two ways to go on, too close to call:[/bold]")
+    for number, text in enumerate(texts, 1):
+        err.print(f"  {number}", end="  ", style="bold")
+        err.print(repr(printable(text)), markup=False)
+    while True:
+        err.print("1, 2, or Enter for the model's choice (1): ", end="")
+        try:
+            with undeferred_interrupts():
+                line = sys.stdin.readline()
+        except EOFError:
+            line = ""
+        if line.strip() in ("1", "2"):
+            return int(line) - 1
+        if not line.strip():
+            return None
 
 
 def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:

@@ -31,6 +31,10 @@ class TokenRecord:
     control tokens. `forwards` counts the token positions of the row that were evaluated beyond its
     prompt when the token was chosen. `top`, [token id, text, probability] of the likeliest tokens,
     and `layers`, the attention entropy of each layer and head, are None unless asked for.
+    `branches` is None but for the first token of a branch: every branch that was rolled out, with
+    `tokens`, `text`, `score` (None where its logits became NaN or infinite) and whether it was
+    `chosen`; `ambiguous` says that the two best scores were closer than the margin and their texts
+    differ.
     """
 
     row: int
@@ -57,12 +61,15 @@ class TokenRecord:
     forwards: int
     loop: bool
     top: list[tuple[int, str, float]] | None = None
+    branches: list[dict[str, Any]] | None = None
     layers: list[list[float]] | None = None
+    ambiguous: bool | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The object of a trace line."""
+    def to_json(self, *, retracted: bool = False) -> dict[str, Any]:
+        """The object of a trace line: of a committed token, or of one that was taken back."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return {"type": "token"} | {k: v for k, v in fields.items() if v is not None}
+        kind = "retracted" if retracted else "token"
+        return {"type": kind} | {k: v for k, v in fields.items() if v is not None}
 
 
 def plain(value: Any) -> Any:
@@ -81,12 +88,12 @@ def header(
     precision: Any,
     sampler: str,
     sampler_values: Mapping[str, Any],
-    seed: int,
+    seed: int | None,
     prompt: str,
     prompt_tokens: Sequence[int],
     version: str,
 ) -> dict[str, Any]:
-    """The header object; `version` is this package's."""
+    """The header object; `version` is this package's, `seed` None where nothing was drawn."""
     return {
         "type": "header",
         "format_version": FORMAT_VERSION,

@@ -14,7 +14,8 @@ import numpy as np
 
 from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig, RopeScaling
-from entropix_jax.decode import DecodeState, Recording, StepRecord, decode, init_state, prefill
+from entropix_jax.decode import decode, prefill
+from entropix_jax.decode_state import DecodeState, Recording, StepRecord, init_state
 from entropix_jax.information import AttnStats
 from entropix_jax.metrics import Metrics, measure
 from entropix_jax.model import forward, unembed
@@ -182,7 +183,7 @@ def generate(
 ) -> tuple[DecodeState, StepRecord]:
     """Greedy rows, all in one call of the loop."""
     state = start(params, config, prompts, budgets, capacity=capacity)
-    return decode(
+    state, records, _ = decode(
         params,
         sampler_params(config, len(prompts)),
         jnp.asarray(eos, jnp.int32),
@@ -193,3 +194,4 @@ def generate(
         max_steps=max_steps,
         recording=Recording(),
     )
+    return state, records

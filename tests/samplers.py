@@ -9,13 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.config import ModelConfig
-from entropix_jax.decode import DecodeState, Recording, StepRecord, decode, init_state, prefill
+from entropix_jax.decode import decode, prefill
+from entropix_jax.decode_state import (
+    BranchLog,
+    DecodeState,
+    Recording,
+    StepRecord,
+    init_state,
+)
 from entropix_jax.information import AttnStats
 from entropix_jax.metrics import Metrics
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ACTIONS, Proposal
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import REGIMES, SamplerParams
+from entropix_jax.sampler.params import REGIMES, RULES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from tests.models import random_params, tiny_config
 
@@ -56,10 +63,18 @@ def metrics_of(**values: float) -> Metrics:
 
 
 def proposal_of(
-    temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0, draws: Any = 1
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    draws: Any = 1,
+    rule: Any = "nucleus",
 ) -> Proposal:
-    """A batch of proposals from scalars and equally long lists."""
-    columns = np.broadcast_arrays(*map(np.atleast_1d, (temperature, top_k, top_p, min_p, draws)))
+    """A batch of proposals from scalars and equally long lists; a rule goes by its name."""
+    rules = np.vectorize(RULES.index)(rule)
+    columns = np.broadcast_arrays(
+        *map(np.atleast_1d, (temperature, top_k, top_p, min_p, draws, rules))
+    )
     rows = columns[0].shape[0]
     return Proposal(
         action=jnp.zeros(rows, jnp.int32),
@@ -68,7 +83,7 @@ def proposal_of(
         top_p=jnp.asarray(columns[2], jnp.float32),
         min_p=jnp.asarray(columns[3], jnp.float32),
         draws=jnp.asarray(columns[4], jnp.int32),
-        confidence=jnp.zeros(rows, jnp.float32),
+        rule=jnp.asarray(columns[5], jnp.int32),
     )
 
 
@@ -151,7 +166,7 @@ def generate(
     sampler = batch_of(*(job.sampler for job in jobs))
     steps: list[list[Step]] = [[] for _ in jobs]
     for chunk in chunks:
-        state, records = decode(
+        state, records, log = decode(
             params,
             sampler,
             jnp.asarray(eos_ids, jnp.int32),
@@ -162,18 +177,41 @@ def generate(
             max_steps=max_steps,
             recording=Recording(),
         )
-        host = jax.tree.map(np.asarray, records)
+        host, entries = jax.tree.map(np.asarray, (records, log))
         for i in range(max_steps):
             for row, taken in enumerate(steps):
                 one = jax.tree.map(lambda x, i=i, row=row: x[i, row], host)
                 if one.live:
-                    taken.append(_step(one))
+                    taken += _steps(one, entries)
     return steps
 
 
 def tokens_of(steps: Sequence[Step]) -> list[int]:
-    """The tokens of one row."""
-    return [step.token for step in steps]
+    """The tokens that a row kept: one in another's place stands in it."""
+    tokens: dict[int, int] = {}
+    for step in steps:
+        tokens[step.position] = step.token
+    return list(tokens.values())
+
+
+def _steps(record: StepRecord, log: BranchLog) -> list[Step]:
+    """The token of a step, or the tokens of the branch that it committed."""
+    if record.branch < 0:
+        return [_step(record)]
+    entry = jax.tree.map(lambda x: x[record.branch], replace(log, count=log.committed))
+    steps = []
+    for depth in range(int(entry.committed)):
+        branches = entry.branches
+        observation = jax.tree.map(lambda x, depth=depth: x[depth], branches.observation)
+        choice = replace(
+            record.choice,
+            token=branches.tokens[branches.best, depth],
+            logprob=branches.logprobs[depth],
+            sequence_varentropy=entry.sequence_varentropy[depth],
+            observation=observation,
+        )
+        steps.append(_step(replace(record, choice=choice, position=record.position + depth)))
+    return steps
 
 
 def _step(record: StepRecord) -> Step:
@@ -181,7 +219,7 @@ def _step(record: StepRecord) -> Step:
     return Step(
         token=int(choice.token),
         position=int(record.position),
-        regime=REGIMES[choice.regime],
+        regime=REGIMES[choice.observation.regime],
         action=ACTIONS[choice.proposal.action],
         finish=int(record.finish),
         forwards=int(record.forwards),

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from entropix_jax.metrics import Metrics
-from entropix_jax.sampler.arms import ACTIONS, ARMS, Proposal, RowView, propose
-from entropix_jax.sampler.params import REGIMES, SamplerParams, scalars
+from entropix_jax.sampler.arms import (
+    ACTIONS,
+    ARMS,
+    Proposal,
+    RowView,
+    as_seen,
+    confidence,
+    propose,
+)
+from entropix_jax.sampler.params import REGIMES, RULES, SamplerParams, scalars
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from tests.samplers import batch_of, metrics_of, params_of
@@ -20,18 +28,33 @@ from tests.samplers import batch_of, metrics_of, params_of
 Values = Mapping[str, Any]
 
 
-def view(may_inject: bool = True) -> RowView:
-    return RowView(may_inject=jnp.asarray(may_inject))
+def view(may: bool = True) -> RowView:
+    """A row that may do all that an arm can propose, or nothing of it."""
+    return RowView(
+        may_inject=jnp.asarray(may), may_branch=jnp.asarray(may), may_retract=jnp.asarray(may)
+    )
+
+
+def proposal_at(
+    arm: str | jax.Array, point: Metrics, params: SamplerParams, row: RowView | None = None
+) -> Proposal:
+    """What an arm, by its name or its number, proposes for one row."""
+    index = jnp.int32(list(ARMS).index(arm)) if isinstance(arm, str) else arm
+    return propose(index, as_seen(point, params), params, row or view(), tuple(ARMS.values()))
+
+
+def published(**metrics: float) -> Metrics:
+    """A point of document 001. What its preset's arms must not read is a number that would show."""
+    return metrics_of(agreement=9.0, attn_entropy_norm=9.0, **metrics)
 
 
 def scenario(**metrics: float) -> tuple[str, str, Proposal]:
-    """Regime, action and proposal of the preset document-001. What a scenario of that document does
-    not name is filled with numbers that would show."""
+    """Regime, action and proposal of the preset document-001."""
     params = params_of("document-001")
-    published = {"agreement": 9.0, "attn_entropy_norm": 9.0}  # not read by that preset's arms
-    point = metrics_of(**published, **metrics)
+    point = published(**metrics)
     regime = classify(point, params)
-    proposal = propose(params.arms[regime], point, params, view())
+    proposal = proposal_at(params.arms[regime], point, params)
+    assert RULES[int(proposal.rule)] == "nucleus"
     return REGIMES[int(regime)], ACTIONS[int(proposal.action)], proposal
 
 
@@ -73,31 +96,29 @@ def test_high_uncertainty() -> None:
     assert float(proposal.temperature) == 2.0  # 0.666 * 2.45 is below the floor
     assert numbers(proposal, "top_p", "top_k", "min_p") == pytest.approx([0.7, 27, 0.03])
     changes = {"resample.temperature_min": 0.0}
-    unfloored = propose(
-        jnp.int32(list(ARMS).index("resample")),
-        metrics_of(**point),
-        params_of("document-001", changes),
-        view(),
-    )
+    unfloored = proposal_at("resample", published(**point), params_of("document-001", changes))
     assert float(unfloored.temperature) == pytest.approx(0.666 * 2.45, rel=1e-6)
 
 
 def test_adaptive_sampling() -> None:
-    regime, action, proposal = scenario(
-        entropy=2.8,
-        varentropy=1.5,
-        attn_entropy=1.9,
-        attn_varentropy=0.7,
-        agreement_published=0.6,
-        interaction_strength=0.75,
-    )
+    point = {
+        "entropy": 2.8,
+        "varentropy": 1.5,
+        "attn_entropy": 1.9,
+        "attn_varentropy": 0.7,
+        "agreement_published": 0.6,
+        "interaction_strength": 0.75,
+    }
+    regime, action, proposal = scenario(**point)
     assert (regime, action) == ("mid", "adaptive")
     assert float(proposal.temperature) == pytest.approx(1.7915, abs=5e-5)
     assert float(proposal.top_p) == pytest.approx(0.963, rel=1e-6)
     assert int(proposal.top_k) == 30
     assert float(proposal.min_p) == pytest.approx(0.01)
-    assert float(proposal.confidence) == pytest.approx(0.36, rel=1e-5)
     assert int(proposal.draws) == 12
+    params = params_of("document-001")
+    reported = confidence(as_seen(published(**point), params), params)
+    assert float(reported) == pytest.approx(0.36, rel=1e-5)
 
 
 def test_candidates_of_the_two_documents() -> None:
@@ -112,13 +133,22 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def oracle(arm: str, metrics: Values, v: Values, may_inject: bool) -> dict[str, float]:
-    """The proposal of an arm in Python's own floats, from the file's own values."""
+def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
+    """What stands for attention entropy and agreement."""
     normalised = v["metrics.attn_entropy"] == "normalised"
     published = v["metrics.agreement"] == "published"
+    return (
+        metrics["attn_entropy_norm" if normalised else "attn_entropy"],
+        metrics["agreement_published" if published else "agreement"],
+    )
+
+
+def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
+    """The proposal of an arm in Python's own floats, from the file's own values."""
+    if not may:
+        arm = {"branch": "explore", "backspace": "resample"}.get(arm, arm)
     h, u, va = metrics["entropy"], metrics["varentropy"], metrics["attn_varentropy"]
-    ea = metrics["attn_entropy_norm" if normalised else "attn_entropy"]
-    a = metrics["agreement_published" if published else "agreement"]
+    ea, a = seen_by(metrics, v)
     strength = metrics["interaction_strength"]
     t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
 
@@ -126,7 +156,7 @@ def oracle(arm: str, metrics: Values, v: Values, may_inject: bool) -> dict[str, 
     if arm == "argmax":
         t = 0.0
     elif arm == "inject":
-        action = "inject" if may_inject else "sample"
+        action = "inject" if may else "sample"
         scale = v["inject.temperature_scale"] + v["inject.temperature_attn_entropy"] * ea
         t = min(v["inject.temperature_max"], t0 * scale)
     elif arm == "explore":
@@ -134,6 +164,14 @@ def oracle(arm: str, metrics: Values, v: Values, may_inject: bool) -> dict[str, 
         t = min(v["explore.temperature_max"], t0 * scale)
         k = math.floor(k0 * (1 + v["explore.top_k_disagreement"] * (1 - a)))
         k = max(v["explore.top_k_min"], k) if k0 else 0
+    elif arm == "branch":
+        t, k = v["branch.temperature"], v["branch.width"]
+        p, m = v["branch.top_p"], v["branch.min_p"]
+    elif arm == "edt":
+        action = "sample"
+        nats = h * math.log(2)
+        if v["edt.theta"]:
+            t = t0 * v["edt.base"] ** (v["edt.theta"] / nats) if nats else 0.0
     elif arm == "resample":
         scale = v["resample.temperature_scale"] + v["resample.temperature_attn_varentropy"] * va
         t = max(v["resample.temperature_min"], t0 * scale)
@@ -154,14 +192,6 @@ def oracle(arm: str, metrics: Values, v: Values, may_inject: bool) -> dict[str, 
         m = m0 * (1 - v["adaptive.min_p_logits"] * (h + u))
         m = clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
         draws = v["adaptive.draws"]
-    confidence = (
-        v["adaptive.confidence_entropy"] * (1 - h)
-        + v["adaptive.confidence_attn_entropy"] * (1 - ea)
-        + v["adaptive.confidence_varentropy"] * (1 - u)
-        + v["adaptive.confidence_attn_varentropy"] * (1 - va)
-        + v["adaptive.confidence_agreement"] * a
-        + v["adaptive.confidence_interaction"] * strength
-    )
     return {
         "action": ACTIONS.index(action),
         "temperature": max(t, 0.0),
@@ -169,8 +199,21 @@ def oracle(arm: str, metrics: Values, v: Values, may_inject: bool) -> dict[str, 
         "top_p": p,
         "min_p": m,
         "draws": draws,
-        "confidence": confidence,
+        "rule": RULES.index(v["truncation.rule"]),
     }
+
+
+def confidence_of(metrics: Values, v: Values) -> float:
+    """The documents' score, in Python's own floats."""
+    ea, a = seen_by(metrics, v)
+    return (
+        v["adaptive.confidence_entropy"] * (1 - metrics["entropy"])
+        + v["adaptive.confidence_attn_entropy"] * (1 - ea)
+        + v["adaptive.confidence_varentropy"] * (1 - metrics["varentropy"])
+        + v["adaptive.confidence_attn_varentropy"] * (1 - metrics["attn_varentropy"])
+        + v["adaptive.confidence_agreement"] * a
+        + v["adaptive.confidence_interaction"] * metrics["interaction_strength"]
+    )
 
 
 def random_point(rng: np.random.Generator) -> dict[str, float]:
@@ -213,6 +256,13 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
     values["base.top_p"] = float(rng.uniform(0.2, 1))
     values["base.min_p"] = float(rng.choice([0.0, 0.03, 0.4]))
     values["adaptive.draws"] = int(rng.integers(1, 17))
+    values["branch.temperature"] = float(rng.uniform(0.1, 2))
+    values["branch.width"] = int(rng.integers(1, 9))
+    values["branch.top_p"] = float(rng.uniform(0.2, 1))
+    values["branch.min_p"] = float(rng.uniform(0, 1))
+    values["edt.base"] = float(rng.uniform(0.1, 1))
+    values["edt.theta"] = float(rng.choice([0.0, 0.1, 2.0]))
+    values["truncation.rule"] = str(rng.choice(RULES))
     values["metrics.attn_entropy"] = str(rng.choice(["normalised", "raw"]))
     values["metrics.agreement"] = str(rng.choice(["corrected", "published"]))
     if rng.random() < 0.5:
@@ -220,7 +270,17 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
     return values
 
 
-propose_each = jax.jit(jax.vmap(propose))
+@jax.jit
+@jax.vmap
+def propose_each(
+    arm: jax.Array, metrics: Metrics, params: SamplerParams, row: RowView
+) -> tuple[Proposal, jax.Array]:
+    """Each row's proposal and confidence."""
+    return proposal_at(arm, metrics, params, row), confidence(as_seen(metrics, params), params)
+
+
+def views(may: list[bool]) -> RowView:
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(view, may))
 
 
 def stacked(points: list[dict[str, float]]) -> Metrics:
@@ -235,38 +295,84 @@ def test_random_points(arm: str) -> None:
     rows = 60
     samplers = [base.with_values(random_values(rng)) for _ in range(rows)]
     points = [random_point(rng) for _ in range(rows)]
+    points[0]["entropy"] = 0.0
     may = [bool(x) for x in rng.random(rows) < 0.5]
     params = batch_of(*(params_of("entropix", s.values) for s in samplers))
     arms = jnp.full(rows, list(ARMS).index(arm), jnp.int32)
-    proposal = propose_each(arms, stacked(points), params, RowView(may_inject=jnp.asarray(may)))
+    proposal, reported = propose_each(arms, stacked(points), params, views(may))
     for row in range(rows):
         expected = oracle(arm, points[row], samplers[row].values, may[row])
+        assert set(expected) == set(vars(proposal))
         for name, value in expected.items():
             got = float(getattr(proposal, name)[row])
             assert got == pytest.approx(value, rel=2e-5, abs=2e-5), (row, name)
+        wanted = confidence_of(points[row], samplers[row].values)
+        assert float(reported[row]) == pytest.approx(wanted, rel=2e-5, abs=2e-5), row
 
 
-def test_arms_differ_from_row_to_row() -> None:
+@pytest.mark.parametrize("may", [True, False])
+def test_arms_differ_from_row_to_row(may: bool) -> None:
     """One batch in which every row is served by another arm."""
     point = random_point(np.random.default_rng(3))
     params = params_of("entropix")
     rows = len(ARMS)
-    proposal = propose_each(
+    proposal, _ = propose_each(
         jnp.arange(rows, dtype=jnp.int32),
         stacked([point] * rows),
         batch_of(*[params] * rows),
-        RowView(may_inject=jnp.ones(rows, bool)),
+        views([may] * rows),
     )
-    assert [ACTIONS[a] for a in proposal.action] == list(ARMS)
     for row, arm in enumerate(ARMS):
-        expected = oracle(arm, point, load_sampler("entropix").values, True)
+        expected = oracle(arm, point, load_sampler("entropix").values, may)
+        assert int(proposal.action[row]) == expected["action"]
         assert float(proposal.temperature[row]) == pytest.approx(expected["temperature"], rel=1e-5)
+
+
+@pytest.mark.parametrize("field", RowView.__dataclass_fields__)
+def test_each_permission_concerns_its_own_arm(field: str) -> None:
+    """Without it that arm does something else, and all others do what they did."""
+    instead = {
+        "may_inject": ("inject", "sample"),
+        "may_branch": ("branch", "explore"),
+        "may_retract": ("backspace", "resample"),
+    }
+    point, params = metrics_of(entropy=2.0, attn_varentropy=0.5), params_of("entropix")
+    refused = replace(view(), **{field: jnp.asarray(False)})
+    for arm in ARMS:
+        allowed = proposal_at(arm, point, params)
+        got = proposal_at(arm, point, params, refused)
+        asked, action = instead[field]
+        if arm == asked:
+            assert (ACTIONS[int(allowed.action)], ACTIONS[int(got.action)]) == (arm, action)
+        else:
+            assert jax.tree.leaves(got) == jax.tree.leaves(allowed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_proposal_names_the_rule_of_its_sampler(rule: str) -> None:
+    params = params_of("entropix", {"truncation.rule": rule})
+    for arm in ARMS:
+        assert RULES[int(proposal_at(arm, metrics_of(entropy=1.0), params).rule)] == rule
+
+
+def test_dynamic_temperature() -> None:
+    """EDT's own values: T0 0.8^(theta/h) with h in nats, not in the bits of the metrics."""
+    params = params_of("entropix", {"base.temperature": 0.7, "edt.base": 0.8, "edt.theta": 0.5})
+    for bits in (0.1, 1.0, 5.0):
+        got = float(proposal_at("edt", metrics_of(entropy=bits), params).temperature)
+        assert got == pytest.approx(0.7 * 0.8 ** (0.5 / (bits * math.log(2))), rel=1e-5)
+    # What is certain has one outcome.
+    certain = proposal_at("edt", metrics_of(entropy=0.0), params)
+    assert float(certain.temperature) == 0
+    off = params_of("entropix", {"base.temperature": 0.7, "edt.theta": 0.0})
+    assert float(proposal_at("edt", metrics_of(entropy=0.0), off).temperature) == np.float32(0.7)
 
 
 COEFFICIENTS = [
     key
     for key in scalars()
-    if key.startswith(("explore.", "resample.", "adaptive.", "inject.temperature"))
+    if key.startswith(("explore.", "resample.", "adaptive.", "inject.temperature", "edt."))
+    or key in ("branch.temperature", "branch.width", "branch.top_p", "branch.min_p")
 ]
 
 
@@ -294,23 +400,27 @@ def test_every_number_counts(key: str) -> None:
         "adaptive.min_p_min": 0.9,
         "adaptive.min_p_max": 0.001,
         "adaptive.draws": 7,
+        "branch.top_p": 0.2,
+        "branch.min_p": 0.9,
+        "edt.base": 0.2,
     }
     before = params_of("entropix", WIDE)
     old = load_sampler("entropix").with_values(WIDE).values[key]
     after = params_of("entropix", {**WIDE, key: limits.get(key, 2 * old)})
 
-    def proposal(params: SamplerParams) -> np.ndarray:
-        index = jnp.int32(list(ARMS).index(arm))
-        chosen = propose(index, point, params, view(may_inject=False))
-        return np.array([float(leaf) for leaf in jax.tree.leaves(chosen)])
+    def outcome(params: SamplerParams) -> np.ndarray:
+        chosen = proposal_at(arm, point, params, view(may=arm == "branch"))
+        reported = confidence(as_seen(point, params), params)
+        return np.array([float(leaf) for leaf in jax.tree.leaves((chosen, reported))])
 
-    assert np.abs(proposal(before) - proposal(after)).max() > 1e-3
+    assert np.abs(outcome(before) - outcome(after)).max() > 1e-3
 
 
 def test_a_base_top_k_of_zero_stays_off() -> None:
     params = params_of("entropix", {"base.top_k": 0})
-    for arm in range(len(ARMS)):
-        proposal = propose(jnp.int32(arm), metrics_of(agreement=0.2), params, view())
+    for arm in ARMS:
+        # What `branch` carries there is its width.
+        proposal = proposal_at(arm, metrics_of(agreement=0.2), params, view(may=arm != "branch"))
         assert int(proposal.top_k) == 0
 
 
@@ -318,12 +428,10 @@ def test_extreme_metrics_stay_within_the_types() -> None:
     """No widening overflows the integer, no cooling makes a temperature negative."""
     params = params_of("entropix", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
     wide = metrics_of(interaction_strength=1e30)
-    proposal = propose(jnp.int32(list(ARMS).index("adaptive")), wide, params, view())
+    proposal = proposal_at("adaptive", wide, params)
     assert int(proposal.top_k) >= 2**30
     cold = params_of("entropix", {"adaptive.temperature_agreement": 100.0})
-    proposal = propose(
-        jnp.int32(list(ARMS).index("adaptive")), metrics_of(agreement=1.0), cold, view()
-    )
+    proposal = proposal_at("adaptive", metrics_of(agreement=1.0), cold)
     assert float(proposal.temperature) == 0
     assert 0 < float(proposal.top_p) <= 1
 
@@ -344,9 +452,25 @@ def test_switches_change_what_arms_see_and_nothing_else() -> None:
     published = params_of(
         "entropix", {"metrics.attn_entropy": "raw", "metrics.agreement": "published"}
     )
-    for arm in range(len(ARMS)):
-        one = propose(jnp.int32(arm), point, corrected, view())
-        other = propose(jnp.int32(arm), swapped, published, view())
-        assert jax.tree.leaves(one) == jax.tree.leaves(other)
-        same = propose(jnp.int32(arm), swapped, corrected, view())
-        assert float(same.confidence) != float(one.confidence)
+
+    def outcome(arm: str, point: Metrics, params: SamplerParams) -> list[Any]:
+        proposal = proposal_at(arm, point, params, view(may=False))
+        return jax.tree.leaves((proposal, confidence(as_seen(point, params), params)))
+
+    changed = set()
+    for arm in ARMS:
+        one, other = outcome(arm, point, corrected), outcome(arm, swapped, published)
+        assert one == other
+        same = outcome(arm, swapped, corrected)
+        assert same[-1] != one[-1]
+        changed |= {arm} if same[:-1] != one[:-1] else set()
+    reading = {"inject", "explore", "branch", "resample", "backspace", "adaptive"}
+    assert changed == reading
+
+
+def test_what_the_arms_see_leaves_the_other_metrics_alone() -> None:
+    point = metrics_of(**random_point(np.random.default_rng(0)))
+    seen = as_seen(point, params_of("entropix"))
+    for name, value in vars(point).items():
+        wanted = point.attn_entropy_norm if name == "attn_entropy" else value
+        assert getattr(seen, name) == wanted

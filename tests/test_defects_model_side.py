@@ -20,7 +20,8 @@ import entropix_jax
 from entropix_jax.attention import layer_stats, stack_layers
 from entropix_jax.cache import init_cache
 from entropix_jax.config import ModelConfig
-from entropix_jax.decode import FINISHED_LENGTH, Recording, decode, prefill
+from entropix_jax.decode import decode, prefill
+from entropix_jax.decode_state import FINISHED_LENGTH, Recording
 from entropix_jax.metrics import measure
 from tests import reference
 from tests.models import (
@@ -48,8 +49,8 @@ def params():
 
 def stats_of(scores: np.ndarray, n: int):
     """The statistics of one row from scaled scores [L, N, S], of which n keys count."""
-    count = jnp.asarray([n], jnp.int32)
-    return stack_layers([layer_stats(jnp.asarray(s[None], jnp.float32), count) for s in scores])
+    valid = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, :] < n
+    return stack_layers([layer_stats(jnp.asarray(s[None], jnp.float32), valid) for s in scores])
 
 
 def test_defect_01_first_generated_token_goes_to_the_slot_after_the_prompt(params) -> None:
@@ -165,8 +166,8 @@ def test_defect_10_no_maths_function_has_a_numeric_default(module: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             for default in (*node.args.defaults, *node.args.kw_defaults):
-                if isinstance(default, ast.Constant):
-                    assert not isinstance(default.value, int | float) or default.value is None
+                if isinstance(default, ast.Constant) and not isinstance(default.value, bool):
+                    assert not isinstance(default.value, int | float)
 
 
 def test_defect_12_rows_do_not_steer_each_other(params) -> None:

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from entropix_jax.decode import Recording, decode
+from entropix_jax.decode import decode
+from entropix_jax.decode_state import Recording
 from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
-from entropix_jax.sampler.params import REGIMES
+from entropix_jax.sampler.params import REGIMES, TruncationParams
 from entropix_jax.sampler.regimes import classify
 from tests.samplers import (
-    PLAIN,
     Job,
     batch_of,
     generate,
@@ -36,7 +36,10 @@ def frequencies(probabilities: list[float], number: int = 20_000, **rules: float
     numbers = uniforms(keys, positions, zeros, zeros + STREAM_DRAW, 1)
     logits = jnp.log(jnp.asarray([probabilities] * number, jnp.float32))
     rows = {name: [value] * number for name, value in rules.items()}
-    drawn = truncated_draw(logits, proposal_of(**{"temperature": [1.0] * number, **rows}), numbers)
+    proposal = proposal_of(**{"temperature": [1.0] * number, **rows})
+    nothing = jnp.full(number, jnp.nan)  # the numbers of rules that are not in use
+    truncation = TruncationParams(**dict.fromkeys(TruncationParams.__dataclass_fields__, nothing))
+    drawn = truncated_draw(logits, proposal, numbers, truncation, nothing)
     return np.bincount(drawn.ids[:, 0], minlength=len(probabilities)) / number
 
 
@@ -91,7 +94,8 @@ def test_defect_12_rows_that_steer_each_other() -> None:
     def first_steps(prompts: list[list[int]]) -> list[tuple[str, str, float]]:
         jobs = [Job(prompt, sampler, budget=1, row_id=str(i)) for i, prompt in enumerate(prompts)]
         steps = [row[0] for row in generate((config, params), jobs)]
-        return [(s.regime, s.action, float(s.record.choice.metrics.entropy)) for s in steps]
+        metrics = [step.record.choice.observation.metrics for step in steps]
+        return [(s.regime, s.action, float(m.entropy)) for s, m in zip(steps, metrics, strict=True)]
 
     prompts = [[50], [15], [53], [7]]
     together = first_steps(prompts)
@@ -107,7 +111,7 @@ def test_defect_12_rows_that_steer_each_other() -> None:
 def test_defect_13_a_question_that_is_asked_once() -> None:
     """A thought comes again after its cooldown, also where the whole history holds its tokens."""
     row = Play(inject__thought="?", inject__cooldown=2, inject__until_confident=False)
-    row.tokens = [ord("?")] * len(row.tokens)
+    row.tokens = [*[ord("?")] * (len(row.tokens) - 1), ord(".")]
     assert row.play("hhhhhhh") == "ississi"
 
 
@@ -154,6 +158,13 @@ def test_defect_17_host_round_trips() -> None:
 
 def test_defect_17_many_steps_in_one_call() -> None:
     """One call of the compiled loop commits a whole text, through every kind of action."""
-    sampler = params_of("entropix", {**PLAIN, "inject.thought": ""})
-    (steps,) = generate(tiny_model(), [Job([5, 6, 7], sampler, budget=32)], chunks=(32,))
-    assert len(steps) == 32
+    changes = {
+        "regimes.lelv": ["entropy < 0.5"],
+        "regimes.helv": ["entropy > 2.5", "varentropy < 2.5"],
+        "inject.thought": "ab",
+        "branch.per_row": 2,
+    }
+    sampler = params_of("entropix", changes)
+    (steps,) = generate(tiny_model(), [Job([5, 6, 7], sampler, budget=24)], chunks=(32,))
+    assert len(tokens_of(steps)) == 24
+    assert {step.action for step in steps} >= {"argmax", "inject", "branch", "backspace"}

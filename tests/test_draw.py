@@ -11,13 +11,22 @@ from scipy import stats
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.arms import Proposal
 from entropix_jax.sampler.draw import HEAD, Drawn
+from entropix_jax.sampler.params import TruncationParams
 from tests.samplers import proposal_of
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
 LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
 LLAMA3 = 128_256
 
-truncated_draw = jax.jit(draw.truncated_draw)
+
+def nucleus_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> Drawn:
+    """The draw under min-p, top-k and top-p; all numbers of the other rules are NaN."""
+    nothing = jnp.full(logits.shape[0], jnp.nan, jnp.float32)
+    truncation = TruncationParams(**dict.fromkeys(TruncationParams.__dataclass_fields__, nothing))
+    return draw.truncated_draw(logits, proposal, uniforms, truncation, nothing)
+
+
+truncated_draw = jax.jit(nucleus_draw)
 
 
 class Oracle:
@@ -129,7 +138,7 @@ def test_every_setting_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch, he
     proposal = proposal_of(temperature, top_k, top_p, min_p, draws=6)
     uniforms = random_uniforms(rng, rows, 6)
     batch = np.tile(logits, (rows, 1))
-    drawn = jax.jit(lambda *args: draw.truncated_draw(*args))(
+    drawn = jax.jit(lambda *args: nucleus_draw(*args))(
         jnp.asarray(batch), proposal, jnp.asarray(uniforms)
     )
     check(batch, proposal, uniforms, drawn)
@@ -288,7 +297,7 @@ def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
     outcomes = []
     for head in (2, 64, vocab):
         monkeypatch.setattr(draw, "HEAD", head)
-        outcomes.append(jax.jit(lambda *a: draw.truncated_draw(*a))(logits, proposal, uniforms))
+        outcomes.append(jax.jit(lambda *a: nucleus_draw(*a))(logits, proposal, uniforms))
     for other in outcomes[1:]:
         np.testing.assert_array_equal(outcomes[0].kept, other.kept)
         np.testing.assert_array_equal(outcomes[0].ids, other.ids)

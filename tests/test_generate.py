@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +12,18 @@ from typing import Any
 
 import pytest
 
-from entropix_jax import decode
+from entropix_jax import decode, decode_state
 from entropix_jax import generation as module
+from entropix_jax.api import encode_prompt, generate
 from entropix_jax.config import GenerationConfig
-from entropix_jax.decode import Recording
+from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation, encode_prompt, generate
+from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.metrics import Metrics
 from entropix_jax.results import Request, Row
+from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
+from entropix_jax.sampler.params import BOXES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import CALIBRATION_FILE
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
@@ -70,10 +76,10 @@ def nearly(one: Row, other: Row) -> bool:
     return (one.text, one.finish_reason) == (other.text, other.finish_reason)
 
 
-def test_a_row(model: LanguageModel) -> None:
-    (row,) = run(model, requests([ids(5)]))
+@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+def test_a_row(model: LanguageModel, sampler: str) -> None:
+    (row,) = run(model, requests([ids(5)]), sampler=sampler)
     assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
-    assert [token.forwards for token in row.tokens] == list(range(TOKENS))
     assert row.finish_reason == "length"
     assert row.text == "".join(token.text for token in row.tokens)
     assert row.text == model.tokenizer.decode(tokens_of(row), after=ids(5))
@@ -81,7 +87,16 @@ def test_a_row(model: LanguageModel) -> None:
     counts = row.to_json()
     assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
     assert sum(counts["actions"].values()) == TOKENS
-    assert counts["forwards"] == TOKENS - 1
+    forwards = [token.forwards for token in row.tokens]
+    if sampler == "document-001":  # a step a token
+        assert forwards == list(range(TOKENS))
+        assert counts["retracted"] == 0
+    else:  # rolled out and taken back tokens count too
+        assert forwards == sorted(forwards)
+        assert {"branch", "backspace"} <= counts["actions"].keys()
+        assert counts["retracted"] >= counts["actions"]["backspace"]
+        assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
+    assert counts["forwards"] == forwards[-1]
 
 
 def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,18 +285,24 @@ def test_a_row_that_met_its_stop_string_costs_nothing_more(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
-    finishes = []
+    stop = whole[1].text[2:5]
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
+    generation = Generation(model, wanted, ignore_eos=True, stop=[stop])
+    finishes: dict[bool, list[list[int]]] = {False: [], True: []}  # by whether the host knows
     step = decode.decode
 
     def watched(params: Any, sampler: Any, eos: Any, state: Any, *rest: Any, **options: Any) -> Any:
-        finishes.append(state.finish.tolist())
+        known = generation.rows[1].finish_reason == "stop"
+        finishes[known].append(state.finish.tolist())
         return step(params, sampler, eos, state, *rest, **options)
 
     monkeypatch.setattr(module, "decode", watched)
     monkeypatch.setattr(Generation, "_pace", lambda self, waited: None)
-    run(model, requests([ids(5), ids(9, 70), ids(3)]), stop=[whole[1].text[2:5]])
-    assert finishes[0] == [decode.RUNNING] * 3
-    assert finishes[-1] == [decode.RUNNING, decode.FINISHED_STOP, decode.RUNNING]
+    generation.run()
+    assert finishes[False][0] == [decode_state.RUNNING] * 3
+    running, stopped = decode_state.RUNNING, decode_state.FINISHED_STOP
+    assert finishes[True][0] == [running, stopped, running]
+    assert {row for _, row, _ in finishes[True]} == {stopped}
 
 
 def test_text_that_was_held_back_comes_at_the_end(model: LanguageModel) -> None:
@@ -340,18 +361,21 @@ def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
     for event in generation:
         if event.token is not None and event.token.position == 15:
             break
-    first, *_ = generation.interrupt()
+    events = [event for event in generation.interrupt() if event.row == 0]
     row = generation.rows[0]
     assert row.finish_reason == "interrupt"
-    assert row.text == "".join(token.text for token in row.tokens) == whole.text[: len(row.text)]
-    assert first.token is None
-    assert "".join(piece.text for piece in first.pieces) == row.text
+    assert row.text == "".join(token.text for token in row.tokens)
+    # The last token might have been taken back, had the row gone on.
+    assert tokens_of(row)[:-1] == tokens_of(whole)[: len(row.tokens) - 1]
+    assert events[-1].token is None
+    assert "".join(piece.text for event in events for piece in event.pieces) == row.text
     assert generation.interrupt() == []
     assert set(generation.timings) == {"first_token", "total"}
 
 
 def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
+    # Each step gives one token of each row, and nothing is taken back.
+    generation = Generation(model, requests([ids(5)] * 3), "document-001", ignore_eos=True)
     events = 0
     for event in generation:
         events += 1
@@ -361,6 +385,32 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert [row.finish_reason for row in generation.rows] == [None] * 3
     generation.interrupt()
     assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
+
+    # Where tokens come in bursts and some are held back, it is the last event all the same.
+    generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
+    known = 0
+    for event in generation:
+        assert not generation._asked_to_stop
+        known += event.token is not None and not event.retracted
+        token = None if event.retracted else event.token
+        if token is not None and token.position == 15 and event.row == 1:
+            generation.stop()
+    assert sum(len(row.tokens) for row in generation.rows) == known < 3 * TOKENS
+    assert [row.finish_reason for row in generation.rows] == [None] * 3
+
+    # After a token that was taken back, what took its place still belongs to the row.
+    generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
+    position = None
+    for event in generation:
+        if event.retracted and event.row == 1 and position is None:
+            assert event.token is not None
+            position = event.token.position
+            generation.stop()
+    generation.interrupt()
+    for row in generation.rows:
+        assert [token.position for token in row.tokens] == list(range(5, 5 + len(row.tokens)))
+    last = generation.rows[1].tokens[-1]
+    assert (last.position, last.action) == (position, "backspace")
 
     # Asked while the prompt is read, it does not begin to decode.
     generation = Generation(model, requests([ids(5)]), ignore_eos=True)
@@ -400,6 +450,27 @@ def test_what_is_recorded_on_request(model: LanguageModel) -> None:
         mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
         assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
     json.dumps([token.to_json() for token in row.tokens])
+
+
+def test_what_is_recorded_of_branches_and_of_tokens_in_anothers_place(model: LanguageModel) -> None:
+    """What was recorded is of the distribution that each token came from."""
+    rows = run(model, requests([ids(5)]), recording=Recording(top=3, layers=True))
+    tokens = [token for row in rows for token in row.tokens]
+    assert {"branch", "backspace"} <= {token.action for token in tokens}
+    found = 0
+    for token in tokens:
+        assert token.top is not None
+        assert token.layers is not None
+        mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
+        assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
+        probabilities = {i: p for i, _, p in token.top}
+        if token.token_id in probabilities:
+            likelihood = 2.718281828**token.logprob
+            assert probabilities[token.token_id] == pytest.approx(likelihood, rel=1e-4)
+            found += token.action in ("branch", "backspace")
+        if token.action == "branch" and token.branches is None:
+            assert token.token_id == token.top[0][0], "a rollout is greedy"
+    assert found > 5
 
 
 def test_prompts(model: LanguageModel) -> None:
@@ -513,3 +584,355 @@ def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> N
 def test_a_note_of_the_sampler_is_a_warning(model: LanguageModel) -> None:
     with pytest.warns(UserWarning, match="never calibrated"):
         generate(model, "Once", max_new_tokens=1)
+
+
+# Hooks
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """So many steps from one look of the host to the next."""
+
+    def pace(self: Generation, waited: float) -> None:
+        self._steps = steps
+
+    monkeypatch.setattr(Generation, "_pace", pace)
+
+
+# A thought is due in about every other step.
+ASKING = load_sampler("entropix").with_values(
+    {
+        "regimes.helv": ["entropy > 1.5"],
+        "arms.lehv": "explore",
+        "inject.thought": ["Hm.", "So:"],
+        "inject.cooldown": 1,
+    }
+)
+
+
+class Library:
+    """Returns its texts one after the other, again and again, and checks what it is given."""
+
+    def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
+        self.texts = texts
+        self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
+        self.generation = Generation(
+            model, requests([ids(5)]), ignore_eos=True, retrieve=self.retrieve, **options
+        )
+        self.shown = ""
+
+    def retrieve(self, text: str) -> str:
+        (row,) = self.generation.rows
+        known = [*row.request.prompt, *tokens_of(row)]
+        assert text == self.generation.model.tokenizer.decode(known)
+        assert self.shown == row.text
+        answer = self.texts[len(self.found) % len(self.texts)]
+        self.found.append((len(row.tokens), answer))
+        return answer
+
+    def run(self) -> Row:
+        for event in self.generation:
+            self.shown += "".join(piece.text for piece in event.pieces)
+        return self.generation.rows[0]
+
+
+def check_answers(model: LanguageModel, row: Row, library: Library, thoughts: list[str]) -> None:
+    """Each answer stands where it was asked for; where it cannot, the thought whose turn it is."""
+
+    def encode(text: str) -> list[int]:
+        return model.tokenizer.encode(text, add_bos=False) if text else []
+
+    expected = 0
+    for turn, (at, text) in enumerate(library.found):
+        own = thoughts[turn % len(thoughts)] if thoughts else ""
+        fitting = (t for t in (encode(text), encode(own)) if 0 < len(t) <= TOKENS - at)
+        wanted = next(fitting, [])
+        written = row.tokens[at : at + len(wanted)]
+        assert [token.token_id for token in written] == wanted
+        assert {token.action for token in written} <= {"inject"}
+        if not wanted:
+            assert row.tokens[at].action == "sample"
+        expected += len(wanted)
+    assert sum(token.action == "inject" for token in row.tokens) == expected
+    assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
+    assert row.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("texts", "thoughts"),
+    [
+        (["XY"], ["Hm.", "So:"]),
+        (["XY", "", " of the", "z" * 60, ""], ["Hm.", "So:"]),
+        ([""], ["Hm."]),
+        (["", "a fact"], []),
+    ],
+)
+def test_what_is_retrieved_is_injected(
+    model: LanguageModel, texts: list[str], thoughts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = ASKING.with_values({"inject.thought": thoughts})
+    library = Library(model, texts, sampler=sampler)
+    row = library.run()
+    assert len(library.found) > 5
+    check_answers(model, row, library, thoughts)
+    for steps in (1, 7, module.MAX_STEPS):
+        paced(monkeypatch, steps)
+        again = Library(model, texts, sampler=sampler)
+        assert same(again.run(), row)
+        assert again.found == library.found
+
+
+def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
+    """So many of a row, and none while one cools down."""
+    limited = ASKING.with_values({"inject.per_row": 3, "inject.cooldown": 4})
+    library = Library(model, ["XY", ""], sampler=limited)
+    check_answers(model, library.run(), library, ["Hm.", "So:"])
+    assert len(library.found) == 3
+    written = [2, len(model.tokenizer.encode("So:", add_bos=False)), 2]
+    for (at, _), (later, _), tokens in zip(library.found, library.found[1:], written, strict=False):
+        assert later >= at + tokens + 4
+    none = Library(model, ["XY"], sampler=ASKING.with_values({"inject.per_row": 0}))
+    none.run()
+    assert not none.found
+
+
+def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
+    """What a row is told is written into that row, and it waits alone in the text, not in time."""
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
+
+    def retrieve(text: str) -> str:
+        return f"{len(text)}!"
+
+    together = run(model, wanted, sampler=ASKING, retrieve=retrieve)
+    assert all("inject" in row.to_json()["actions"] for row in together)
+    for request, row in zip(wanted, together, strict=True):
+        assert nearly(row, *run(model, [request], sampler=ASKING, retrieve=retrieve))
+
+
+def test_a_row_that_waits_when_its_text_has_ended(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop string is found when the device has gone on, to the next question even: that row
+    gets no answer, and must not keep the others."""
+    wanted = requests([ids(5), ids(9, 70)])
+    asked: list[str] = []
+
+    def retrieve(text: str) -> str:
+        asked.append(text)
+        return "XY"
+
+    paced(monkeypatch, 4)
+    whole = run(model, wanted, sampler=ASKING, retrieve=retrieve)
+    calls, step = itertools.count(), decode.decode
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        assert next(calls) < 4 * TOKENS, "nothing goes on any more"
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(module, "decode", counted)
+    for number in (4, 7, 8, 13):
+        stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
+        asked.clear()
+        generation = Generation(
+            model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop
+        )
+        calls = itertools.count()
+        generation.run()
+        assert next(calls) > 4
+        first, second = generation.rows
+        assert first.finish_reason == "stop"
+        assert first.text == whole[0].text[: whole[0].text.index(stop)]
+        cut = stop in whole[1].text
+        assert second.finish_reason == ("stop" if cut else "length")
+        assert second.text == whole[1].text.partition(stop)[0]
+        # Nobody asks for a row whose text has ended.
+        prompt = model.tokenizer.decode(ids(5))
+        assert not any(text.startswith(prompt) and stop in text for text in asked)
+
+
+# Branches nearly everywhere, whose scores are always too close to call.
+FORKING = load_sampler("entropix").with_values(
+    {
+        "regimes.lelv": ["entropy < -1"],
+        "regimes.helv": ["entropy < -1"],
+        "regimes.lehv": ["entropy > 0.5"],
+        "branch.min_p": 0.0,
+        "branch.top_p": 1.0,
+        "branch.depth": 4,
+        "branch.margin": 1000.0,
+        "branch.per_row": 4,
+    }
+)
+
+
+class Person:
+    """Always gives the same answer, and checks what was asked."""
+
+    def __init__(self, model: LanguageModel, answer: int | None, **options: Any) -> None:
+        self.answer = answer
+        self.asked: list[tuple[int, list[str]]] = []
+        self.generation = Generation(
+            model, requests([ids(5)]), ignore_eos=True, ask=self.ask, **options
+        )
+        self.shown = ""
+
+    def ask(self, row: int, texts: Sequence[str]) -> int | None:
+        assert row == 0
+        assert len(texts) == 2
+        assert texts[0] != texts[1]
+        known = self.generation.rows[0]
+        assert self.shown == known.text
+        self.asked.append((len(known.tokens), [*texts]))
+        return self.answer
+
+    def run(self) -> Row:
+        for event in self.generation:
+            self.shown += "".join(piece.text for piece in event.pieces)
+        return self.generation.rows[0]
+
+
+def committed(row: Row, at: int) -> list[int]:
+    """The tokens of the branch that begins at a token, as far as they were committed."""
+    token = row.tokens[at]
+    assert token.branches is not None
+    (chosen,) = [branch for branch in token.branches if branch["chosen"]]
+    number = next(
+        (
+            i
+            for i, other in enumerate(row.tokens[at + 1 :], 1)
+            if other.action != "branch" or other.branches is not None
+        ),
+        len(row.tokens) - at,
+    )
+    tokens = tokens_of(row)[at : at + number]
+    assert tokens == chosen["tokens"][:number]
+    return tokens
+
+
+@pytest.mark.parametrize("answer", [None, 0, 1])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_person_chooses_between_close_branches(
+    model: LanguageModel, answer: int | None, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = FORKING.with_values({"branch.commit_all": whole})
+    person = Person(model, answer, sampler=sampler)
+    row = person.run()
+    assert len(person.asked) == 4
+    for at, texts in person.asked:
+        branches = row.tokens[at].branches
+        assert branches is not None
+        assert row.tokens[at].ambiguous
+        best = sorted(branches, key=lambda branch: -branch["score"])
+        assert [branch["text"] for branch in best[:2]] == texts
+        assert [branch["chosen"] for branch in best].index(True) == (answer or 0)
+        tokens = committed(row, at)
+        assert len(tokens) == (len(best[answer or 0]["tokens"]) if whole else 1)
+    where = [i for i, token in enumerate(row.tokens) if token.branches is not None]
+    assert where == [at for at, _ in person.asked]
+    assert len(row.tokens) == TOKENS
+    # The better one is what nobody would have been asked about.
+    (alone,) = run(model, requests([ids(5)]), sampler=sampler)
+    assert (tokens_of(alone) == tokens_of(row)) == (answer != 1)
+    paced(monkeypatch, 3)
+    again = Person(model, answer, sampler=sampler)
+    assert same(again.run(), row)
+    assert again.asked == person.asked
+
+
+def test_a_clear_choice_is_nobodys(model: LanguageModel) -> None:
+    person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
+    row = person.run()
+    assert person.asked == []
+    marks = [token.ambiguous for token in row.tokens if token.branches is not None]
+    assert marks == [False] * 4
+
+
+def test_without_a_person_a_close_choice_is_marked(model: LanguageModel) -> None:
+    (row,) = run(model, requests([ids(5)]), sampler=FORKING)
+    at = [i for i, token in enumerate(row.tokens) if token.branches is not None]
+    assert len(at) == 4
+    for i in at:
+        branches = row.tokens[i].branches
+        assert branches is not None
+        assert row.tokens[i].ambiguous
+        assert max(branches, key=lambda branch: branch["score"])["chosen"]
+        assert len(branches) == 4
+        for branch in branches:
+            text = model.tokenizer.decode(branch["tokens"], skip_special=False)
+            assert branch["text"] == text
+        committed(row, i)
+    assert {token.ambiguous for i, token in enumerate(row.tokens) if i not in at} == {None}
+    json.dumps([token.to_json() for token in row.tokens], allow_nan=False)
+
+
+def test_the_time_in_which_a_person_thinks_does_not_count(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = Person(model, 0, sampler=FORKING)
+    clock = time.perf_counter
+    lost = 0.0
+    ask = person.ask
+
+    def slowly(row: int, texts: Sequence[str]) -> int | None:
+        nonlocal lost
+        lost += 3600.0
+        return ask(row, texts)
+
+    person.generation._ask = slowly
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + lost)
+    person.run()
+    assert lost == 4 * 3600
+    assert 0 < person.generation.timings["total"] < 3600
+
+
+def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_error(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    """The token was held back, as it might have been taken back; the logits after it are bad."""
+    # Nearly all is MID: drawn at once, but not for good.
+    bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    sampler = load_sampler("entropix").with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
+    generation = Generation(model, requests([ids(20)]), sampler, ignore_eos=True)
+    met = [event.token.token_id for event in generation if event.token is not None]
+    (whole,) = generation.rows
+    seen = tokens_of(whole)
+    at = next(
+        i
+        for i, token in enumerate(whole.tokens)
+        if i > 3
+        and token.action == "adaptive"
+        and met.count(token.token_id) == 1
+        and len(token.text) > 1
+        and token.text not in "".join(t.text for t in whole.tokens[:i])
+    )
+    broken = load(str(write_model(tmp_path, poisoned(seen[at]))))
+    (failed,) = run(broken, requests([ids(20)]), sampler=sampler)
+    assert (failed.finish_reason, len(failed.tokens)) == ("error", at + 1)
+    (row,) = run(broken, requests([ids(20)]), sampler=sampler, stop=whole.tokens[at].text)
+    assert (row.finish_reason, row.error) == ("stop", None)
+    assert tokens_of(row) == seen[: at + 1]
+    assert row.text == "".join(token.text for token in whole.tokens[:at])
+
+
+# An arm of one's own
+
+
+def cautious(metrics: Metrics, params: SamplerParams, row: RowView) -> Proposal:
+    """One draw, cooler the more there is to choose from."""
+    return draw(SAMPLE, params, temperature=params.base.temperature / (1.0 + metrics.entropy))
+
+
+def test_an_arm_of_ones_own(model: LanguageModel) -> None:
+    """A few lines, and the rest of the sampler stays what it is."""
+    sampler = load_sampler("entropix").with_arm("cautious", cautious)
+    settings: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    settings |= {"arms.mid": "cautious", "regimes.lelv": ["entropy < 1.5"]}
+    sampler = sampler.with_values(settings)
+    (row,) = run(model, requests([ids(5)]), sampler=sampler)
+    actions: dict[str, list[str]] = {"mid": [], "lelv": []}
+    for token in row.tokens:
+        actions[token.regime].append(token.action)
+        if token.regime == "mid":
+            assert token.temperature == pytest.approx(0.666 / (1 + token.entropy), rel=1e-5)
+            assert token.top_k == 27
+    assert {*actions["mid"]} == {"sample"}
+    assert {*actions["lelv"]} == {"argmax"}

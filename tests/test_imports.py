@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
 
 import entropix_jax
+from entropix_jax.branching import Read, commit_branches
+from entropix_jax.sampler.branch import Evaluate, roll_out
 
 ROOT = Path(entropix_jax.__file__).parent
 MODEL = ("config", "params", "checkpoint", "rope", "cache", "model")
@@ -80,12 +83,23 @@ def test_the_world_knows_neither(name: str) -> None:
 
 def test_model_and_sampler_meet_in_one_place() -> None:
     """Only `decode` calls both a forward pass and a choice of token."""
+    choosing = {f"entropix_jax.sampler.{name}" for name in ("sample", "draw", "branch")}
     both = {
         name
         for name in FILES
-        if {"entropix_jax.model", "entropix_jax.sampler.sample"} <= imported(name)
+        if "entropix_jax.model" in imported(name) and imported(name) & choosing
     }
     assert both == {"entropix_jax.decode"}
+
+
+def test_branches_are_given_the_model() -> None:
+    """What rolls out and commits branches is handed the forward pass: it imports none."""
+    for name in ("branching", "decode_state", "sampler.branch"):
+        assert "entropix_jax.model" not in reached(f"entropix_jax.{name}"), name
+    assert "entropix_jax.branching" in imported("entropix_jax.decode")
+    parameters = inspect.signature(commit_branches).parameters
+    assert parameters["read"].annotation is Read
+    assert inspect.signature(roll_out).parameters["evaluate"].annotation is Evaluate
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +109,10 @@ def test_samples_come_one_after_the_other(command: Callable[..., Result]) -> Non
 def test_json(command: Callable[..., Result], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     (row,) = command_rows(command, *short("--trace", trace))
-    header, *tokens, footer = read_trace(trace)
+    header, *objects, footer = read_trace(trace)
+    tokens = [token for token in objects if token["type"] == "token"]
     assert row["token_records"] == tokens
+    assert row["retracted"] == len(objects) - len(tokens) > 0
     assert row["prompt_tokens"] == header["prompt_tokens"]
     assert footer["rows"] == [
         {key: row[key] for key in row if key not in ("token_records", "prompt_tokens")}
@@ -341,10 +346,13 @@ def test_the_same_run_gives_the_same_bytes(
     assert trace() == expected
 
 
-def test_the_trace(command: Callable[..., Result], tmp_path: Path, folder: str) -> None:
+@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+def test_the_trace(
+    command: Callable[..., Result], tmp_path: Path, folder: str, sampler: str
+) -> None:
     path = tmp_path / "trace.jsonl"
-    result = command(*short("--trace", path, "--samples", 3, "--seed", 7))
-    header, *tokens, footer = read_trace(path)
+    result = command(*short("--trace", path, "--samples", 3, "--seed", 7, "--sampler", sampler))
+    header, *objects, footer = read_trace(path)
     model = load(folder)
     prompt = model.tokenizer.encode(PROMPT, add_bos=True)
     assert header["type"] == "header"
@@ -357,23 +365,45 @@ def test_the_trace(command: Callable[..., Result], tmp_path: Path, folder: str) 
     assert header["versions"]["entropix_jax"] == entropix_jax.__version__
     assert header["versions"]["jax"] == jax.__version__
 
-    assert {token["type"] for token in tokens} == {"token"}
+    assert {token["type"] for token in objects} <= {"token", "retracted"}
     assert footer["type"] == "footer"
     assert set(footer["timings"]) == {"first_token", "total"}
     assert 0 < footer["timings"]["first_token"] <= footer["timings"]["total"]
     for index, row in enumerate(footer["rows"]):
-        own = [token for token in tokens if token["row"] == index]
-        assert [token["position"] for token in own] == [len(prompt) + i for i in range(12)]
-        assert [token["forwards"] for token in own] == list(range(12))
-        assert "".join(token["text"] for token in own) == row["text"]
+        own = [token for token in objects if token["row"] == index]
+        for taken_back, instead in pairwise(own):
+            if taken_back["type"] == "retracted":
+                assert instead["position"] == taken_back["position"]
+                assert instead["token_id"] != taken_back["token_id"]
+                assert instead["action"] == "backspace"
+        tokens = [token for token in own if token["type"] == "token"]
+        assert [token["position"] for token in tokens] == [len(prompt) + i for i in range(12)]
+        forwards = [token["forwards"] for token in own]
+        assert forwards == sorted(forwards)
+        assert "".join(token["text"] for token in tokens) == row["text"]
         assert row["row"] == index
         assert row["finish_reason"] == "length"
         assert row["tokens"] == 12
-        assert row["forwards"] == 11
+        assert row["forwards"] == forwards[-1]
+        assert row["retracted"] == len(own) - len(tokens)
+        if sampler == "document-001":
+            assert forwards == list(range(12))
     assert result.out == "".join(f"{row['text']}\n" for row in footer["rows"])
-    assert [(t["position"], t["row"]) for t in tokens] == sorted(
-        (t["position"], t["row"]) for t in tokens
-    ), "step by step, all rows of a step together"
+    kinds = {(token["type"], token["action"]) for token in objects}
+    if sampler == "entropix":
+        assert {("token", "branch"), ("token", "backspace")} <= kinds
+        assert {"retracted"} < {kind for kind, _ in kinds}
+        for token in objects:
+            assert ("branches" in token) == ("ambiguous" in token)
+            assert "branches" not in token or token["action"] == "branch"
+        branches = [branch for token in objects for branch in token.get("branches", ())]
+        assert {frozenset(branch) for branch in branches} == {
+            frozenset(("tokens", "text", "score", "chosen"))
+        }
+    else:
+        assert [(t["position"], t["row"]) for t in objects] == sorted(
+            (t["position"], t["row"]) for t in objects
+        ), "step by step, all rows of a step together"
 
 
 def test_more_in_the_trace(command: Callable[..., Result], tmp_path: Path) -> None:
@@ -382,6 +412,70 @@ def test_more_in_the_trace(command: Callable[..., Result], tmp_path: Path) -> No
     for token in read_trace(path)[1:-1]:
         assert [len(entry) for entry in token["top"]] == [3, 3]
         assert [len(heads) for heads in token["layers"]] == [4, 4]
+
+
+THINKING = [
+    "sampler.regimes.helv=['entropy > 1.5']",
+    "sampler.arms.lehv=explore",
+    "sampler.inject.thought=Hm.",
+]
+
+
+def test_passages_are_injected(command: Callable[..., Result], tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    passage = "Once upon a time Anna lived in Graz."
+    (notes / "a.md").write_text(passage)
+    trace = tmp_path / "trace.jsonl"
+
+    def injected(*arguments: object) -> str:
+        options = short("--trace", trace, "--set", *THINKING, *arguments, tokens=40)
+        assert command(*options).status == 0
+        tokens = read_trace(trace)[1:-1]
+        return "".join(token["text"] for token in tokens if token["action"] == "inject")
+
+    text = injected("--retrieve", notes)
+    assert text.startswith(f"\n{passage}\nHm."), "once, and then the sampler's own thought"
+    assert passage not in injected()
+
+
+def test_without_a_terminal_nobody_is_asked(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    options = short("--set", "sampler.branch.margin=1000", tokens=20)
+    assert command(*options, "--ask").out == command(*options).out
+
+
+def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is shown the text so far, then the question; the answer decides how it goes on."""
+    settings = ["sampler.branch.margin=1000", "sampler.branch.min_p=0", "sampler.branch.top_p=1"]
+    arguments = [str(a) for a in short("--model", folder, "--set", *settings, tokens=20)]
+    shown = {}
+    for typed in ("", "1\n" * 99, "2\n" * 99):
+        screen = Screen(monkeypatch, NO_COLOR="1")
+        keyboard = io.StringIO(typed)
+        monkeypatch.setattr(keyboard, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        assert main.main([*arguments, *["--ask"] * bool(typed)]) == 0
+        parts = re.fullmatch(r"note:.*\n([^|]*\n)20 tokens.*\n", ESCAPE.sub("", screen.read()))
+        assert parts
+        shown[typed[:1]] = parts[1]
+        screen.close()
+    question = re.compile(
+        r"\nTwo ways to go on, too close to call:\n  1  (.*)\n  2  (.*)\n"
+        r"1, 2, or Enter for the model's choice \(1\): "
+    )
+    assert not question.search(shown[""])
+    for answer in (1, 2):
+        before, *rest = question.split(shown[str(answer)])
+        assert shown[""].startswith(before)
+        assert len(rest) >= 6, "it was asked more than once"
+        for *texts, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            chosen = ast.literal_eval(texts[answer - 1])
+            assert after.startswith(chosen) or chosen.startswith(after.rstrip("\n"))
+        same = question.sub("", shown[str(answer)]) == shown[""]
+        assert same == (answer == 1), "the first one is what nobody would have been asked about"
 
 
 # What goes wrong.
@@ -632,31 +726,46 @@ def test_an_interrupt_while_loading(
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
 def test_an_interrupt_between_two_tokens(
-    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    sampler: str,
 ) -> None:
     """Ctrl-C in the middle of writing a token: the token is written whole, then the run ends."""
     from entropix_jax.trace import TraceWriter
 
-    whole = command_rows(command, *short("--samples", 3, tokens=40))
+    options = short("--samples", 3, "--sampler", sampler, tokens=40)
+    whole = command_rows(command, *options)
+    pressed = whole[1]["token_records"][4]
     write = TraceWriter.write
 
     def press(self: TraceWriter, record: Json) -> None:
-        if record.get("position") == whole[1]["token_records"][4]["position"] and record["row"]:
+        if record == pressed:
             os.kill(os.getpid(), signal.SIGINT)
         write(self, record)
 
     monkeypatch.setattr(TraceWriter, "write", press)
     trace = tmp_path / "trace.jsonl"
-    result = command(*short("--samples", 3, "--trace", trace, tokens=40))
+    result = command(*options, "--trace", trace)
     assert result.status == 130
-    _, *tokens, footer = read_trace(trace)
+    _, *objects, footer = read_trace(trace)
+    tokens = [token for token in objects if token["type"] == "token"]
     assert [row["finish_reason"] for row in footer["rows"]] == ["interrupt"] * 3
-    assert [row["tokens"] for row in footer["rows"]] == [5, 5, 4]
-    assert len(tokens) == 14
-    assert result.out == "".join(f"{row['text']}\n" for row in footer["rows"])
-    for row, full in zip(footer["rows"], whole, strict=True):
-        assert full["text"].startswith(row["text"])
+    assert sum(row["tokens"] for row in footer["rows"]) == len(tokens)
+    if sampler == "document-001":  # a step a token, and none is held back
+        assert [row["tokens"] for row in footer["rows"]] == [5, 5, 4]
+        assert objects[-1] == pressed
+    later = objects[objects.index(pressed) + 1 :]
+    assert len({token["row"] for token in later}) == len(later), "what was held back, no more"
+    texts = [row["text"] for row in footer["rows"]]
+    assert result.out == "".join(f"{text}\n" for text in texts if text)
+    for index, full in enumerate(whole):
+        own = [token for token in tokens if token["row"] == index]
+        held = index in {token["row"] for token in later}
+        sure = own[:-1] if held else own  # what was held back might have been taken back
+        assert sure == full["token_records"][: len(sure)]
     assert result.err.rstrip().endswith("| interrupt")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -107,27 +107,31 @@ def test_noise_floor_never_silences_everything() -> None:
 
 
 def random_attention(
-    n: list[int], slots: int, junk: float, layers: int = 3, heads: int = 4
+    n: list[int], slots: int, junk: float, layers: int = 3, heads: int = 4, *, gaps: bool = False
 ) -> tuple[AttnStats, list[reference.Attention]]:
-    """Statistics of rows with n[b] valid keys in `slots` slots, and what they are measured from."""
+    """Statistics of rows with n[b] valid keys in `slots` slots, the first ones or, with gaps, any,
+    and what they are measured from."""
     rng = np.random.default_rng(7)
     true = [reference.Attention(2 * rng.normal(size=(layers, heads, m))) for m in n]
     scores = np.full((layers, len(n), heads, slots), junk)
+    valid = np.zeros((len(n), slots), bool)
     for b, m in enumerate(n):
-        scores[:, b, :, :m] = true[b].scores
+        keys = np.sort(rng.permutation(slots)[:m]) if gaps else np.arange(m)
+        valid[b, keys] = True
+        scores[:, b, :, keys] = true[b].scores.transpose(2, 0, 1)
         true[b].scores = true[b].scores.astype(np.float32).astype(np.float64)
-    per_layer = [
-        layer_stats(jnp.asarray(s, jnp.float32), jnp.asarray(n, jnp.int32)) for s in scores
-    ]
+    per_layer = [layer_stats(jnp.asarray(s, jnp.float32), jnp.asarray(valid)) for s in scores]
     return stack_layers(per_layer), true
 
 
 @pytest.mark.parametrize("junk", [0.0, 1e30, -np.inf, np.inf, np.nan])
 @pytest.mark.parametrize("slots", [40, 512])
-def test_attention_statistics_against_float64(junk: float, slots: int) -> None:
-    """Each row over its own keys, whatever the slots past them hold and however many there are."""
+@pytest.mark.parametrize("gaps", [False, True])
+def test_attention_statistics_against_float64(junk: float, slots: int, gaps: bool) -> None:
+    """Each row over its own keys, wherever they lie, whatever the other slots hold and however many
+    there are."""
     n = [1, 2, 7, 40]
-    stats, true = random_attention(n, slots, junk)
+    stats, true = random_attention(n, slots, junk, gaps=gaps)
     np.testing.assert_array_equal(stats.keys, n)
     for b, attention in enumerate(true):
         for field in ("entropy", "varentropy", "divergence", "interaction"):
@@ -157,7 +161,7 @@ def test_attention_metrics_against_float64(layer_weights: list[int]) -> None:
 def one_layer(scores: list[list[float]]) -> Metrics:
     """The metrics of one row, one layer and these scaled scores [N, n]."""
     stats = stack_layers(
-        [layer_stats(jnp.asarray([scores], jnp.float32), jnp.asarray([len(scores[0])], jnp.int32))]
+        [layer_stats(jnp.asarray([scores], jnp.float32), jnp.ones((1, len(scores[0])), bool))]
     )
     return measure(jnp.zeros((1, 1), jnp.float32), stats, jnp.ones((1, 1), jnp.float32))
 

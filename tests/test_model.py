@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.cache import init_cache, write
-from entropix_jax.decode import (
+from entropix_jax.cache import init_cache, init_suffixes, write
+from entropix_jax.decode import decode
+from entropix_jax.decode_state import (
     FINISHED_EOS,
     FINISHED_ERROR,
     FINISHED_LENGTH,
     RUNNING,
     Recording,
-    decode,
 )
-from entropix_jax.model import rms_norm
+from entropix_jax.model import forward, forward_branches, rms_norm
 from tests import reference
 from tests.models import (
     TINY,
@@ -38,6 +38,9 @@ from tests.models import (
 
 LONG = 200  # tokens: enough to see an error of the rotary embedding
 CAPACITY = 256
+
+run_every = jax.jit(forward, static_argnames=("config", "window", "every"))
+run_branches = jax.jit(forward_branches, static_argnames=("config", "window"))
 
 
 def same(a, b, tolerance: float = 1e-5) -> None:
@@ -85,6 +88,23 @@ def test_write_puts_each_row_at_its_own_place() -> None:
         jnp.asarray(new),
         jnp.asarray(starts, jnp.int32),
         jnp.asarray(counts, jnp.int32),
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+def test_write_into_some_rows() -> None:
+    """Rows in any order; what is meant for a row past the last goes nowhere."""
+    rng = np.random.default_rng(0)
+    old = rng.normal(size=(4, 2, 10, 3)).astype(np.float32)
+    new = rng.normal(size=(3, 5, 2, 3)).astype(np.float32)
+    starts, counts, rows = [7, 0, 2], [5, 4, 3], [2, 4, 0]
+    want = old.copy()
+    want[2, :, 7:10] = new[0, :3].swapaxes(0, 1)
+    want[0, :, 2:5] = new[2, :3].swapaxes(0, 1)
+    got = jax.jit(write)(
+        jnp.asarray(old),
+        jnp.asarray(new),
+        *(jnp.asarray(x, jnp.int32) for x in (starts, counts, rows)),
     )
     np.testing.assert_array_equal(got, want)
 
@@ -276,6 +296,74 @@ def test_bfloat16_weights(params, tokens, activations) -> None:
         assert np.sqrt((error**2).mean()) < 0.05 * want.std()
 
 
+# --- every position, and branches -----------------------------------------------------------------
+
+
+def test_every_position_has_its_own_statistics(params, tokens) -> None:
+    """Of a chunk in the middle of a text: those of the passes that end at each position."""
+    cache = fill_unused(init_cache(TINY, 2, 64, jnp.dtype(jnp.float32)), np.nan)
+    batch = jnp.asarray(np.stack([tokens[0, :20], random_tokens(TINY, 20, seed=5)]))
+    first = jnp.asarray([9, 4], jnp.int32)
+    _, _, cache = run(params, TINY, batch[:, :9], first, cache, window=64)
+    rest = jnp.stack([batch[0, 9:20], jnp.roll(batch[1], -4)[:11]])
+    count = jnp.asarray([11, 6], jnp.int32)
+    hidden, stats, grown = run_every(params, TINY, rest, count, cache, window=64, every=True)
+    plain_hidden, last, plain = run(params, TINY, rest, count, cache, window=64)
+    for row, (cached, number) in enumerate([(9, 11), (4, 6)]):
+        _, attention = reference.forward(params, TINY, np.asarray(batch[row, : cached + number]))
+        for i in range(number):
+            one = jax.tree.map(lambda x, i=i, row=row: x[row * 11 + i], stats)
+            assert float(one.keys) == cached + i + 1
+            for field in ("entropy", "varentropy", "divergence", "interaction"):
+                same(getattr(one, field), getattr(attention[cached + i], field), 5e-5)
+        same(row_of(stats, row * 11 + number - 1), row_of(last, row))
+        np.testing.assert_array_equal(hidden[row, :number], plain_hidden[row, :number])
+    for got, want in zip(grown.keys + grown.values, plain.keys + plain.values, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("junk", [0.0, 1e30, np.nan])
+def test_branches_are_passes_of_their_own(params, junk: float) -> None:
+    """Two rows with three branches of four tokens each: what each text alone would give."""
+    prefixes = [random_tokens(TINY, 70), random_tokens(TINY, 3, seed=1)]
+    branches = np.random.default_rng(2).integers(0, TINY.vocab_size, (2, 3, 4), dtype=np.int32)
+    cache = fill_unused(init_cache(TINY, 2, 96, jnp.dtype(jnp.float32)), junk)
+    batch = np.zeros((2, 70), np.int32)
+    for row, prefix in enumerate(prefixes):
+        batch[row, : len(prefix)] = prefix
+    count = jnp.asarray([70, 3], jnp.int32)
+    _, _, cache = run(params, TINY, jnp.asarray(batch), count, cache, window=96)
+    suffixes = init_suffixes(cache, 3, 4)
+    for depth in range(4):
+        hidden, stats, suffixes = run_branches(
+            params,
+            TINY,
+            jnp.asarray(branches[:, :, depth]),
+            jnp.int32(depth),
+            cache,
+            suffixes,
+            window=96,
+        )
+        logits = np.asarray(logits_of(params, hidden))
+        for row, prefix in enumerate(prefixes):
+            for w in range(3):
+                text = np.concatenate([prefix, branches[row, w, : depth + 1]])
+                want, attention = reference.forward(params, TINY, text)
+                same(logits[row, w], want[-1], 2e-5)
+                one = row_of(stats, 3 * row + w)
+                assert float(one.keys[0]) == len(text)
+                for field in ("entropy", "varentropy", "divergence", "interaction"):
+                    same(getattr(one, field)[0], getattr(attention[-1], field), 5e-5)
+    # The suffixes hold what the cache of that text alone holds.
+    for row, prefix in enumerate(prefixes):
+        text = np.concatenate([prefix, branches[row, 1]])
+        _, _, alone = teacher_forced(params, TINY, text[None])
+        for own, whole in zip(
+            suffixes.keys + suffixes.values, alone.keys + alone.values, strict=True
+        ):
+            same(own[row, 1], whole[0, :, len(prefix) :])
+
+
 # --- generation ----------------------------------------------------------------------------------
 
 PROMPTS = [list(map(int, random_tokens(TINY, n, seed=n))) for n in (70, 5, 1)]
@@ -309,7 +397,7 @@ def test_generation_against_float64(params, generated, row: int) -> None:
         want = attention[at - 1].metrics(np.ones(TINY.num_layers))
         want |= {"entropy": reference.entropy_bits(p), "varentropy": reference.varentropy_bits(p)}
         for name, value in want.items():
-            got = float(getattr(record.choice.metrics, name))
+            got = float(getattr(record.choice.observation.metrics, name))
             assert got == pytest.approx(value, abs=1e-4), (i, name)
     assert not np.any(records.live[budget:, row])
     assert int(state.finish[row]) == FINISHED_LENGTH
@@ -320,7 +408,7 @@ def test_one_step_at_a_time_is_the_loop(params, generated) -> None:
     """Streaming differs in nothing but when the host looks."""
     state = start(params, TINY, PROMPTS, BUDGETS, capacity=96)
     for i in range(max(BUDGETS)):
-        state, record = decode(
+        state, record, _ = decode(
             params,
             sampler_params(TINY, 3),
             jnp.asarray([-1], jnp.int32),

@@ -10,14 +10,37 @@ import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
+from entropix_jax.metrics import Metrics
 from entropix_jax.resources import resource_folder
-from entropix_jax.sampler.arms import ARMS
-from entropix_jax.sampler.params import BOXES, MAX_BANS, MAX_THOUGHT, REGIMES, SECTIONS, scalars
+from entropix_jax.sampler.arms import ARMS, SAMPLE, Proposal, RowView, draw, propose
+from entropix_jax.sampler.params import (
+    BOXES,
+    MAX_BANS,
+    MAX_THOUGHT,
+    MAX_THOUGHTS,
+    REGIMES,
+    RULES,
+    SECTIONS,
+    SamplerParams,
+    scalars,
+)
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.settings import CALIBRATION_FILE, Sampler
-from tests.samplers import EPSILON, encode, params_of
+from tests.samplers import EPSILON, encode, metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")
+BASELINES = (
+    "greedy",
+    "temperature",
+    "top-k",
+    "top-p",
+    "min-p",
+    "top-n-sigma",
+    "typical",
+    "eta",
+    "edt",
+    "mirostat",
+)
 
 
 def write(folder: Path, text: str, name: str = "mine.toml") -> str:
@@ -49,9 +72,8 @@ def test_presets_load(name: str) -> None:
 def test_preset_names_are_those_of_the_folder() -> None:
     files = sorted(path.name for path in resource_folder("configs").iterdir())
     assert files == [f"{name}.toml" for name in preset_names()]
-    assert {"entropix", "document-000", "document-001", "greedy", "temperature"} <= {
-        *preset_names()
-    }
+    documents = {"document-000", "document-001", "document-004"}
+    assert {"entropix", *documents, *BASELINES} == {*preset_names()}
 
 
 def test_entropix_corrects_what_the_documents_print() -> None:
@@ -65,6 +87,21 @@ def test_entropix_corrects_what_the_documents_print() -> None:
     assert document["loop.max_period"] * document["loop.repeats"] == 0
     base = [ENTROPIX.values[f"base.{k}"] for k in ("temperature", "top_p", "top_k", "min_p")]
     assert base == [0.666, 0.90, 27, 0.03]
+    # Where the documents draw, it branches and takes back.
+    arms = [ENTROPIX.values[f"arms.{regime}"] for regime in REGIMES]
+    assert arms == ["argmax", "inject", "branch", "backspace", "adaptive"]
+    arms = [document[f"arms.{regime}"] for regime in REGIMES]
+    assert arms == ["argmax", "inject", "explore", "resample", "adaptive"]
+    assert ENTROPIX.values["loop.max_period"] * ENTROPIX.values["loop.repeats"] > 0
+
+
+def test_document_004_has_its_three_actions_and_draws_plainly_between() -> None:
+    values = load_sampler("document-004").values
+    arms = [values[f"arms.{regime}"] for regime in REGIMES]
+    assert arms == ["argmax", "inject", "branch", "backspace", "sample"]
+    assert values["thresholds.calibrated"] is True
+    for key in ("temperature", "top_k", "top_p", "min_p"):
+        assert values[f"base.{key}"] == ENTROPIX.values[f"base.{key}"]
 
 
 def test_document_000_is_001_with_five_candidates() -> None:
@@ -88,7 +125,7 @@ def test_baselines(name: str, temperature: float, top_k: int, top_p: float, min_
     assert values["loop.max_period"] == 0
 
 
-@pytest.mark.parametrize("name", ["greedy", "temperature", "top-p", "min-p"])
+@pytest.mark.parametrize("name", BASELINES)
 def test_baselines_report_the_regimes_of_entropix(name: str) -> None:
     ours, theirs = params_of(name), params_of("entropix")
     np.testing.assert_array_equal(ours.low, theirs.low)
@@ -139,6 +176,7 @@ def test_all_else_reaches_its_place() -> None:
         "metrics.layers": [0, 2.5],
         "metrics.noise_floor": True,
         "inject.thought": "abc",
+        "truncation.rule": "eta",
         "draw.bans": [4, 0],
         "thresholds.h1": 0.5,
     }
@@ -148,21 +186,51 @@ def test_all_else_reaches_its_place() -> None:
     np.testing.assert_array_equal(params.high[0], [0.5, inf, inf, inf])
     np.testing.assert_array_equal(params.low[1], np.array([-inf, 1.2, -inf, -inf], np.float32))
     np.testing.assert_array_equal(params.high[1], [inf, 5, inf, inf])
-    names = ["sample", "inject", "explore", "resample", "explore"]
+    names = ["sample", "inject", "branch", "backspace", "explore"]
     assert [list(ARMS)[i] for i in params.arms] == names
     assert not params.attn_entropy_normalised
     assert params.agreement_published
     assert params.layer_weights.tolist() == [0, 2.5]
     assert params.noise_epsilon == EPSILON
-    assert params.inject.thought.tolist() == [*b"abc"] + [0] * (MAX_THOUGHT - 3)
-    assert params.inject.thought_length == 3
+    assert params.truncation.rule == RULES.index("eta")
     assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
-    plain = params_of("entropix", {"inject.thought": ""})
-    assert plain.inject.thought_length == 0
+    plain = params_of("entropix")
+    assert plain.truncation.rule == RULES.index("nucleus")
     assert plain.noise_epsilon == 0
     assert plain.attn_entropy_normalised
     assert not plain.agreement_published
     assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
+
+
+def nothing_for_x(text: str) -> list[int]:
+    """A tokenizer that has no token for "x"."""
+    return encode(text.replace("x", ""))
+
+
+@pytest.mark.parametrize(
+    ("thought", "encoded"),
+    [
+        ("abc", [b"abc"]),
+        ("", []),
+        ([], []),
+        ([""], []),
+        (["abc"], [b"abc"]),
+        (["a", "bcd", "a", "e"], [b"a", b"bcd", b"a", b"e"]),
+        (["", "a", "", "b"], [b"a", b"b"]),  # those that say nothing come last
+        ("x", []),
+        (["x", "a"], [b"a"]),
+        ("é" * 32, ["é".encode() * 32]),
+    ],
+)
+def test_thoughts_reach_their_places(thought: Any, encoded: list[bytes]) -> None:
+    inject = params_of("entropix", {"inject.thought": thought}, encode=nothing_for_x).inject
+    assert inject.thoughts.shape == (MAX_THOUGHTS, MAX_THOUGHT)
+    assert inject.lengths.shape == (MAX_THOUGHTS,)
+    assert inject.thoughts.dtype == inject.lengths.dtype == np.int32
+    padded = [*encoded, *[b""] * (MAX_THOUGHTS - len(encoded))]
+    assert inject.lengths.tolist() == [len(text) for text in padded]
+    for row, text in zip(inject.thoughts, padded, strict=True):
+        assert row.tolist() == [*text, *[0] * (MAX_THOUGHT - len(text))]
 
 
 def test_a_sampler_is_a_value() -> None:
@@ -181,6 +249,25 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
     message = refused(path)
     assert message.startswith(path)
     assert "'expolre.top_k_min', did you mean 'explore.top_k_min'?" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("inject.thoughts", "inject.thought"),
+        ("inject.perrow", "inject.per_row"),
+        ("branch.widht", "branch.width"),
+        ("branch.entropy_wieght", "branch.entropy_weight"),
+        ("backspace.per_postion", "backspace.per_position"),
+        ("truncation.rules", "truncation.rule"),
+        ("mirostat_target", "truncation.mirostat_target"),
+        ("edt.tetha", "edt.theta"),
+        ("arms.mdi", "arms.mid"),
+    ],
+)
+def test_unknown_keys_of_every_section_name_the_nearest(key: str, known: str) -> None:
+    with pytest.raises(UserError, match=f"no sampler key '{key}', did you mean '{known}'"):
+        ENTROPIX.with_values({key: 1})
 
 
 def test_unknown_presets_name_the_nearest() -> None:
@@ -206,7 +293,42 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("explore.temperature_scale", 1e9, "must lie in"),
     ("inject.until_confident", 1, "must be true or false"),
     ("inject.until_confident", "yes", "must be true or false"),
-    ("inject.thought", 5, "must be text"),
+    ("inject.thought", 5, "must be text, or a list of at most 4 texts"),
+    ("inject.thought", True, "must be text"),
+    ("inject.thought", ["a", 5], "must be text"),
+    ("inject.thought", [["a"]], "must be text"),
+    ("inject.thought", {"a": 1}, "must be text"),
+    ("inject.thought", ["a"] * 5, "at most 4 texts"),
+    ("inject.per_row", -1, "must lie in"),
+    ("inject.per_row", 1.5, "must be an integer"),
+    ("truncation.rule", "nucelus", "must be one of nucleus, top_n_sigma, typical, eta, mirostat"),
+    ("truncation.rule", 0, "must be one of nucleus"),
+    ("truncation.rule", ["eta"], "must be one of nucleus"),
+    ("truncation.sigmas", -0.1, "must lie in"),
+    ("truncation.typical_mass", 0, "must lie in"),
+    ("truncation.typical_mass", 1.01, "must lie in"),
+    ("truncation.eta_epsilon", -1e-9, "must lie in"),
+    ("truncation.mirostat_target", "low", "must be a number"),
+    ("truncation.mirostat_rate", -1, "must lie in"),
+    ("branch.width", 0, r"must lie in \[1, 8\]"),
+    ("branch.width", 9, r"must lie in \[1, 8\]"),
+    ("branch.width", 2.0, "must be an integer"),
+    ("branch.depth", 0, r"must lie in \[1, 32\]"),
+    ("branch.depth", 33, r"must lie in \[1, 32\]"),
+    ("branch.temperature", 0, "must lie in"),
+    ("branch.rollout_temperature", -1, "must lie in"),
+    ("branch.noise", -1, "must lie in"),
+    ("branch.min_p", 1.01, "must lie in"),
+    ("branch.top_p", 0, "must lie in"),
+    ("branch.commit_all", 1, "must be true or false"),
+    ("branch.margin", -0.1, "must lie in"),
+    ("branch.per_row", -1, "must lie in"),
+    ("backspace.per_position", 9, r"must lie in \[0, 8\]"),
+    ("backspace.per_position", True, "must be an integer"),
+    ("backspace.per_row", -1, "must lie in"),
+    ("edt.base", 0, "must lie in"),
+    ("edt.base", 1.5, "must lie in"),
+    ("edt.theta", -0.1, "must lie in"),
     ("repetition.penalty", 0, "must lie in"),
     ("loop.max_period", 33, "must lie in"),
     ("loop.repeats", 17, "at most 256"),  # times 16
@@ -273,9 +395,10 @@ def test_both_ends_of_a_range_are_allowed() -> None:
 def test_the_model_decides_about_layers_and_thoughts() -> None:
     with pytest.raises(UserError, match="has 3 weights, the model has 2 layers"):
         params_of("entropix", {"metrics.layers": [1, 1, 1]})
-    assert params_of("entropix", {"inject.thought": "x" * 64}).inject.thought_length == 64
-    with pytest.raises(UserError, match="65 tokens long, at most 64"):
-        params_of("entropix", {"inject.thought": "x" * 65})
+    assert params_of("entropix", {"inject.thought": "x" * 64}).inject.lengths[0] == 64
+    for thought in ("x" * 65, ["a", "x" * 65, "x" * 66]):
+        with pytest.raises(UserError, match=r"inject\.thought is 65 tokens long, at most 64"):
+            params_of("entropix", {"inject.thought": thought})
 
 
 def test_missing_keys(tmp_path: Path) -> None:
@@ -331,6 +454,49 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "not UTF-8" in refused(str(tmp_path / "latin.toml"))
 
 
+# An arm of one's own
+
+
+def cautious(metrics: Metrics, params: SamplerParams, row: RowView) -> Proposal:
+    """One draw, cooler the more there is to choose from."""
+    return draw(SAMPLE, params, temperature=params.base.temperature / (1.0 + metrics.entropy))
+
+
+def test_an_arm_of_ones_own() -> None:
+    """It stands beside the others, under its name, through all that makes a sampler."""
+    sampler = ENTROPIX.with_arm("cautious", cautious).with_values({"arms.mid": "cautious"})
+    assert [*sampler.arms] == [*ARMS, "cautious"]
+    assert sampler.calibrated(Path("nowhere")).arms == sampler.arms
+    params = sampler.params(num_layers=2, epsilon=EPSILON, encode=encode)
+    assert params.arms.tolist() == [*params_of("entropix").arms[:-1], len(ARMS)]
+    row = RowView(*[jnp.asarray(True)] * 3)
+    point = metrics_of(entropy=3.0)
+    own = propose(params.arms[-1], point, params, row, tuple(sampler.arms.values()))
+    assert float(own.temperature) == pytest.approx(0.666 / 4)
+    for arm in range(len(ARMS)):  # the others are where they were
+        one, other = (
+            propose(jnp.int32(arm), point, params, row, tuple(arms.values()))
+            for arms in (ARMS, sampler.arms)
+        )
+        assert jax.tree.leaves(one) == jax.tree.leaves(other)
+    two = sampler.with_arm("bold", cautious).with_values({"arms.lelv": "bold"})
+    params = two.params(num_layers=2, epsilon=EPSILON, encode=encode)
+    assert [params.arms[0], params.arms[-1]] == [len(ARMS) + 1, len(ARMS)]
+
+
+def test_arms_are_told_apart_by_their_names() -> None:
+    own = ENTROPIX.with_arm("cautious", cautious)
+    for name in ("argmax", "edt", "cautious"):
+        with pytest.raises(UserError, match=f"'entropix': there is an arm '{name}' already"):
+            own.with_arm(name, cautious)
+    with pytest.raises(UserError, match=r"arms.mid = 'cauti': must be one of argmax, .*, cautious"):
+        own.with_values({"arms.mid": "cauti"})
+    # A sampler knows its own arms, and nobody else's.
+    with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*edt$"):
+        ENTROPIX.with_values({"arms.mid": "cautious"})
+    assert "cautious" not in ARMS
+
+
 # Files that extend others
 
 
@@ -375,6 +541,7 @@ def test_a_file_may_bear_the_name_of_a_preset(tmp_path: Path) -> None:
         ("[1, 2]", [1, 2]),
         ('["entropy < 1"]', ["entropy < 1"]),
         ('"5"', "5"),
+        ('["a", "b"]', ["a", "b"]),
         ("argmax", "argmax"),
         (" Wait...", " Wait..."),
         ("", ""),

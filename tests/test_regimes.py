@@ -1,14 +1,23 @@
 """The regime table at and around every bound, and the loop guard against a plain Python oracle."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, REGIMES, LoopParams, SamplerParams
+from entropix_jax.sampler.params import (
+    LOOP_WINDOW,
+    MAX_PERIOD,
+    QUANTITIES,
+    REGIMES,
+    LoopParams,
+    SamplerParams,
+)
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify, is_looping
 from tests.samplers import batch_of, metrics_of, params_of
@@ -47,6 +56,7 @@ def test_worked_scenarios() -> None:
         ("document-000", ([0.1, 3.0, 5.0], [0.1, 5.0])),
         ("document-001", ([0.1, 3.0, 5.0], [0.1, 5.0])),
         ("entropix", ([0.3, 2.5], [1.2, 2.5])),
+        ("document-004", ([0.3, 2.5], [1.2, 2.5])),
     ],
 )
 def test_every_bound(preset: str, bounds: tuple[list[float], list[float]]) -> None:
@@ -58,6 +68,13 @@ def test_every_bound(preset: str, bounds: tuple[list[float], list[float]]) -> No
             boxes = {
                 "lelv": h < f(0.3) and u < f(1.2),
                 "helv": h > f(2.5) and u < f(1.2),
+                "lehv": h < f(2.5) and u > f(2.5),
+                "hehv": h > f(2.5) and u > f(2.5),
+            }
+        elif preset == "document-004":  # HELV reaches from h1 on, and up to u2
+            boxes = {
+                "lelv": h < f(0.3) and u < f(1.2),
+                "helv": h > f(0.3) and u < f(2.5),
                 "lehv": h < f(2.5) and u > f(2.5),
                 "hehv": h > f(2.5) and u > f(2.5),
             }
@@ -149,6 +166,68 @@ def test_bounds_differ_from_row_to_row() -> None:
     points = jax.tree.map(lambda x: jnp.stack([x] * len(rows)), metrics)
     found = [REGIMES[i] for i in classify_each(points, batch_of(*rows))]
     assert found == ["helv", "helv", "mid", "hehv"]
+
+
+def box_by_hand(values: Mapping[str, Any], point: Mapping[str, float]) -> str:
+    """The first box all of whose written conditions hold, in float32."""
+    for box in REGIMES[:-1]:
+        holds = True
+        for condition in values[f"regimes.{box}"]:
+            quantity, sign, bound = condition.split()
+            number = np.float32(values.get(f"thresholds.{bound}", bound))
+            x = np.float32(point[quantity])
+            holds &= bool(x < number if sign == "<" else x > number)
+        if holds:
+            return box
+    return "mid"
+
+
+def bounds_of(values: Mapping[str, Any], quantity: str) -> list[float]:
+    conditions = [c.split() for box in REGIMES[:-1] for c in values[f"regimes.{box}"]]
+    bounds = {values.get(f"thresholds.{b}", b) for q, _, b in conditions if q == quantity}
+    return sorted(map(float, bounds))
+
+
+WITH_ATTENTION = {
+    "regimes.lelv": ["entropy < h1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
+    "regimes.helv": ["entropy > h2", "varentropy < u1", "attn_entropy_norm > 0.4"],
+    "regimes.lehv": ["varentropy > u2", "agreement < 0.3", "agreement > 0.1"],
+    "regimes.hehv": ["entropy > 1", "entropy < 4", "varentropy > u1"],
+}
+
+
+def test_every_bound_of_every_row() -> None:
+    """All four quantities on, just below and just above every bound, in every combination, each
+    row of one batch by its own bounds."""
+    samplers = [
+        load_sampler("entropix"),
+        load_sampler("document-001"),
+        load_sampler("document-004").with_values({"thresholds.h1": 1.0, "thresholds.u2": 3.5}),
+        load_sampler("entropix").with_values(WITH_ATTENTION),
+        load_sampler("entropix").with_values({**WITH_ATTENTION, "thresholds.h2": 3.75}),
+    ]
+    whose, points, expected = [], [], []
+    for i, sampler in enumerate(samplers):
+        values = [
+            [*itertools.chain(*map(around, bounds_of(sampler.values, q)))] or [0.5]
+            for q in QUANTITIES
+        ]
+        for numbers in itertools.product(*values):
+            point = dict(zip(QUANTITIES, numbers, strict=True))
+            whose.append(i)
+            points.append(point)
+            expected.append(box_by_hand(sampler.values, point))
+    order = np.random.default_rng(0).permutation(len(points))
+    params = batch_of(*(params_of(sampler.name, sampler.values) for sampler in samplers))
+    rows = jax.tree.map(lambda x: x[np.array(whose)[order]], params)
+    columns = {q: np.array([p[q] for p in points], np.float32)[order] for q in QUANTITIES}
+    metrics = metrics_of()
+    metrics = replace(metrics, **dict.fromkeys(vars(metrics), jnp.zeros(len(points))))
+    metrics = replace(metrics, **{q: jnp.asarray(x) for q, x in columns.items()})
+    found = [REGIMES[i] for i in classify_each(metrics, rows).tolist()]
+    assert found == [expected[i] for i in order]
+    for i in range(len(samplers)):
+        assert {e for w, e in zip(whose, expected, strict=True) if w == i} == {*REGIMES}
 
 
 # The loop guard

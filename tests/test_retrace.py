@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.decode import decode, prefill
+from entropix_jax.decode import answer, decode, prefill
+from entropix_jax.decode_state import Recording
 from entropix_jax.sampler import draw
-from entropix_jax.sampler.presets import preset_names
+from entropix_jax.sampler.arms import ARMS, BRANCH, INJECT
+from entropix_jax.sampler.params import QUANTITIES, REGIMES, RULES, SamplerParams, scalars
+from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sample import choose, init_sampler_state
 from tests.samplers import (
     Job,
@@ -24,6 +27,7 @@ from tests.samplers import (
     start,
     tiny_model,
 )
+from tests.test_presets import other_value
 from tests.test_sample import VOCAB, rows_of
 
 MODEL = tiny_model()
@@ -36,6 +40,14 @@ CHANGES: dict[str, Callable[[], Job]] = {
     "arms": lambda: replace(BASE, sampler=params_of("entropix", {"arms.mid": "argmax"})),
     "thought": lambda: replace(
         BASE, sampler=params_of("entropix", {"inject.thought": "much longer"})
+    ),
+    "thoughts": lambda: replace(
+        BASE, sampler=params_of("entropix", {"inject.thought": ["one", "", "two", "three"]})
+    ),
+    "rule": lambda: replace(BASE, sampler=params_of("mirostat")),
+    "no branches": lambda: replace(BASE, sampler=params_of("document-001")),
+    "deep branches": lambda: replace(
+        BASE, sampler=params_of("entropix", {"branch.depth": 32, "branch.noise": 1.0})
     ),
     "bans": lambda: replace(BASE, sampler=params_of("entropix", {"draw.bans": [1, 2, 3]})),
     "penalty": lambda: replace(BASE, sampler=params_of("entropix", {"repetition.penalty": 1.3})),
@@ -72,6 +84,59 @@ def test_nothing_is_compiled_for(change: str, compiled: tuple[int, int]) -> None
     assert programs() == compiled
 
 
+ENTROPIX = load_sampler("entropix").values
+
+# Every key of a sampler with another value than the default's.
+OTHER: dict[str, list[Any]] = {
+    **{key: [other_value(key, ENTROPIX[key])] for key in scalars()},
+    **{f"arms.{regime}": [*ARMS] for regime in REGIMES},
+    **{
+        f"regimes.{box}": [[], [f"{quantity} > 0.5" for quantity in QUANTITIES]]
+        for box in REGIMES[:-1]
+    },
+    "thresholds.h1": [0.01],
+    "thresholds.h2": [3.0],
+    "thresholds.u1": [0.5],
+    "thresholds.u2": [5.0],
+    "thresholds.calibrated": [False],
+    "metrics.attn_entropy": ["raw"],
+    "metrics.agreement": ["published"],
+    "metrics.layers": ["last", [0, 2.5]],
+    "metrics.noise_floor": [True],
+    "truncation.rule": [*RULES],
+    "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
+    "draw.bans": [[*range(16)]],
+}
+
+
+def test_nothing_is_compiled_for_any_setting(compiled: tuple[int, int]) -> None:
+    """Every key that a sampler has, one after the other in the same compiled step."""
+    assert set(OTHER) == set(ENTROPIX)
+    config, params = MODEL
+    base = jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), params_of("entropix"))
+
+    def step(sampler: SamplerParams) -> None:
+        decode(
+            params,
+            batch_of(sampler),
+            jnp.asarray((-1, -1), jnp.int32),
+            start(config, params, [BASE], 64),
+            jnp.int32(1),
+            config=config,
+            window=64,
+            max_steps=32,
+            recording=Recording(),
+        )
+
+    for key, values in OTHER.items():
+        for value in values:
+            sampler = params_of("entropix", {key: value})
+            kinds = jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), sampler)
+            assert kinds == base, (key, value)
+            step(sampler)
+            assert programs() == compiled, (key, value)
+
+
 def test_nothing_is_compiled_for_other_chunks_and_end_tokens(compiled: tuple[int, int]) -> None:
     generate(MODEL, [BASE], chunks=(3, 1, 8), eos_ids=(17, 4))
     assert programs() == compiled
@@ -84,13 +149,16 @@ def test_the_guard_would_notice(compiled: tuple[int, int]) -> None:
 
 
 def test_choose_is_traced_once() -> None:
-    traced = jax.jit(chex.assert_max_traces(choose, n=1))
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def traced(logits: Any, stats: Any, sampler: Any, state: Any, rows: Any) -> Any:
+        return choose(logits, stats, sampler, state, rows, tuple(ARMS.values()))
+
     for i, preset in enumerate(preset_names()):
         logits = jnp.asarray(np.random.default_rng(i).normal(size=(2, VOCAB)), jnp.float32)
         rows = rows_of(2, list(range(1, 3 + i)), generated=i, remaining=50 - i, seed=i)
-        traced(
-            logits, attn_stats(2), batch_of(*[params_of(preset)] * 2), init_sampler_state(2), rows
-        )
+        sampler = batch_of(*[params_of(preset)] * 2)
+        traced(logits, attn_stats(2), sampler, init_sampler_state(2, VOCAB), rows)
 
 
 def test_the_draw_is_traced_once() -> None:
@@ -98,12 +166,29 @@ def test_the_draw_is_traced_once() -> None:
     traced = jax.jit(chex.assert_max_traces(draw.truncated_draw, n=1))
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300)), jnp.float32)
     uniforms = jnp.full((2, 1), 0.5)
+    truncation = batch_of(*[params_of("entropix")] * 2).truncation
     kept = [
-        traced(logits, proposal_of(*rules), uniforms).kept.tolist()
+        traced(logits, proposal_of(*rules), uniforms, truncation, jnp.full(2, 6.0)).kept.tolist()
         for rules in (
             ([1.0, 1.0], 0, 1.0, 0.0),
-            ([0.0, 1.0], 5, 1.0, 0.0),
+            ([0.0, 1.0], 5, 1.0, 0.0, 1, ["mirostat", "nucleus"]),
             ([1.0, 2.0], 0, 0.5, 0.1),
+            *(([1.0, 2.0], 0, 1.0, 0.0, 1, [rule, "nucleus"]) for rule in RULES),
         )
     ]
     assert kept[:2] == [[300, 300], [1, 5]]
+
+
+def test_nothing_is_compiled_for_an_answer() -> None:
+    """Whichever row waits, whatever it is told."""
+    config, params = MODEL
+    jitted: Any = answer
+    jobs = [BASE, replace(BASE, row_id="1")]
+    state = start(config, params, jobs, 64)
+    before = None
+    for row, number, action, cooldown in ((0, 0, INJECT, 1), (1, 5, BRANCH, 8), (0, 64, INJECT, 0)):
+        tokens = jnp.arange(64, dtype=jnp.int32)
+        values = (jnp.int32(x) for x in (number, action, cooldown))
+        state = answer(state, jnp.int32(row), tokens, *values)
+        assert before in (None, jitted._cache_size())
+        before = jitted._cache_size()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +12,17 @@ import numpy as np
 import pytest
 
 from entropix_jax.metrics import noise_floor
-from entropix_jax.sampler.arms import ACTIONS
+from entropix_jax.sampler.arms import ACTIONS, ARMS, INJECT
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.params import MAX_DRAWS, REGIMES, SamplerParams
-from entropix_jax.sampler.sample import Choice, Rows, SamplerState, choose, init_sampler_state
+from entropix_jax.sampler.sample import (
+    Choice,
+    Rows,
+    SamplerState,
+    begin_thoughts,
+    choose,
+    init_sampler_state,
+)
 from tests.samplers import EPSILON, PLAIN, attn_stats, batch_of, params_of
 
 VOCAB = 128
@@ -22,7 +30,8 @@ SLOTS = 96
 PROMPT = 4
 MANY = 64  # rows, where frequencies count
 
-choose_jit = jax.jit(choose)
+choose_jit = jax.jit(partial(choose, arms=tuple(ARMS.values())))
+begin_thoughts = jax.jit(begin_thoughts)
 
 
 def rows_of(
@@ -32,6 +41,7 @@ def rows_of(
     generated: int = 0,
     remaining: int = 50,
     seed: int = 0,
+    asks: bool = False,
 ) -> Rows:
     """Rows that hold the same tokens under different ids. Junk follows the tokens."""
     slots = np.full((batch, SLOTS), VOCAB - 1, np.int32)
@@ -42,6 +52,7 @@ def rows_of(
         length=jnp.full(batch, len(history), jnp.int32),
         generated=jnp.full(batch, generated, jnp.int32),
         remaining=jnp.full(batch, remaining, jnp.int32),
+        asks=jnp.full(batch, asks),
     )
 
 
@@ -50,7 +61,7 @@ def choose_once(
 ) -> Choice:
     """One step of rows that share their parameters."""
     batch = logits.shape[0]
-    state = state or init_sampler_state(batch)
+    state = state or init_sampler_state(batch, VOCAB)
     sampler = batch_of(*[params] * batch)
     return choose_jit(jnp.asarray(logits, jnp.float32), attn_stats(batch), sampler, state, rows)[0]
 
@@ -85,9 +96,10 @@ def test_a_regime_is_served_by_its_arm(regime: str) -> None:
     params = params_of("entropix", BOUNDS)
     choice = choose_once(logits_for(regime)[None], params, rows_of(1))
     expected = dict(
-        zip(REGIMES, ("argmax", "inject", "explore", "resample", "adaptive"), strict=True)
+        # In the first step there is nothing that could be taken back.
+        zip(REGIMES, ("argmax", "inject", "branch", "resample", "adaptive"), strict=True)
     )
-    assert REGIMES[int(choice.regime[0])] == regime
+    assert REGIMES[int(choice.observation.regime[0])] == regime
     assert ACTIONS[int(choice.proposal.action[0])] == expected[regime]
     # The table of arms is a setting.
     params = params_of("entropix", {**BOUNDS, f"arms.{regime}": "sample"})
@@ -117,10 +129,15 @@ def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
     assert choice.finite.tolist() == [True, False, True, True]
     for row in (0, 2, 3):
         assert int(choice.token[row]) == int(clean.token[row])
-        assert float(choice.metrics.entropy[row]) == float(clean.metrics.entropy[row])
+        entropies = [c.observation.metrics.entropy[row] for c in (choice, clean)]
+        assert float(entropies[0]) == float(entropies[1])
 
 
 # Thoughts
+
+
+# The arms of documents 000 and 001: what follows is about thoughts.
+DRAWING: Mapping[str, Any] = {"arms.lehv": "explore", "arms.hehv": "resample"}
 
 
 class Play:
@@ -128,30 +145,40 @@ class Play:
 
     def __init__(self, *, budget: int = 60, **changes: Any) -> None:
         settings = {key.replace("__", "."): value for key, value in changes.items()}
-        self.params = params_of("entropix", {**BOUNDS, "loop.max_period": 0, **settings})
+        settings = {**BOUNDS, **DRAWING, "loop.max_period": 0, **settings}
+        self.sampler = batch_of(params_of("entropix", settings))
         self.budget = budget
         self.tokens = list(range(1, 1 + PROMPT))
-        self.state = init_sampler_state(1)
+        self.ahead: list[int] = []  # what stands in the history past the tokens
+        self.state = init_sampler_state(1, VOCAB)
         self.actions: list[str] = []
         self.regimes: list[str] = []
         self.choices: list[Choice] = []
 
-    def play(self, script: str) -> str:
+    def play(self, script: str, top: int = 9) -> str:
         """Steps in the regimes of a script (l LELV, h HELV, e LEHV, r HEHV, m MID). Returns the
         actions: i inject, a argmax, s sample, and so on by first letters (d: adaptive)."""
         names = {"l": "lelv", "h": "helv", "e": "lehv", "r": "hehv", "m": "mid"}
         before = len(self.actions)
         for letter in script:
             generated = len(self.tokens) - PROMPT
-            rows = rows_of(1, self.tokens, generated=generated, remaining=self.budget - generated)
-            logits = jnp.asarray(logits_for(names[letter]))[None]
+            history = [*self.tokens, *self.ahead]
+            rows = rows_of(1, history, generated=generated, remaining=self.budget - generated)
+            rows = replace(rows, length=jnp.full_like(rows.length, len(self.tokens)))
+            logits = jnp.asarray(logits_for(names[letter], top))[None]
+            turn = self.state.tally.injections
             # Attention statistics with E = 2 bits over 16 keys: normalised 0.5.
             choice, self.state = choose_jit(
-                logits, attn_stats(1, entropy=2.0), batch_of(self.params), self.state, rows
+                logits, attn_stats(1, entropy=2.0), self.sampler, self.state, rows
             )
+            # What the step does with a choice.
+            begins = choice.begins & (choice.proposal.action == INJECT)
+            slots = begin_thoughts(rows.history, rows.length, begins, self.sampler.inject, turn)
             self.tokens.append(int(choice.token[0]))
+            queued, length = int(self.state.tally.queued[0]), len(self.tokens)
+            self.ahead = slots[0, length : length + queued].tolist()
             self.actions.append(ACTIONS[int(choice.proposal.action[0])])
-            self.regimes.append(REGIMES[int(choice.regime[0])])
+            self.regimes.append(REGIMES[int(choice.observation.regime[0])])
             self.choices.append(choice)
         letters = {"adaptive": "d"}
         return "".join(letters.get(action, action[0]) for action in self.actions[before:])
@@ -177,7 +204,7 @@ def test_forced_tokens_carry_their_own_numbers() -> None:
     assert float(row.choices[1].logprob[0]) == pytest.approx(
         -60, rel=1e-3
     )  # of "b", not of the top
-    assert float(row.choices[1].metrics.entropy[0]) == pytest.approx(0, abs=1e-5)
+    assert float(row.choices[1].observation.metrics.entropy[0]) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("thought", ["x", "xyz"])
@@ -222,14 +249,15 @@ def test_confidence_within_the_thought_does_not() -> None:
 
 
 def test_a_cooldown_of_zero() -> None:
+    """The next thought may begin as soon as the row does not end in one."""
     row = Play(inject__thought="xy", inject__cooldown=0)
-    assert row.play("hhhhmh") == "iiiidi"
-    assert row.generated[:4] == [*b"xyxy"]
+    assert row.play("hhmhhhh") == "iidiisi"
+    assert [*row.generated[:2], *row.generated[3:5], row.generated[6]] == [*b"xyxyx"]
 
 
 def test_the_thought_of_the_documents_is_one_token() -> None:
     params = params_of("document-001", encode=lambda text: [99] if text == " ..." else [])
-    assert params.inject.thought_length == 1
+    assert params.inject.lengths.tolist() == [1, 0, 0, 0]
     choice = choose_once(logits_for("helv")[None], params, rows_of(1))
     assert int(choice.token[0]) == 99
     assert ACTIONS[int(choice.proposal.action[0])] == "inject"
@@ -241,7 +269,7 @@ def test_a_thought_that_does_not_fit_is_not_begun() -> None:
     too_long = Play(budget=5, inject__thought="abc")
     assert too_long.play("mmmhh") == "dddss"
     # It does not start a cooldown either: the row could go on if its budget grew.
-    assert int(too_long.state.cooldown[0]) == 0
+    assert int(too_long.state.tally.cooldown[0]) == 0
 
 
 def test_without_a_thought_nothing_is_injected() -> None:
@@ -255,16 +283,133 @@ def test_the_longest_thought() -> None:
     assert row.generated[:64] == [*thought.encode()]
 
 
+def test_thoughts_take_turns() -> None:
+    """Document 002: what is injected alternates; each has its own length."""
+    row = Play(inject__thought=["ab", "c", "xyz"], inject__cooldown=1)
+    assert row.play("h" * 13) == "iisisiiisiisi"
+    spoken = [t for t, a in zip(row.generated, row.actions, strict=True) if a == "inject"]
+    assert spoken == [*b"abcxyzabc"]
+
+
+def test_a_thought_that_does_not_fit_keeps_its_turn() -> None:
+    """A shorter one does not take it."""
+    row = Play(budget=5, inject__thought=["a", "bcd"], inject__cooldown=1)
+    assert row.play("hhhhh") == "isiii"
+    short = Play(budget=4, inject__thought=["a", "bcd"], inject__cooldown=1)
+    assert short.play("hhhh") == "isss"
+
+
+@pytest.mark.parametrize("cap", [0, 1, 2, 5])
+def test_a_row_has_its_number_of_thoughts(cap: int) -> None:
+    """Past it HELV draws as it does while a thought cools down."""
+    row = Play(inject__thought=["ab", "c"], inject__cooldown=0, inject__per_row=cap)
+    # Each is followed by a draw: a row that has just asked does not ask again.
+    expected = "".join(["iis", "is"][i % 2] for i in range(cap))
+    assert row.play("h" * 20) == expected + "s" * (20 - len(expected))
+    assert int(row.state.tally.injections[0]) == cap
+
+
+def test_turns_and_caps_differ_from_row_to_row() -> None:
+    """One step of one batch: whose turn it is follows from the row's own count."""
+    thoughts = {"inject.thought": ["ab", "c", "xyz"]}
+    caps = [10, 10, 10, 2, 3]
+    params = [params_of("entropix", {**BOUNDS, **thoughts, "inject.per_row": c}) for c in caps]
+    params.append(params_of("entropix", {**BOUNDS, "inject.thought": "q"}))
+    state = init_sampler_state(6, VOCAB)
+    begun = jnp.asarray([0, 1, 5, 2, 2, 2])
+    state = replace(state, tally=replace(state.tally, injections=begun))
+    logits = jnp.asarray(np.tile(logits_for("helv"), (6, 1)))
+    sampler, rows = batch_of(*params), rows_of(6)
+    choice, state = choose_jit(logits, attn_stats(6), sampler, state, rows)
+    fires = [True, True, True, False, True, True]
+    assert choice.begins.tolist() == fires
+    expected = [b"ab", b"c", b"xyz", b"", b"xyz", b"q"]
+    history = begin_thoughts(rows.history, rows.length, choice.begins, sampler.inject, begun)
+    for row, text in enumerate(expected):
+        slots = [1, 2, 3, 4, *text, *[VOCAB - 1] * (SLOTS - PROMPT - len(text))]
+        assert history[row].tolist() == slots
+        assert not text or int(choice.token[row]) == text[0]
+        assert int(state.tally.queued[row]) == max(len(text) - 1, 0)
+    assert state.tally.injections.tolist() == [1, 2, 6, 2, 3, 3]
+
+
+def fires(thoughts: Sequence[str], histories: Sequence[Sequence[int]]) -> list[bool]:
+    """Whether a thought begins in each row of one batch, all of them in HELV."""
+    batch = len(histories)
+    params = params_of("entropix", {**BOUNDS, "inject.thought": [*thoughts]})
+    slots = np.full((batch, SLOTS), VOCAB - 1, np.int32)
+    for row, history in enumerate(histories):
+        slots[row, : len(history)] = history
+    length = jnp.asarray([len(history) for history in histories], jnp.int32)
+    rows = replace(rows_of(batch), history=jnp.asarray(slots), length=length)
+    return choose_once(np.tile(logits_for("helv"), (batch, 1)), params, rows).begins.tolist()
+
+
+def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
+    """Documents 000 and 001. Whoever wrote the question: the row's last tokens count, no others,
+    and no other row's."""
+    rows = [
+        ([1, 2, *b"abc"], False),
+        ([*b"abc"], False),  # all there is
+        ([1, 2, *b"abc", 3], True),
+        ([*b"abcab"], True),
+        ([*b"bc"], True),
+        ([1, 2, 3, 4], True),
+        ([1, *b"xy"], False),  # either of the thoughts
+        ([1, *b"x"], True),
+        ([*b"abcxy"], False),
+        ([*b"ab", 1, ord("c")], True),
+    ]
+    assert fires(["abc", "xy"], [row for row, _ in rows]) == [wanted for _, wanted in rows]
+    # The slots past a row's end hold the last token of the vocabulary.
+    assert fires([chr(VOCAB - 1)], [[1, 2]]) == [True]
+    assert fires(["a" + chr(VOCAB - 1)], [[1, ord("a")]]) == [True]
+
+
+def test_a_row_shorter_than_a_thought_has_not_asked() -> None:
+    """What lies before its first token is no token."""
+    assert fires(["\x05\x05"], [[5], [5, 5], [5, 6]]) == [True, False, True]
+    rows = [[ord("a")] * n for n in (1, 39, 40, 41)]
+    assert fires(["a" * 40], rows) == [True, True, False, False]
+
+
+def test_a_question_of_the_models_own() -> None:
+    """The model writes the thought's token by itself: no thought follows it."""
+    row = Play(inject__thought="\t", inject__cooldown=0)
+    assert row.play("lhhm") == "asid"  # the most likely token is 9, which is "\t"
+    assert row.generated[0] == 9
+    # One that writes another token.
+    assert Play(inject__thought="\t", inject__cooldown=0).play("lh", top=8) == "ai"
+
+
 def play_by_hand(
-    script: str, thought: str, cooldown: int, until_confident: bool, budget: int
+    script: str,
+    tokens: Sequence[int],
+    thoughts: Sequence[bytes],
+    *,
+    cooldown: int,
+    until_confident: bool,
+    budget: int,
+    per_row: int,
 ) -> tuple[str, list[int | None]]:
-    """The oracle of section 4: actions, and the tokens that are forced."""
-    actions, waiting = "", 0
+    """The oracle of section 4: actions, and the tokens that are forced. `tokens` are those of the
+    row, the prompt's first."""
+    actions, waiting, begun = "", 0, 0
     forced: list[int | None] = []
     queue: list[int] = []
     for i, letter in enumerate(script):
-        if not queue and letter == "h" and waiting == 0 and 0 < len(thought) <= budget - i:
-            queue = [*thought.encode()]
+        before = bytes(tokens[: PROMPT + i])
+        thought = thoughts[begun % len(thoughts)] if thoughts else b""
+        if (
+            not queue
+            and letter == "h"
+            and waiting == 0
+            and begun < per_row
+            and 0 < len(thought) <= budget - i
+            and not any(map(before.endswith, thoughts))
+        ):
+            queue = [*thought]
+            begun += 1
         if queue:
             actions += "i"
             forced.append(queue.pop(0))
@@ -279,19 +424,29 @@ def play_by_hand(
     return actions, forced
 
 
-@pytest.mark.parametrize("case", range(24))
+THOUGHTS = ["", "a", "abc", "abcdefg", ["ab", "c"], "\t", ["\t\t", "x"], ["q", "r", "stu", "\t"]]
+
+
+@pytest.mark.parametrize("case", range(32))
 def test_random_rows_against_the_oracle(case: int) -> None:
     rng = np.random.default_rng(case)
+    thought = THOUGHTS[case % len(THOUGHTS)]
     settings: dict[str, Any] = {
-        "thought": ["", "a", "abc", "abcdefg"][case % 4],
         "cooldown": int(rng.integers(0, 6)),
         "until_confident": bool(rng.random() < 0.5),
+        "per_row": int(rng.choice([1, 3, 100])),
     }
     budget = int(rng.integers(20, 41))
     script = "".join(rng.choice(list("hhhlmer"), size=budget))
-    row = Play(budget=budget, **{f"inject__{key}": value for key, value in settings.items()})
+    row = Play(
+        budget=budget,
+        inject__thought=thought,
+        **{f"inject__{key}": value for key, value in settings.items()},
+    )
     actions = row.play(script)
-    expected, forced = play_by_hand(script, **settings, budget=budget)
+    texts = [thought] if isinstance(thought, str) else thought
+    encoded = [text.encode() for text in texts if text]
+    expected, forced = play_by_hand(script, row.tokens, encoded, **settings, budget=budget)
     assert actions == expected
     for token, wanted in zip(row.generated, forced, strict=True):
         assert wanted is None or token == wanted
@@ -302,20 +457,83 @@ def test_rows_think_each_for_itself() -> None:
     params = [
         params_of("entropix", {**BOUNDS, "inject.thought": t}) for t in ("abc", "abc", "abc", "")
     ]
-    state = replace(
-        init_sampler_state(4),
-        queue=jnp.zeros((4, 64), jnp.int32).at[1, :2].set(jnp.asarray([70, 71])),
+    state = init_sampler_state(4, VOCAB)
+    tally = replace(
+        state.tally,
         queued=jnp.asarray([0, 2, 0, 0]),
+        queue_action=jnp.full(4, INJECT, jnp.int32),
         cooldown=jnp.asarray([0, 0, 5, 0]),
     )
+    rows = rows_of(4)
+    ahead = jnp.asarray([70, 71], jnp.int32)
+    rows = replace(rows, history=rows.history.at[1, PROMPT : PROMPT + 2].set(ahead))
     logits = jnp.asarray(np.tile(logits_for("helv"), (4, 1)))
-    choice, state = choose_jit(logits, attn_stats(4), batch_of(*params), state, rows_of(4))
+    sampler = batch_of(*params)
+    choice, state = choose_jit(logits, attn_stats(4), sampler, replace(state, tally=tally), rows)
     assert choice.token[:2].tolist() == [ord("a"), 70]
     assert [ACTIONS[i] for i in choice.proposal.action] == ["inject", "inject", "sample", "sample"]
-    assert state.queued.tolist() == [2, 1, 0, 0]
-    assert state.queue[0, :2].tolist() == [*b"bc"]
-    assert state.queue[1, 0] == 71
-    assert state.cooldown.tolist() == [0, 0, 4, 0]
+    assert choice.begins.tolist() == [True, False, False, False]
+    assert state.tally.queued.tolist() == [2, 1, 0, 0]
+    assert state.tally.cooldown.tolist() == [0, 0, 4, 0]
+    assert state.last.was_drawn.tolist() == [False, False, True, True]
+    history = begin_thoughts(
+        rows.history, rows.length, choice.begins, sampler.inject, tally.injections
+    )
+    assert history[0, PROMPT : PROMPT + 3].tolist() == [*b"abc"]
+    np.testing.assert_array_equal(history[1:], rows.history[1:])
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("action", ["inject", "branch"])
+def test_forced_tokens_stand_in_the_history(regime: str, action: str) -> None:
+    """Whatever regime is measured, they are taken as they stand, and tell what they are for."""
+    params = params_of("entropix", {**BOUNDS, "inject.cooldown": 6})
+    state = init_sampler_state(2, VOCAB)
+    tally = replace(
+        state.tally,
+        queued=jnp.asarray([2, 1]),
+        queue_action=jnp.full(2, ACTIONS.index(action), jnp.int32),
+        cooldown=jnp.asarray([4, 4]),
+    )
+    state = replace(state, tally=tally, last=replace(state.last, was_drawn=jnp.ones(2, bool)))
+    rows = rows_of(2)
+    ahead = jnp.asarray([[70, 71], [72, 73]], jnp.int32)
+    rows = replace(rows, history=rows.history.at[:, PROMPT : PROMPT + 2].set(ahead))
+    logits = jnp.asarray(np.tile(logits_for(regime), (2, 1)))
+    choice, state = choose_jit(logits, attn_stats(2), batch_of(params, params), state, rows)
+    assert choice.token.tolist() == [70, 72]
+    assert [REGIMES[i] for i in choice.observation.regime] == [regime] * 2
+    assert [ACTIONS[i] for i in choice.proposal.action] == [action] * 2
+    assert choice.begins.tolist() == [False, False]
+    assert state.tally.queued.tolist() == [1, 0]
+    # Only a thought's last token starts a cooldown.
+    assert state.tally.cooldown.tolist() == [3, 6 if action == "inject" else 3]
+    counters = [state.tally.injections, state.tally.branchings, state.tally.retractions]
+    assert [counter.tolist() for counter in counters] == [[0, 0]] * 3
+    assert state.last.was_drawn.tolist() == [False, False]
+    wide = np.asarray(logits, np.float64)
+    expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(choice.logprob, expected[[0, 1], [70, 72]], rtol=1e-5)
+
+
+def test_where_the_text_is_asked_for_no_thought_need_be_configured() -> None:
+    """Nor fit: what will be written is not known yet. The rest holds as ever."""
+    logits = logits_for("helv")[None]
+
+    def begins(thought: str, *, asks: bool, history: Sequence[int] = (1, 2), **tally: int) -> bool:
+        params = params_of("entropix", {**BOUNDS, "inject.thought": thought, "inject.per_row": 2})
+        state = init_sampler_state(1, VOCAB)
+        counts = {name: jnp.asarray([value]) for name, value in tally.items()}
+        state = replace(state, tally=replace(state.tally, **counts))
+        rows = rows_of(1, history, remaining=2, asks=asks)
+        return bool(choose_once(logits, params, rows, state).begins[0])
+
+    assert [begins(thought, asks=True) for thought in ("", "ab", "abc")] == [True] * 3
+    assert [begins(thought, asks=False) for thought in ("", "ab", "abc")] == [False, True, False]
+    assert not begins("ab", asks=True, cooldown=1)
+    assert begins("ab", asks=True, injections=1)
+    assert not begins("ab", asks=True, injections=2)
+    assert not begins("ab", asks=True, history=[1, *b"ab"])
 
 
 # What is drawn from
@@ -350,7 +568,7 @@ def test_penalties_differ_from_row_to_row() -> None:
         *(params_of("greedy", {"repetition.penalty": p}) for p in (1.0, 2.0, 1.2, 1.0))
     )
     choice, _ = choose_jit(
-        jnp.asarray(logits), attn_stats(4), sampler, init_sampler_state(4), rows_of(4)
+        jnp.asarray(logits), attn_stats(4), sampler, init_sampler_state(4, VOCAB), rows_of(4)
     )
     assert choice.token.tolist() == [1, 5, 1, 1]
 
@@ -359,7 +577,7 @@ def test_a_penalty_changes_no_metric() -> None:
     logits = np.random.default_rng(4).normal(size=(1, VOCAB)).astype(np.float32)
     plain = choose_once(logits, params_of("greedy"), rows_of(1))
     penalised = choose_once(logits, params_of("greedy", {"repetition.penalty": 50.0}), rows_of(1))
-    assert jax.tree.leaves(plain.metrics) == jax.tree.leaves(penalised.metrics)
+    assert jax.tree.leaves(plain.observation) == jax.tree.leaves(penalised.observation)
 
 
 def test_bans() -> None:
@@ -408,11 +626,11 @@ def test_noise_is_neither_measured_nor_drawn() -> None:
     off = {**FLAT, "metrics.noise_floor": False}
     unfloored = choose_once(logits, params_of("entropix", off, epsilon=loud), rows_of(MANY))
     assert {*cut.token.tolist()} == {0, 1}
-    np.testing.assert_allclose(cut.metrics.entropy, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(cut.metrics.varentropy, 0.0, atol=1e-6)
+    np.testing.assert_allclose(cut.observation.metrics.entropy, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(cut.observation.metrics.varentropy, 0.0, atol=1e-6)
     for free in (heard, unfloored):
         assert len({*free.token.tolist()}) > 10
-        assert float(free.metrics.entropy[0]) > 2
+        assert float(free.observation.metrics.entropy[0]) > 2
 
 
 def test_where_bans_leave_only_noise_noise_is_drawn() -> None:
@@ -495,7 +713,8 @@ def test_sequence_varentropy() -> None:
     """The population's variance of the committed tokens' entropies, forced ones included."""
     row = Play(inject__thought="abc", inject__cooldown=4)
     row.play("mhlmhrelmmlhh")
-    entropies = np.array([float(choice.metrics.entropy[0]) for choice in row.choices], np.float64)
+    measured = [choice.observation.metrics for choice in row.choices]
+    entropies = np.array([float(metrics.entropy[0]) for metrics in measured], np.float64)
     for i, choice in enumerate(row.choices):
         expected = np.var(entropies[: i + 1])
         assert float(choice.sequence_varentropy[0]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -504,7 +723,7 @@ def test_sequence_varentropy() -> None:
 
 def test_sequence_varentropy_of_small_differences() -> None:
     """A long row of nearly equal entropies: sums of squares would have lost it all."""
-    state = init_sampler_state(1)
+    state = init_sampler_state(1, VOCAB)
     rng = np.random.default_rng(0)
     entropies = []
     params = batch_of(params_of("greedy"))
@@ -514,26 +733,27 @@ def test_sequence_varentropy_of_small_differences() -> None:
         choice, state = choose_jit(
             jnp.asarray(logits), attn_stats(1), params, state, rows_of(1, generated=i)
         )
-        entropies.append(float(choice.metrics.entropy[0]))
+        entropies.append(float(choice.observation.metrics.entropy[0]))
     assert np.var(entropies) < 1e-5
     assert float(choice.sequence_varentropy[0]) == pytest.approx(np.var(entropies), rel=0.02)
 
 
-def test_the_loop_guard_explores() -> None:
+def test_the_loop_guard_branches() -> None:
     """A row that repeats itself with certainty is treated as LEHV, and marked."""
     params = params_of("entropix", {**BOUNDS, "loop.max_period": 4, "loop.repeats": 3})
     logits = logits_for("lelv")[None]
     text = [1, 2, 3, *[7, 8] * 3]
     looped = choose_once(logits, params, rows_of(1, text, generated=6))
-    assert bool(looped.looping[0])
-    assert REGIMES[int(looped.regime[0])] == "lehv"
-    assert ACTIONS[int(looped.proposal.action[0])] == "explore"
+    assert bool(looped.observation.looping[0])
+    assert REGIMES[int(looped.observation.regime[0])] == "lehv"
+    assert ACTIONS[int(looped.proposal.action[0])] == "branch"
     for history, generated in ((text, 5), (text[:-1], 5), ([*text[:-1], 9], 6)):
         free = choose_once(logits, params, rows_of(1, history, generated=generated))
-        assert not bool(free.looping[0])
+        assert not bool(free.observation.looping[0])
         assert ACTIONS[int(free.proposal.action[0])] == "argmax"
     off = params_of("entropix", {**BOUNDS, "loop.repeats": 0})
-    assert not bool(choose_once(logits, off, rows_of(1, text, generated=6)).looping[0])
+    switched_off = choose_once(logits, off, rows_of(1, text, generated=6))
+    assert not bool(switched_off.observation.looping[0])
 
 
 def test_epsilon_of_the_helpers_is_bfloat16s() -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,9 +14,10 @@ from dataclasses import replace
 import pytest
 from rich.style import Style
 
+from entropix_jax.interrupts import deferred_interrupts
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.params import REGIMES
-from entropix_jax.terminal import TextScreen, print_legend, style_of, summary
+from entropix_jax.terminal import TextScreen, ask_person, print_legend, style_of, summary
 from entropix_jax.trace import TokenRecord
 from tests.test_trace import record
 
@@ -173,9 +175,59 @@ def test_no_legend_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("typed", "answer", "questions"),
+    [
+        ("1\n", 0, 1),
+        (" 2 \n", 1, 1),
+        ("\n", None, 1),
+        ("", None, 1),  # the end of standard input
+        ("3\nyes\n12\n2\n", 1, 4),
+        ("no\n\n2\n", None, 2),
+    ],
+)
+def test_a_person_is_asked_until_the_answer_is_one(
+    typed: str,
+    answer: int | None,
+    questions: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing of it goes to standard output, where the text is."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert ask_person(3, [" a [bold]\x1b[2J", "\nb"]) == answer
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "\x1b" not in err
+    assert "' a [bold]\ufffd[2J'" in err
+    assert "'\\nb'" in err
+    assert err.count("Enter for the model's choice") == questions
+
+
+def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stops: list[int] = []
+
+    class Keyboard:
+        def readline(self) -> str:
+            os.kill(os.getpid(), signal.SIGINT)
+            return "2\n"
+
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    with deferred_interrupts(lambda: stops.append(1)):
+        before = signal.getsignal(signal.SIGINT)
+        assert ask_person(0, ["a", "b"]) is None
+        assert stops == [1]
+        assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt):  # the second one strikes, there as everywhere
+            ask_person(0, ["a", "b"])
+
+
 def test_the_summary_fits_a_line() -> None:
     def row(regimes: list[str], reason: str) -> Row:
-        return Row(Request([1], "0", 9), [token(r) for r in regimes], "", reason)
+        tokens = [token(r) for r in regimes]
+        return Row(Request([1], "0", 9), tokens, retracted=3, finish_reason=reason)
 
     rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
     assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (

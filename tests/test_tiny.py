@@ -31,8 +31,10 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     counts = Counter(token.regime for token in tokens)
     assert all(counts[regime] >= 20 for regime in REGIMES), counts
     actions = Counter(token.action for token in tokens)
-    served = ("argmax", "inject", "explore", "resample", "adaptive", "sample")
+    served = ("argmax", "inject", "branch", "backspace", "resample", "adaptive", "sample")
     assert all(actions[action] for action in served), actions
+    # With a branching budget that never runs out, nothing is explored instead.
+    assert set(actions) == {*served}
 
 
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:

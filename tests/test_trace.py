@@ -13,25 +13,36 @@ import pytest
 from entropix_jax.errors import UserError
 from entropix_jax.trace import TokenRecord, TraceWriter, check_writable, plain
 
-# The contract, in order. Two more fields stand among them: the agreement as published, which two
-# presets act on, and the adaptive arm's confidence.
+# The contract, in order. Three more fields stand among them: the agreement as published, which two
+# presets act on, the adaptive arm's confidence, and whether a branching was too close to call.
 PUBLISHED = """row position token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
-    interaction_strength temperature top_k top_p min_p forwards loop top layers""".split()
-MORE = {"agreement_published", "confidence"}
+    interaction_strength temperature top_k top_p min_p forwards loop top branches
+    layers""".split()
+MORE = {"agreement_published", "confidence", "ambiguous"}
+OPTIONAL = {"top", "branches", "layers", "ambiguous"}
 
 
 def record(**changes: object) -> TokenRecord:
     fields = dict.fromkeys((field.name for field in dataclasses.fields(TokenRecord)), 0)
-    return TokenRecord(**{**fields, "top": None, "layers": None, **changes})  # type: ignore[arg-type]
+    return TokenRecord(**{**fields, **dict.fromkeys(OPTIONAL), **changes})  # type: ignore[arg-type]
 
 
 def test_fields_and_their_order() -> None:
-    keys = list(record(top=[(1, "a", 0.5)], layers=[[0.5]]).to_json())
+    branch = {"tokens": [1], "text": "a", "score": -0.5, "chosen": True}
+    full = record(top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False)
+    keys = list(full.to_json())
     assert keys[0] == "type"
     assert [key for key in keys[1:] if key not in MORE] == PUBLISHED
     assert set(keys[1:]) - set(PUBLISHED) == MORE
-    assert not {"top", "layers"} & set(record().to_json())
+    assert not OPTIONAL & set(record().to_json())
+
+
+def test_a_token_that_was_taken_back_differs_in_its_type_alone() -> None:
+    one = record(text="a", top=[(1, "a", 0.5)])
+    kept, taken_back = one.to_json(), one.to_json(retracted=True)
+    assert (kept.pop("type"), taken_back.pop("type")) == ("token", "retracted")
+    assert list(kept.items()) == list(taken_back.items())
 
 
 @pytest.mark.parametrize("number", [0.1, 1 / 3, 1e-30, 3.4e38, 16777216.0, 1.5e-45])

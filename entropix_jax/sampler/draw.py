@@ -1,11 +1,11 @@
 """The one draw that all arms share: truncated sampling, exact for every setting, without a sort.
 
-Order the tokens from the most likely down, ties by the lower id. Min-p, top-k and top-p each keep a
-prefix of that order, and so do all three together; a prefix is told by its mass, and a draw is the
-token at which the cumulated mass crosses a uniform share of it. Nearly always all of that lies
-among the `HEAD` most likely tokens, which `top_k` finds cheaply. Where it does not, the same prefix
-and the same crossing are found over the whole vocabulary by bisection, for that row alone: which
-way a row goes depends on the row, never on the batch.
+A truncation rule gives the tokens an order and keeps a prefix of it (`sampler.truncation`). Min-p,
+top-k and top-p each keep a prefix, and so do all three together; a prefix is told by its mass, and
+a draw is the token at which the mass, cumulated in that order, crosses a uniform share of it.
+Nearly always all of that lies among the first `HEAD` tokens, which `top_k` finds cheaply. Where it
+does not, the same prefix and the same crossing are found over the whole vocabulary by bisection,
+for that row alone: which way a row goes depends on the row, never on the batch.
 """
 
 from typing import Any
@@ -16,6 +16,8 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.sampler.arms import Proposal
+from entropix_jax.sampler.params import TruncationParams
+from entropix_jax.sampler.truncation import Cut, truncate
 
 HEAD = 256  # on a CPU, top_k(256) of 128,256 takes 0.4 ms and a full sort 26 ms
 
@@ -29,18 +31,8 @@ class Drawn:
 
 
 @struct.dataclass
-class _Cut:
-    """One row's truncation rules."""
-
-    temperature: jax.Array  # float32, above 0
-    top_k: jax.Array  # int32, in [1, V]
-    top_p: jax.Array  # float32
-    min_p: jax.Array  # float32
-
-
-@struct.dataclass
 class _Head:
-    """One row's most likely tokens, in order, and their masses relative to the first's."""
+    """One row's first tokens, in order, and their masses relative to the first's."""
 
     ids: jax.Array  # int32 [C]
     mass: jax.Array  # float32 [C]
@@ -49,7 +41,7 @@ class _Head:
 
 @struct.dataclass
 class _Prefix:
-    """So many of the likeliest tokens: their mass and number, and which one is the last: the
+    """So many of the first tokens: their mass and number, and which one is the last: the
     `index`-th, by id, of those with order value `value`."""
 
     mass: jax.Array  # float32
@@ -58,35 +50,35 @@ class _Prefix:
     index: jax.Array  # int32
 
 
-def truncated_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> Drawn:
-    """Draws tokens from what min-p, then top-k, then top-p leave of `softmax(logits /
-    temperature)`.
+def truncated_draw(
+    logits: jax.Array,
+    proposal: Proposal,
+    uniforms: jax.Array,
+    truncation: TruncationParams,
+    mu: jax.Array,
+) -> Drawn:
+    """Draws tokens from what the row's rule leaves of `softmax(logits / temperature)`.
 
-    min-p keeps `p >= min_p * p_max`; top-k the k likeliest, ties to the lower id; top-p the
-    shortest prefix of the rest, renormalised, that reaches the mass p. The set is never empty.
-    Temperature 0 is argmax.
+    `nucleus`, in this order: min-p keeps `p >= min_p * p_max`; top-k the k likeliest, ties to the
+    lower id; top-p the shortest prefix of the rest, renormalised, that reaches the mass p. The
+    other rules are those of `sampler.truncation`. The set is never empty. Temperature 0 is argmax.
 
     Args:
         logits: float32 [B, V]; -inf is a token that is never drawn; at least one is finite.
         proposal: fields [B].
         uniforms: float32 [B, n] in [0, 1), one for each token that may be drawn; only a row's first
             `proposal.draws` count, what the others yield is meaningless.
+        truncation: fields [B], the numbers of the rules; which rule it is says the proposal.
+        mu: float32 [B], bits, the state of `mirostat`; other rules do not read it.
     """
-    logits = jnp.where(logits == 0, 0.0, logits)  # -0 and 0 are a tie
+    cut = truncate(logits, proposal, truncation, mu)
     vocab = logits.shape[-1]
-    greedy = proposal.temperature <= 0
-    top_k = jnp.where(proposal.top_k <= 0, vocab, jnp.minimum(proposal.top_k, vocab))
-    cut = _Cut(
-        temperature=jnp.where(greedy, 1.0, proposal.temperature),
-        top_k=jnp.where(greedy, 1, top_k),
-        top_p=proposal.top_p,
-        min_p=proposal.min_p,
-    )
     size = min(HEAD, vocab)
     # Without the barrier XLA rewrites a top_k whose result is sliced into a full sort: 20 ms, not
     # 0.2.
-    values, ids = lax.optimization_barrier(lax.top_k(logits, size))
-    mass = jnp.exp((values - values[:, :1]) / cut.temperature[:, None])
+    values, ids = lax.optimization_barrier(lax.top_k(cut.order, size))
+    first = jnp.take_along_axis(logits, ids, axis=-1)
+    mass = jnp.exp((first - first[:, :1]) / cut.temperature[:, None])
     head = _Head(ids=ids, mass=mass, cumulated=jnp.cumsum(mass, axis=-1))
     likely = (mass >= cut.min_p[:, None]) & (values > -jnp.inf)
     number = jnp.sum(likely, axis=-1, dtype=jnp.int32)
@@ -118,13 +110,13 @@ def _draw_from_head(
 
 
 def _draw_from_all(
-    logits: jax.Array, head: _Head, cut: _Cut, uniforms: jax.Array, draws: jax.Array
+    logits: jax.Array, head: _Head, cut: Cut, uniforms: jax.Array, draws: jax.Array
 ) -> Drawn:
     """One row's draw where min-p and top-k leave more than the head: `logits[V]`, `uniforms[n]`."""
-    mass = jnp.exp((logits - jnp.max(logits)) / cut.temperature)
-    likely = (mass >= cut.min_p) & (logits > -jnp.inf)
+    mass = jnp.exp((logits - logits[head.ids[0]]) / cut.temperature)
+    likely = (mass >= cut.min_p) & (cut.order > -jnp.inf)
     mass = jnp.where(likely, mass, 0.0)
-    order = _sortable(logits)
+    order = _sortable(cut.order)
     number = jnp.sum(likely, dtype=jnp.int32)
     everything = _Prefix(
         mass=jnp.sum(mass),
@@ -173,18 +165,19 @@ def _draw_from_all(
     )
 
 
-def _sortable(logits: jax.Array) -> jax.Array:
+def _sortable(values: jax.Array) -> jax.Array:
     """An int32 with the order of the float32: negative ones get their magnitude bits flipped."""
-    bits = lax.bitcast_convert_type(logits, jnp.int32)
+    bits = lax.bitcast_convert_type(values, jnp.int32)
     return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
 
 
 def _crossing(
     order: jax.Array, weights: jax.Array, target: jax.Array, *, reach: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the weights, cumulated in likelihood order, first exceed `target`, or first `reach` it.
+    """Where the weights, cumulated in that order, first exceed `target`, or first `reach` it.
 
-    Returns the order value of that token, and how many tokens with the same value stand before it.
+    Tokens of one order value have one weight. Returns the order value of that token, and how many
+    tokens with the same value stand before it.
     """
     weights = weights.astype(jnp.float32)
 
@@ -195,8 +188,7 @@ def _crossing(
         crosses = total >= target if reach else total > target
         return jnp.where(crosses, middle, low), jnp.where(crosses, high, middle)
 
-    # Rounding may leave the whole mass at the target: then the least likely token with weight it
-    # is.
+    # Rounding may leave the whole mass at the target: then it is the last token with weight.
     lowest = jnp.min(jnp.where(weights > 0, order, jnp.iinfo(jnp.int32).max))
     value, _ = lax.fori_loop(0, 32, halve, (lowest, jnp.max(order) + 1))
     above = jnp.sum(jnp.where(order > value, weights, 0.0))

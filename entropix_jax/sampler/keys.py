@@ -12,6 +12,8 @@ import numpy as np
 
 STREAM_DRAW = 0
 STREAM_CANDIDATE = 1
+STREAM_ROLLOUT = 2
+STREAM_NOISE = 3
 
 
 def row_key(seed: int, row_id: str) -> np.ndarray:

@@ -16,8 +16,14 @@ REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
 BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID
 QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
 
+RULES = ("nucleus", "top_n_sigma", "typical", "eta", "mirostat")  # of truncation
+
 MAX_THOUGHT = 64  # tokens of an injected thought
+MAX_THOUGHTS = 4  # thoughts that alternate
 MAX_DRAWS = 16  # candidates of one step
+MAX_WIDTH = 8  # W, branches of one step
+MAX_DEPTH = 32  # R, tokens of a branch
+MAX_ATTEMPTS = 8  # tokens that may be taken back at one position
 MAX_BANS = 16  # tokens that are never drawn
 MAX_PERIOD = 32  # longest period that the loop guard looks for
 LOOP_WINDOW = 256  # tokens that the loop guard looks back
@@ -49,15 +55,29 @@ class BaseParams:
 
 
 @struct.dataclass
+class TruncationParams:
+    """Which rule truncates the distribution, and the rules' own numbers; `nucleus` is min-p, top-k
+    and top-p of the proposal. See `sampler.truncation` for the formulas."""
+
+    rule: jax.Array  # int32, index into RULES
+    sigmas: jax.Array = number(0.0, 1e4)  # top_n_sigma: n
+    typical_mass: jax.Array = number(1e-6, 1.0)  # typical: tau
+    eta_epsilon: jax.Array = number(0.0, 1.0)  # eta: epsilon
+    mirostat_target: jax.Array = number(0.0, 100.0)  # mirostat: tau, bits
+    mirostat_rate: jax.Array = number(0.0, 100.0)  # mirostat: eta
+
+
+@struct.dataclass
 class InjectParams:
-    """A thought for HELV, and the draw while it cools down.
+    """Thoughts for HELV, which take turns, and the draw while one cools down.
 
     Cooldown draw: T = min(temperature_max, T0 * (temperature_scale + temperature_attn_entropy *
     Ea)).
     """
 
-    thought: jax.Array  # int32 [MAX_THOUGHT]
-    thought_length: jax.Array  # int32; 0: nothing is ever injected
+    thoughts: jax.Array  # int32 [MAX_THOUGHTS, MAX_THOUGHT]
+    lengths: jax.Array  # int32 [MAX_THOUGHTS], of the thoughts; those of length 0 come last
+    per_row: jax.Array = number(*_COUNT, integer=True)  # thoughts of a row, retrieved ones too
     cooldown: jax.Array = number(*_COUNT, integer=True)
     until_confident: jax.Array = flag()  # the first LELV token ends the cooldown
     temperature_scale: jax.Array = number(*_COEFFICIENT)
@@ -75,6 +95,41 @@ class ExploreParams:
     temperature_max: jax.Array = number(*_TEMPERATURE)
     top_k_disagreement: jax.Array = number(*_COEFFICIENT)
     top_k_min: jax.Array = number(1, 2**31 - 1, integer=True)
+
+
+@struct.dataclass
+class BranchParams:
+    """Several futures, of which the best is kept; score = mean(log p) - entropy_weight * mean(h) -
+    varentropy_weight * mean(u), over the tokens of a branch."""
+
+    width: jax.Array = number(1, MAX_WIDTH, integer=True)  # most candidates
+    depth: jax.Array = number(1, MAX_DEPTH, integer=True)  # most tokens, the candidate included
+    temperature: jax.Array = number(0.01, 100.0)  # of the distribution of the candidates
+    noise: jax.Array = number(0.0, 100.0)  # Gumbel noise on its logits, times this; 0: off
+    min_p: jax.Array = number(0.0, 1.0)  # candidates at least so likely, next to the likeliest
+    top_p: jax.Array = number(1e-6, 1.0)  # candidates that make up this mass
+    rollout_temperature: jax.Array = number(*_TEMPERATURE)  # 0: greedy
+    entropy_weight: jax.Array = number(*_COEFFICIENT)  # nats per bit
+    varentropy_weight: jax.Array = number(*_COEFFICIENT)  # nats per bit^2
+    commit_all: jax.Array = flag()  # all tokens of the best branch, or its first alone
+    margin: jax.Array = number(0.0, 1e6)  # of two scores this close the choice is ambiguous
+    per_row: jax.Array = number(*_COUNT, integer=True)  # steps of a row that branch
+
+
+@struct.dataclass
+class BackspaceParams:
+    """How often the last token may be taken back and its position be drawn again."""
+
+    per_position: jax.Array = number(0, MAX_ATTEMPTS, integer=True)
+    per_row: jax.Array = number(*_COUNT, integer=True)
+
+
+@struct.dataclass
+class EdtParams:
+    """Dynamic temperature: T = T0 * base^(theta / h), h in nats (Zhang et al. 2024, EDT)."""
+
+    base: jax.Array = number(1e-6, 1.0)
+    theta: jax.Array = number(0.0, 100.0)
 
 
 @struct.dataclass
@@ -152,20 +207,28 @@ class SamplerParams:
     noise_epsilon: jax.Array  # float32, machine epsilon of the logits; 0: no noise floor
     bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
     base: BaseParams
+    truncation: TruncationParams
     inject: InjectParams
     explore: ExploreParams
+    branch: BranchParams
     resample: ResampleParams
+    backspace: BackspaceParams
     adaptive: AdaptiveParams
+    edt: EdtParams
     repetition: RepetitionParams
     loop: LoopParams
 
 
 SECTIONS: dict[str, type] = {
     "base": BaseParams,
+    "truncation": TruncationParams,
     "inject": InjectParams,
     "explore": ExploreParams,
+    "branch": BranchParams,
     "resample": ResampleParams,
+    "backspace": BackspaceParams,
     "adaptive": AdaptiveParams,
+    "edt": EdtParams,
     "repetition": RepetitionParams,
     "loop": LoopParams,
 }

@@ -5,7 +5,7 @@ all four of its own: a model's calibrated ones do not take their place.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,16 @@ def parse_setting(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError):
         parsed = {}
     return key.removeprefix("sampler."), parsed["value"] if parsed.keys() == {"value"} else value
+
+
+def choose_sampler(name_or_path: str, settings: Iterable[str]) -> Sampler:
+    """A preset or a file, with a command line's settings, each as `parse_setting` takes it.
+
+    Raises:
+        UserError: as `load_sampler`, `parse_setting` and `Sampler.with_values`.
+    """
+    changes = dict(parse_setting(text) for text in settings)
+    return load_sampler(name_or_path).with_values(changes)
 
 
 def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, Any]]:

@@ -37,12 +37,13 @@ def is_looping(
         params: a stretch of q <= `max_period` tokens must stand `repeats` times in a row at the
         end.
     """
-    offsets = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
-    tail = jnp.take(history, length - 1 - offsets, mode="clip")  # latest first
+    back = jnp.arange(LOOP_WINDOW + MAX_PERIOD, dtype=jnp.int32)
+    latest_first = jnp.take(history, length - 1 - back, mode="clip")
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
-    earlier = jnp.take(history, length - 1 - offsets[None, :] - periods[:, None], mode="clip")
-    same = tail[None, :] == earlier  # [P, W]: equals the token one period before
-    run = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)  # [P]
+    earlier = jnp.stack([latest_first[p : p + LOOP_WINDOW] for p in range(1, MAX_PERIOD + 1)])
+    # [P, W]: equals the token one period before; and how many do, from the latest on, [P].
+    same = latest_first[None, :LOOP_WINDOW] == earlier
+    run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :LOOP_WINDOW]), axis=1)
     span = periods * params.repeats
     looping = (
         (periods <= params.max_period)

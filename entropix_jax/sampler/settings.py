@@ -18,14 +18,16 @@ import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
-from entropix_jax.sampler.arms import ARMS
+from entropix_jax.sampler.arms import ARMS, Arm
 from entropix_jax.sampler.params import (
     BOXES,
     LOOP_WINDOW,
     MAX_BANS,
     MAX_THOUGHT,
+    MAX_THOUGHTS,
     QUANTITIES,
     REGIMES,
+    RULES,
     SECTIONS,
     SamplerParams,
     scalars,
@@ -39,9 +41,9 @@ _LARGEST = 1e6
 
 _CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    **{f"arms.{regime}": tuple(ARMS) for regime in REGIMES},
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
+    "truncation.rule": RULES,
 }
 _OTHER = {
     "thresholds.calibrated",
@@ -51,7 +53,8 @@ _OTHER = {
     "draw.bans",
     *(f"regimes.{box}" for box in BOXES),
 }
-REQUIRED = {*scalars(), *_CHOICES, *_OTHER}
+_ARM_KEYS = {f"arms.{regime}" for regime in REGIMES}
+REQUIRED = {*scalars(), *_ARM_KEYS, *_CHOICES, *_OTHER}
 _KEYS = sorted(REQUIRED | {f"thresholds.{name}" for name in THRESHOLDS})
 
 
@@ -70,6 +73,7 @@ class Sampler:
     thresholds: Mapping[str, Any] = field(default_factory=dict)  # of the model it is meant for
     changes: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    arms: Mapping[str, Arm] = field(default_factory=lambda: ARMS)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
@@ -86,13 +90,27 @@ class Sampler:
         """
         for key in changes:
             check_key(key, self.name)
-        check_values(changes, self.name)
+        check_values(changes, self.name, self.arms)
         changed = replace(self, changes={**self.changes, **changes})
         # A threshold of the user's may only fit beside the model's, which are yet to come.
         pending = changed.values["thresholds.calibrated"] and not self.thresholds
         if not (pending and any(key.startswith("thresholds.") for key in changed.changes)):
             check_whole(changed.values, self.name)
         return changed
+
+    def with_arm(self, name: str, arm: Arm) -> "Sampler":
+        """This sampler with one more arm, which `arms.<regime>` may then name.
+
+        Args:
+            arm: metrics, parameters and view of one row to a proposal, in JAX: see `sampler.arms`.
+                It becomes part of the compiled step.
+
+        Raises:
+            UserError: the name is taken.
+        """
+        if name in self.arms:
+            raise UserError(f"sampler '{self.name}': there is an arm '{name}' already")
+        return replace(self, arms={**self.arms, name: arm})
 
     def calibrated(self, model_folder: Path) -> "Sampler":
         """This sampler with the model's own thresholds, where it asks for calibrated ones.
@@ -143,15 +161,9 @@ class Sampler:
             }
             for name in SECTIONS
         }
-        thought = list(encode(values["inject.thought"])) if values["inject.thought"] else []
-        if len(thought) > MAX_THOUGHT:
-            raise UserError(
-                f"sampler '{self.name}': inject.thought is {len(thought)} tokens long, "
-                f"at most {MAX_THOUGHT} are possible"
-            )
-        sections["inject"]["thought"] = _padded(thought, MAX_THOUGHT, 0)
-        sections["inject"]["thought_length"] = np.int32(len(thought))
-        arms = list(ARMS)
+        sections["truncation"]["rule"] = np.int32(RULES.index(values["truncation.rule"]))
+        sections["inject"] |= self._thoughts(encode)
+        arms = list(self.arms)
         leaves: dict[str, Any] = {
             "low": low,
             "high": high,
@@ -164,6 +176,22 @@ class Sampler:
         }
         parts = {name: SECTIONS[name](**section) for name, section in sections.items()}
         return SamplerParams(**leaves, **parts)
+
+    def _thoughts(self, encode: Callable[[str], Sequence[int]]) -> dict[str, Any]:
+        """The thoughts as token ids, padded, and their lengths."""
+        thought = self.values["inject.thought"]
+        texts = [thought] if isinstance(thought, str) else thought
+        encoded = [ids for text in texts if text and (ids := list(encode(text)))]
+        if too_long := [ids for ids in encoded if len(ids) > MAX_THOUGHT]:
+            raise UserError(
+                f"sampler '{self.name}': inject.thought is {len(too_long[0])} tokens long, "
+                f"at most {MAX_THOUGHT} are possible"
+            )
+        encoded += [[]] * (MAX_THOUGHTS - len(encoded))
+        return {
+            "thoughts": np.stack([_padded(ids, MAX_THOUGHT, 0) for ids in encoded]),
+            "lengths": np.array([len(ids) for ids in encoded], np.int32),
+        }
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -179,10 +207,10 @@ def check_key(key: str, where: str) -> None:
         raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
 
 
-def check_values(values: Mapping[str, Any], where: str) -> None:
+def check_values(values: Mapping[str, Any], where: str, arms: Mapping[str, Arm] = ARMS) -> None:
     """Refuses a value of the wrong type or out of range; the keys are known ones."""
     for key, value in values.items():
-        if problem := _problem(key, value):
+        if problem := _problem(key, value, arms):
             raise UserError(f"{where}: {key} = {value!r}: {problem}")
 
 
@@ -202,11 +230,12 @@ def check_whole(values: Mapping[str, Any], where: str) -> None:
     _boxes(values, where)
 
 
-def _problem(key: str, value: Any) -> str | None:
+def _problem(key: str, value: Any, arms: Mapping[str, Arm]) -> str | None:
     """What is wrong with one value, None if nothing is."""
-    if key in _CHOICES:
-        if value not in _CHOICES[key]:
-            return f"must be one of {', '.join(_CHOICES[key])}"
+    choices = tuple(arms) if key.startswith("arms.") else _CHOICES.get(key)
+    if choices is not None:
+        if value not in choices:
+            return f"must be one of {', '.join(choices)}"
     elif field := scalars().get(key):
         return _number_problem(value, field["type"], field["low"], field["high"])
     elif key.startswith("regimes."):
@@ -224,8 +253,9 @@ def _problem(key: str, value: Any) -> str | None:
         if max(value, default=0) < 1 / _LARGEST:
             return "a list of weights needs one that counts"
     elif key == "inject.thought":
-        if not isinstance(value, str):
-            return "must be text"
+        texts = [value] if isinstance(value, str) else value
+        if not (_is_list(texts, str) and len(texts) <= MAX_THOUGHTS):
+            return f"must be text, or a list of at most {MAX_THOUGHTS} texts"
     elif not (
         _is_list(value, int) and len(value) <= MAX_BANS and all(0 <= v < 2**31 for v in value)
     ):

@@ -1,0 +1,212 @@
+"""`python -m entropix_jax.calibrate`: a preset whose bounds fit a model and its texts."""
+
+import sys
+
+if __name__ == "__main__":  # before the imports, which take a while
+    from entropix_jax.interrupts import exit_at_once
+
+    exit_at_once()
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from entropix_jax.commandline import EXIT_OK, Count, Model, parse, run_command
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from entropix_jax.calibration import Boxes
+    from entropix_jax.loading import LanguageModel
+
+WANTED = {"lelv": 0.6, "helv": 0.05, "lehv": 0.05, "hehv": 0.05}
+_OWN_ROWS = 32  # texts that the model writes side by side
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Solves for the four bounds under which each regime has a wanted share of a text's tokens.
+
+    Writes them as a preset, and shows the text in the plane of entropy and varentropy.
+    """
+
+    output: Annotated[str, tyro.conf.arg(metavar="FILE", constructor=str)]
+    """Where the bounds go: a sampler file, .toml, or a model's calibration.json."""
+    texts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")] = ()
+    """Text files that the model reads."""
+    own: Annotated[bool, tyro.conf.arg(name="self", help_behavior_hint="")] = False
+    """The model also reads what it writes itself, drawn at temperature 1."""
+    self_tokens: Count = 20_000
+    """Tokens that it writes with --self."""
+    wanted: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="REGIME=SHARE ...", help_behavior_hint="")
+    ] = ()
+    """Shares, the rest is mid's (default: lelv=0.6 helv=0.05 lehv=0.05 hehv=0.05)."""
+    model: Model = None
+    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
+    """The preset, or sampler file that ends in .toml, whose bounds are solved for."""
+    context: Count = 0
+    """Most tokens that the model sees at once; 0: 1024, or as many as it has positions."""
+    seed: Count = 0
+    """Seed of what the model writes."""
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        tyro.conf.arg(
+            metavar="{bfloat16,float32}",
+            constructor=Literal["bfloat16", "float32"],
+            help_behavior_hint="",
+        ),
+    ] = None
+    """Type of the weights in memory (default: as in the checkpoint)."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.calibrate") -> int:
+    """Runs the command and returns its exit status."""
+    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+
+
+def _main(arguments: Arguments) -> int:
+    _check(arguments)
+    wanted = _wanted(arguments.wanted)
+    texts = [read_text(Path(name)) for name in arguments.texts]
+
+    from entropix_jax.calibration import boxes_of, solve, write_text
+    from entropix_jax.inspection import entropies_of
+    from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.trace import check_writable
+
+    sampler = load_sampler(arguments.sampler)
+    boxes = boxes_of(sampler)
+    output = Path(arguments.output)
+    check_writable(output)
+    use_compilation_cache()
+    model = load(arguments.model, arguments.dtype)
+    read = [model.tokenizer.encode(text, add_bos=True) for text in texts if text]
+    if arguments.own:
+        read += _own_texts(model, arguments.self_tokens, arguments.seed)
+    points = entropies_of(model, read, sampler, context=arguments.context or None)
+    before = {
+        key.removeprefix("thresholds."): float(value)
+        for key, value in sampler.calibrated(model.folder).values.items()
+        if key.startswith("thresholds.") and key != "thresholds.calibrated"
+    }
+    solution = solve(points, wanted, boxes)
+    write_text(output, _content(arguments, solution.thresholds, len(points)))
+    _report(points, boxes, before, wanted, solution.thresholds)
+    print(f"{output}: written", file=sys.stderr)
+    return EXIT_OK
+
+
+def _check(arguments: Arguments) -> None:
+    if not arguments.texts and not arguments.own:
+        raise UserError("give texts with --texts FILE ..., or --self for the model's own")
+    if Path(arguments.output).suffix not in (".toml", ".json"):
+        raise UserError(
+            f"--output {arguments.output}: a sampler file ends in .toml, "
+            "a model's calibration in .json"
+        )
+    for name, value, least in (
+        ("--context", arguments.context, 0),
+        ("--self-tokens", arguments.self_tokens, 2 * _OWN_ROWS),
+    ):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
+
+
+def _wanted(settings: Sequence[str]) -> dict[str, float]:
+    """The wanted shares of the four boxes; one that is not named is the default's."""
+    wanted = dict(WANTED)
+    for setting in settings:
+        regime, _, share = setting.partition("=")
+        try:
+            number = float(share)
+        except ValueError:
+            number = -1.0
+        if regime not in wanted or not 0 <= number <= 1:
+            raise UserError(
+                f"--wanted {setting}: expected one of {', '.join(wanted)}, =, and a share of 0 to 1"
+            )
+        wanted[regime] = number
+    return wanted
+
+
+def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]]:
+    """Texts that the model writes from nothing, by plain sampling at temperature 1."""
+    from entropix_jax.generation import Generation
+    from entropix_jax.results import Request
+    from entropix_jax.sampler.presets import load_sampler
+
+    sampler = load_sampler("temperature").with_values({"base.temperature": 1.0})
+    start = model.tokenizer.encode("", add_bos=True)
+    if not start:
+        raise UserError("--self: the tokenizer has no token that begins a text")
+    requests = [Request(start, str(row), -(-tokens // _OWN_ROWS)) for row in range(_OWN_ROWS)]
+    rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
+    if errors := [row.error for row in rows if row.error is not None]:
+        raise UserError(errors[0])
+    return [[*start, *(token.token_id for token in row.tokens)] for row in rows]
+
+
+def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) -> str:
+    """The file that is written."""
+    from entropix_jax.calibration import calibration_text, preset_text
+
+    sources = [os.path.basename(name) for name in arguments.texts]
+    sources += ["the model's own text"] if arguments.own else []
+    source = f"{tokens} tokens of {', '.join(sources)}"
+    if arguments.output.endswith(".json"):
+        return calibration_text(thresholds, source)
+    base = arguments.sampler
+    if base.endswith(".toml"):
+        base = os.path.relpath(base, Path(arguments.output).parent)
+    model = os.path.basename(arguments.model or "weights/tiny")
+    return preset_text(base, thresholds, f"{arguments.sampler}, calibrated for {model} on {source}")
+
+
+def _report(
+    points: "np.ndarray",
+    boxes: "Boxes",
+    before: dict[str, float],
+    wanted: dict[str, float],
+    after: dict[str, float],
+) -> None:
+    """Quantiles, bounds, occupancy before and after, and the plane."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from entropix_jax.calibration import QUANTILES, draw_plane, occupancy, quantiles
+
+    console = Console(highlight=False, width=80)
+    table = Table("of the tokens below", *(f"{q:.0%}" for q in QUANTILES))
+    for name, row in zip(("entropy, bits", "varentropy, bits²"), quantiles(points).T, strict=True):
+        table.add_row(name, *(f"{value:.3f}" for value in row))
+    console.print(f"{len(points)} tokens")
+    console.print(table)
+
+    table = Table("bounds", *after)
+    for name, values in (("before", before), ("after", after)):
+        table.add_row(name, *(f"{values[key]:g}" if key in values else "" for key in after))
+    console.print(table)
+
+    shares = {
+        "before": occupancy(points, before, boxes) if len(before) == len(after) else {},
+        "wanted": {**wanted, "mid": 1 - sum(wanted.values())},
+        "after": occupancy(points, after, boxes),
+    }
+    table = Table("occupancy", *shares["after"])
+    for name, row in shares.items():
+        table.add_row(name, *(f"{row[regime]:.1%}" for regime in row))
+    console.print(table)
+    console.print(draw_plane(points, after, boxes), markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

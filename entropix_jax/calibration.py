@@ -1,0 +1,545 @@
+"""Fits the four bounds of a sampler's regimes to the tokens of a text, and shows how they lie.
+
+`points` are tokens in the entropy/varentropy plane: float [n, 2], bits and bits^2. Bounds are held
+against them in float32, as the sampler does it.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from entropix_jax.errors import UserError
+from entropix_jax.files import replacing
+from entropix_jax.sampler.params import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.settings import THRESHOLDS, Sampler
+
+TOLERANCE = 0.01  # of a share, for each regime
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+
+# Of two occupancies that are as near by their largest deviation, the one nearer by all of them.
+_TIE_BREAK = 0.01
+_CUTS = 512  # along one axis at a time
+_OPEN_NODES = 1 << 14  # of the search, before it lets the least promising go
+_MARGIN = 4  # cuts to either side of the best one, for the next, finer grid
+_AS_GOOD = 0.1  # standard errors of a share
+
+_SHADES = " ·░▒▓█"
+_LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # bits: up, down, left, right
+_HEIGHT = 20
+_TICKS = [0.0, *(digit * 10.0**power for power in range(-2, 4) for digit in (1, 2, 5))]
+
+
+class Condition(NamedTuple):
+    """One side of a box."""
+
+    axis: int  # 0 entropy, 1 varentropy
+    sign: str  # "<" or ">"
+    bound: str | float  # one of THRESHOLDS, or a number of its own
+
+
+Boxes = tuple[tuple[Condition, ...], ...]  # one each of BOXES, tried in that order
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Bounds that were solved for, and what they do to the points that they were solved on."""
+
+    thresholds: dict[str, float]  # h1, h2 in bits; u1, u2 in bits^2
+    occupancy: dict[str, float]  # the share of each of REGIMES
+
+
+def boxes_of(sampler: Sampler) -> Boxes:
+    """The boxes of a sampler, with its thresholds by name.
+
+    Raises:
+        UserError: bounds that entropy and varentropy alone do not decide, or a threshold that no
+        box uses.
+    """
+    boxes = []
+    for box in BOXES:
+        conditions = []
+        for text in sampler.values[f"regimes.{box}"]:
+            quantity, sign, bound = re.split(r"\s*([<>])\s*", text.strip())
+            axis = QUANTITIES.index(quantity)
+            name = bound in THRESHOLDS
+            if axis > 1 or (name and THRESHOLDS.index(bound) // 2 != axis):
+                raise UserError(
+                    f"{sampler.name}: regimes.{box}: '{text}' cannot be calibrated: "
+                    "h1 and h2 must bound entropy, u1 and u2 varentropy, and nothing else be bound"
+                )
+            conditions.append(Condition(axis, sign, bound if name else float(bound)))
+        boxes.append(tuple(conditions))
+    used = {condition.bound for box in boxes for condition in box}
+    if unused := [name for name in THRESHOLDS if name not in used]:
+        raise UserError(
+            f"{sampler.name}: cannot be calibrated: no box of its regimes uses {unused[0]}"
+        )
+    return tuple(boxes)
+
+
+def regimes_of(points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes) -> np.ndarray:
+    """The regime of each point as an index into REGIMES, int64 [n]: the first box that holds it.
+
+    Boxes are open: a point on a bound is outside.
+    """
+    points = np.asarray(points, np.float32)
+    found = np.full(len(points), len(BOXES))
+    for i in reversed(range(len(BOXES))):
+        inside = np.ones(len(points), bool)
+        for axis, sign, bound in boxes[i]:
+            number = np.float32(thresholds[bound] if isinstance(bound, str) else bound)
+            inside &= points[:, axis] < number if sign == "<" else points[:, axis] > number
+        found[inside] = i
+    return found
+
+
+def occupancy(
+    points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes
+) -> dict[str, float]:
+    """The share of the points in each of REGIMES."""
+    counts = np.bincount(regimes_of(points, thresholds, boxes), minlength=len(REGIMES))
+    return dict(zip(REGIMES, (counts / len(points)).tolist(), strict=True))
+
+
+def quantiles(points: np.ndarray) -> np.ndarray:
+    """Of entropy (bits) and varentropy (bits^2), at QUANTILES: float64 [6, 2]."""
+    return np.quantile(np.asarray(points, np.float64), QUANTILES, axis=0)
+
+
+def solve(
+    points: np.ndarray,
+    wanted: Mapping[str, float],
+    boxes: Boxes,
+    tolerance: float = TOLERANCE,
+) -> Solution:
+    """The four bounds, solved for together, whose occupancy is nearest to the wanted one.
+
+    Nearest is the occupancy with the smallest largest deviation over the five regimes; a tie goes
+    to the smaller sum of squares. The bounds are found by branch and bound: what a box holds grows
+    with its sides, so a whole range of bounds can be ruled out at once. The first grid has some 500
+    cuts an axis; finer ones follow around the best bounds, up to every gap between neighbouring
+    values. Up to some 500 different values an axis the result is the best there is, to within half
+    a token; beyond that a better one can hide between the first grid's cuts, by about a tenth of a
+    percentage point. (Only boxes that overlap, or an occupancy with much freedom, such as 0 for
+    several regimes, can leave more ranges open than are kept.)
+
+    Many bounds do as well as the best, as far as a sample can tell: those within a tenth of the
+    standard error of a share. Of them each threshold takes the widest gap of the data, where few
+    tokens of other text change sides, and its middle, rounded to the fewest digits that stay near.
+
+    Args:
+        points: float [n, 2].
+        wanted: the share of each of BOXES; the rest is MID's.
+        boxes: of the sampler.
+        tolerance: the largest deviation of a share that is taken.
+
+    Raises:
+        UserError: no points or not finite ones, shares that are none, or an occupancy that the
+        points do not allow; the nearest that they do is named.
+    """
+    points = np.asarray(points, np.float32)
+    if not len(points):
+        raise UserError("calibration: the text has no tokens")
+    if not np.isfinite(points).all():
+        raise UserError("calibration: an entropy or varentropy of the text is not a finite number")
+    goal = _goal(wanted)
+    constants = [[c.bound for box in boxes for c in box if c.axis == i] for i in (0, 1)]
+    axes = [
+        _Axis(values, np.array([x for x in own if isinstance(x, float)], np.float32))
+        for values, own in zip(points.T, constants, strict=True)
+    ]
+    best = _nearest(points, boxes, goal, axes)
+    bounds = _settled(points, boxes, goal, axes, best, tolerance)
+    thresholds = {
+        name: axes[i // 2].rounded(cut)
+        for i, (name, cut) in enumerate(zip(THRESHOLDS, bounds, strict=True))
+    }
+    reached = occupancy(points, thresholds, boxes)
+    if np.abs(np.array(list(reached.values())) - goal).max() > tolerance + 1e-9:
+        raise UserError(
+            f"calibration: the text does not allow {_percentages(dict(wanted))} "
+            f"(to within {tolerance:.1%}); the nearest that it allows is {_percentages(reached)}"
+        )
+    return Solution(thresholds, reached)
+
+
+def preset_text(base: str, thresholds: Mapping[str, float], description: str) -> str:
+    """A sampler file, TOML, that extends `base` by thresholds of its own.
+
+    `base` is the name of a preset, or the path of a file seen from the new file's folder.
+    """
+    lines = [
+        f"description = {_toml(description)}",
+        f"extends = {_toml(base)}",
+        "",
+        "[thresholds]",
+        *(f"{name} = {float(thresholds[name])!r}" for name in THRESHOLDS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def calibration_text(thresholds: Mapping[str, float], source: str) -> str:
+    """The content of a model's `calibration.json`; `source` says how the thresholds were made."""
+    ordered = {name: float(thresholds[name]) for name in THRESHOLDS}
+    return json.dumps({"thresholds": ordered, "source": source}, indent=2) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a whole file, or leaves the old one.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def draw_plane(
+    points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes, width: int = 80
+) -> str:
+    """The plane as text of at most `width` columns: where the points are, the boxes, their shares.
+
+    Both axes are scaled by the square root, since most tokens of a text are certain ones; shades
+    grow with the logarithm of the count. The last row and column also hold what lies beyond them.
+    """
+    points = np.asarray(points, np.float32)
+    size = (width - 14, _HEIGHT)  # the rest is for numbers and names
+    x, y = (
+        _Scale(points[:, i], _bounds_of(i, thresholds, boxes), size[i], spacing=(6, 2)[i])
+        for i in (0, 1)
+    )
+    counts = np.zeros((_HEIGHT, size[0]), np.int64)
+    np.add.at(counts, (y.cells(points[:, 1]), x.cells(points[:, 0])), 1)
+    shades = np.ceil(np.log1p(counts) / np.log1p(counts.max()) * (len(_SHADES) - 1))
+    picture = np.array(list(_SHADES))[shades.astype(int)]
+
+    def regimes(entropy: np.ndarray, varentropy: np.ndarray) -> np.ndarray:
+        corners = np.stack(np.meshgrid(entropy, varentropy), axis=-1)
+        return regimes_of(corners.reshape(-1, 2), thresholds, boxes).reshape(counts.shape)
+
+    # The regimes at each cell's corners: a line runs between two that differ.
+    low = regimes(x.below, y.below), regimes(x.above, y.below)
+    top = regimes(x.below, y.above), regimes(x.above, y.above)
+    up, down, left, right = top[0] != top[1], low[0] != low[1], low[0] != top[0], low[1] != top[1]
+    lines = up + 2 * down + 4 * left + 8 * right
+    picture = np.where(lines, np.array(list(_LINES))[lines], picture)
+
+    for i, (regime, share) in enumerate(occupancy(points, thresholds, boxes).items()):
+        name = regime.upper()
+        _put_label(picture, (lines == 0) & (low[0] == i), (f" {name} {share:.1%} ", name))
+    return "\n".join(_framed(picture, x, y))
+
+
+def _goal(wanted: Mapping[str, float]) -> np.ndarray:
+    """The wanted shares of REGIMES, float64 [5]."""
+    if set(wanted) != set(BOXES):
+        raise UserError(f"calibration: shares are wanted for {', '.join(BOXES)}, no more, no less")
+    shares = np.array([wanted[box] for box in BOXES], np.float64)
+    if not (np.all(shares >= 0) and shares.sum() <= 1 + 1e-9):
+        raise UserError(
+            f"calibration: {_percentages(dict(wanted))}: shares are at least 0 and at most 1 in all"
+        )
+    return np.append(shares, max(0.0, 1 - shares.sum()))
+
+
+def _percentages(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {shares[name]:.1%}" for name in REGIMES if name in shares)
+
+
+def _toml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# The solver. A bound is the index of a cut: a value in the middle between two neighbouring values
+# of the data, which no token of it can equal.
+
+
+class _Axis:
+    """The cuts of one quantity, ascending."""
+
+    def __init__(self, values: np.ndarray, constants: np.ndarray) -> None:
+        marks = np.unique(np.concatenate([values, constants, np.zeros(1, np.float32)]))
+        middle = ((marks[:-1].astype(np.float64) + marks[1:]) / 2).astype(np.float32)
+        free = (marks[:-1] < middle) & (middle < marks[1:]) & (middle > 0)
+        # Not in a gap: at 0, at the boxes' own numbers, and above all, twice, since a box may need
+        # room between two of its bounds.
+        top = np.float32(f"{2 * marks[-1]:.1g}") or np.float32(1)
+        self.fixed = np.unique(np.append(constants, [np.float32(0), top, 2 * top]))
+        self.cuts = np.unique(np.append(self.fixed, middle[free]))
+        self.gaps = np.zeros(len(self.cuts), np.float32)
+        self.gaps[np.searchsorted(self.cuts, middle[free])] = (marks[1:] - marks[:-1])[free]
+        self.below = np.searchsorted(np.sort(values), self.cuts)  # how many values
+        self.first = int(np.searchsorted(self.cuts, 0))  # thresholds are not negative
+
+    def thinned(self, first: int, last: int) -> np.ndarray:
+        """At most _CUTS of the cuts from first to last: half evenly spaced by the values between
+        them, half by their number, so that a value that many tokens share hides no other."""
+        if last - first < _CUTS:
+            return np.arange(first, last + 1)
+        tokens = np.linspace(self.below[first], self.below[last], _CUTS // 2)
+        by_tokens = np.searchsorted(self.below[first : last + 1], tokens) + first
+        by_number = np.linspace(first, last, _CUTS // 2).astype(int)
+        return np.union1d(by_tokens, by_number)
+
+    def rounded(self, cut: int) -> float:
+        """A cut with the fewest digits that keep it in the middle half of its gap."""
+        value, slack = self.cuts[cut], self.gaps[cut] / 4
+        texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+        return next(float(text) for text in texts if abs(np.float32(text) - value) <= slack)
+
+
+class _Grid:
+    """The points counted between cuts, and from that how many of them each box holds.
+
+    Sides of boxes are codes, so that a point on a cut is outside: below a box, cut i has the code
+    2i + 2, above it 2i + 1. `Sides` are the lower and the upper ones, int64 [m, 4 boxes, 2 axes].
+    """
+
+    Sides = tuple[np.ndarray, np.ndarray]
+
+    def __init__(self, points: np.ndarray, cuts: list[np.ndarray], boxes: Boxes) -> None:
+        codes = [
+            np.searchsorted(cut, values) + np.searchsorted(cut, values, "right")
+            for cut, values in zip(cuts, points.T, strict=True)
+        ]
+        shape = tuple(2 * len(cut) + 1 for cut in cuts)
+        cells = np.ravel_multi_index(codes, shape)
+        table = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+        self._below = np.pad(table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))  # of codes (a, b)
+        self._cuts, self._boxes = cuts, boxes
+        self._size = len(points)
+
+    def sides(self, lower: np.ndarray, upper: np.ndarray) -> Sides:
+        """The sides of the boxes whose lower bounds are at the cuts `lower`, the upper ones at
+        `upper`: int64 [m, 4 thresholds] each."""
+        low = np.zeros((len(lower), len(self._boxes), 2), np.int64)
+        high = low + (np.array(self._below.shape) - 1)
+        for i, box in enumerate(self._boxes):
+            for axis, sign, bound in box:
+                if isinstance(bound, str):
+                    cut = (upper if sign == "<" else lower)[:, THRESHOLDS.index(bound)]
+                else:
+                    cut = np.asarray(np.searchsorted(self._cuts[axis], np.float32(bound)))
+                if sign == "<":
+                    high[:, i, axis] = np.minimum(high[:, i, axis], 2 * cut + 1)
+                else:
+                    low[:, i, axis] = np.maximum(low[:, i, axis], 2 * cut + 2)
+        return low, high
+
+    def shares(self, own: Sides, earlier: Sides) -> np.ndarray:
+        """The share of the points in each box of sides `own` that no earlier box of sides
+        `earlier` holds: float64 [m, 4]."""
+        counts = [
+            self._count(own[0][:, i], own[1][:, i], [side[:, :i] for side in earlier])
+            for i in range(len(self._boxes))
+        ]
+        return np.stack(counts, axis=1) / self._size
+
+    def deviations(self, cuts: np.ndarray, goal: np.ndarray) -> np.ndarray:
+        """What the shares of REGIMES deviate from the goal: float64 [m, 5]. It is infinite where
+        nothing could ever lie in a box, which a sampler refuses."""
+        sides = self.sides(cuts, cuts)
+        shares = self.shares(sides, sides)
+        shares = np.column_stack([shares, 1 - shares.sum(axis=1)])
+        empty = np.any(sides[0] >= sides[1], axis=(1, 2))
+        return np.where(empty[:, None], np.inf, shares - goal)
+
+    def _count(self, low: np.ndarray, high: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
+        """How many points a rectangle holds that none of the others does."""
+        (left, bottom), (right, top) = low.T, np.maximum(low, high).T
+        table = self._below
+        count = table[right, top] - table[left, top] - table[right, bottom] + table[left, bottom]
+        for i in range(others[0].shape[1]):
+            common = np.maximum(low, others[0][:, i]), np.minimum(high, others[1][:, i])
+            if np.any(np.all(common[0] < common[1], axis=1)):
+                count = count - self._count(*common, [side[:, :i] for side in others])
+        return count
+
+
+def _loss(deviations: np.ndarray) -> np.ndarray:
+    """How far occupancies are from the wanted one: float64 [m] of [m, 5]."""
+    deviations = np.abs(deviations)
+    return deviations.max(axis=1) + _TIE_BREAK * np.sqrt(np.sum(deviations**2, axis=1))
+
+
+def _nearest(points: np.ndarray, boxes: Boxes, goal: np.ndarray, axes: list[_Axis]) -> list[int]:
+    """The cuts of the four thresholds that come nearest to the goal."""
+    spans = [(axis.first, len(axis.cuts) - 1) for axis in axes for _ in range(2)]
+    while True:
+        chosen = []
+        for axis, own in zip(axes, (spans[:2], spans[2:]), strict=True):
+            fixed = np.searchsorted(axis.cuts, axis.fixed)
+            chosen.append(np.unique(np.concatenate([fixed, *(axis.thinned(*s) for s in own)])))
+        grid = _Grid(points, [a.cuts[c] for a, c in zip(axes, chosen, strict=True)], boxes)
+        picks = [chosen[i // 2] for i in range(4)]
+        ranges = np.array([np.searchsorted(p, s) for p, s in zip(picks, spans, strict=True)])
+        best = _search(grid, ranges, goal, 0.5 / len(points))
+        if all(last - first == b - a for (first, last), (a, b) in zip(spans, ranges, strict=True)):
+            return [int(p[i]) for p, i in zip(picks, best, strict=True)]
+        near = np.clip(best[:, None] + [-_MARGIN, _MARGIN], ranges[:, :1], ranges[:, 1:])
+        spans = [(int(p[a]), int(p[b])) for p, (a, b) in zip(picks, near, strict=True)]
+
+
+def _search(grid: _Grid, ranges: np.ndarray, goal: np.ndarray, resolution: float) -> np.ndarray:
+    """Branch and bound: of all cuts within `ranges`, int64 [4 thresholds, first and last], those
+    whose loss is the least, int64 [4]; losses closer than the resolution count as the same.
+
+    A node is a range for each threshold. Its boxes hold at least what they hold when all are as
+    small as the ranges let them be, and at most what they hold when all are as large.
+    """
+    low, high = ranges[None, :, 0], ranges[None, :, 1]
+    best, least = low[0], np.inf
+    threshold = 0
+    while len(low):
+        middle = (low + high) // 2
+        splits = low[:, threshold] < high[:, threshold]
+        upper, lower = high.copy(), low[splits]
+        upper[:, threshold] = middle[:, threshold]
+        lower[:, threshold] = middle[splits, threshold] + 1
+        low, high = np.concatenate([low, lower]), np.concatenate([upper, high[splits]])
+        for smaller, larger in ((0, 1), (2, 3)):
+            high[:, smaller] = np.minimum(high[:, smaller], high[:, larger])
+            low[:, larger] = np.maximum(low[:, larger], low[:, smaller])
+        possible = np.all(low <= high, axis=1)
+        low, high = low[possible], high[possible]
+
+        middle = (low + high) // 2
+        losses = _loss(grid.deviations(middle, goal))
+        first = np.argmin(losses)
+        if losses[first] < least:
+            best, least = middle[first], losses[first]
+
+        small, large = grid.sides(high, low), grid.sides(low, high)
+        fewest, most = grid.shares(small, large), grid.shares(large, small)
+        mid = 1 - most.sum(axis=1), 1 - fewest.sum(axis=1)
+        short = np.column_stack([fewest, mid[0]]) - goal, goal - np.column_stack([most, mid[1]])
+        bounds = _loss(np.maximum(np.maximum(*short), 0))
+        open_ = np.flatnonzero(np.any(low < high, axis=1) & (bounds < least - resolution))
+        if len(open_) > _OPEN_NODES:
+            open_ = open_[np.lexsort((losses[open_], bounds[open_]))[:_OPEN_NODES]]
+        low, high = low[open_], high[open_]
+        threshold = (threshold + 1) % len(THRESHOLDS)
+    return best
+
+
+def _settled(
+    points: np.ndarray,
+    boxes: Boxes,
+    goal: np.ndarray,
+    axes: list[_Axis],
+    best: list[int],
+    tolerance: float,
+) -> list[int]:
+    """The cuts moved, one threshold after the other, to the widest gaps that are as good."""
+    bounds, limit = np.array(best), np.inf
+    for i in range(len(THRESHOLDS)):
+        # All cuts of the threshold's own axis, and of the other one those that matter.
+        own, other = i // 2, 1 - i // 2
+        fixed = np.searchsorted(axes[other].cuts, axes[other].fixed)
+        matter = np.union1d(fixed, bounds[2 * other : 2 * other + 2])
+        cuts = [axis.cuts for axis in axes]
+        cuts[other] = cuts[other][matter]
+        places = bounds.copy()
+        places[2 * other : 2 * other + 2] = np.searchsorted(matter, places[2 * other :][:2])
+
+        first = bounds[i - 1] if i % 2 else axes[own].first
+        last = len(cuts[own]) - 1 if i % 2 else bounds[i + 1]
+        trials = np.tile(places, (last - first + 1, 1))
+        trials[:, i] = np.arange(first, last + 1)
+        deviations = _Grid(points, cuts, boxes).deviations(trials, goal)
+        losses, largest = _loss(deviations), np.abs(deviations).max(axis=1)
+        now = bounds[i] - first
+        limit = min(limit, losses[now] + _AS_GOOD * 0.5 / np.sqrt(len(points)))
+        as_good = (losses <= limit) & (largest <= max(tolerance, largest[now]))
+        gaps = np.where(as_good, axes[own].gaps[first : last + 1], -1)
+        if gaps.max() > gaps[now]:
+            bounds[i] = first + np.argmax(gaps)
+    return bounds.tolist()
+
+
+# The picture. Row 0 is the lowest until it is printed.
+
+
+class _Scale:
+    """One axis of the picture: which cell a value is in, and what each cell stands for."""
+
+    def __init__(
+        self, values: np.ndarray, bounds: Mapping[str, np.float32], size: int, spacing: int
+    ) -> None:
+        self._size = size
+        inside = [bound for bound in bounds.values() if bound < values.max()]
+        common = np.quantile(values, 0.999)
+        self._largest = float(max([common, *(1.2 * bound for bound in inside)])) or 1.0
+        middles = self._largest * ((np.arange(size) + 0.5) / size) ** 2
+        self.below, self.above = middles.astype(np.float32), middles.astype(np.float32)
+        self.names: dict[int, str] = {}  # of the bounds, by cell
+        for name, bound in sorted(bounds.items(), key=lambda item: item[1]):
+            if not 0 < bound < self._largest:
+                continue
+            cell = int(self.cells(bound))
+            # Cells stand for their middles, but those on a bound for what is just beside it.
+            if self.below[cell] == self.above[cell]:
+                self.below[cell] = np.nextafter(bound, np.float32(-np.inf))
+            self.above[cell] = np.nextafter(bound, np.float32(np.inf))
+            if name in THRESHOLDS:
+                self.names[cell] = f"{self.names.get(cell, '')} {name}".strip()
+        self.ticks: dict[int, str] = {}
+        for tick in _TICKS:
+            cell = int(self.cells(tick))
+            if tick < self._largest and cell >= max(self.ticks, default=-spacing) + spacing:
+                self.ticks[cell] = f"{tick:g}"
+
+    def cells(self, values: Any) -> np.ndarray:
+        """The cells of values; an entropy can be negative by rounding."""
+        scaled = self._size * np.sqrt(np.maximum(values, 0) / self._largest)
+        return np.minimum(scaled, self._size - 1).astype(int)
+
+
+def _bounds_of(axis: int, thresholds: Mapping[str, float], boxes: Boxes) -> dict[str, np.float32]:
+    """Names and values of all bounds of an axis; a number's name is its own text."""
+    bounds = [c.bound for box in boxes for c in box if c.axis == axis]
+    return {str(b): np.float32(thresholds[b] if isinstance(b, str) else b) for b in bounds}
+
+
+def _put_label(picture: np.ndarray, free: np.ndarray, labels: Sequence[str]) -> None:
+    """Writes the first of the labels that fits where the picture is free, near the middle."""
+    places = np.argwhere(free)
+    for label in labels:
+        fits = [
+            (row, start)
+            for row, start in places
+            if start + len(label) <= free.shape[1] and free[row, start : start + len(label)].all()
+        ]
+        if fits:
+            middle = places.mean(axis=0) - [0, len(label) / 2]
+            # A cell is about twice as high as wide.
+            distances = np.abs((np.array(fits) - middle) * [2, 1]).sum(axis=1)
+            row, start = fits[int(np.argmin(distances))]
+            picture[row, start : start + len(label)] = list(label)
+            return
+
+
+def _framed(picture: np.ndarray, x: _Scale, y: _Scale) -> list[str]:
+    """The picture's lines, highest first, between axes with numbers and the bounds' names."""
+    height, width = picture.shape
+    lines = ["varentropy (bits²)", _spread(x.names, 8)]
+    for row in reversed(range(height)):
+        tick = y.ticks.get(row)
+        axis = f"{tick or '':>6} {'┤' if tick else '│'}"
+        lines.append(f"{axis}{''.join(picture[row])} {y.names.get(row, '')}")
+    axis = "".join("┬" if cell in x.ticks else "─" for cell in range(width))
+    lines += [f"{'':>7}└{axis}", _spread(x.ticks, 8), f"{'entropy (bits)':>{width + 8}}"]
+    return [line.rstrip() for line in lines]
+
+
+def _spread(texts: Mapping[int, str], indent: int) -> str:
+    """Texts at their columns, or as near to the right of them as there is room."""
+    line = " " * indent
+    for column, text in sorted(texts.items()):
+        line = line.ljust(indent + column) + text + " "
+    return line

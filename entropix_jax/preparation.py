@@ -1,0 +1,60 @@
+"""What the host prepares for compiled programs, and reads back from them: few shapes, rows of
+parameters, extras as plain values."""
+
+import jax
+import numpy as np
+
+from entropix_jax.config import ModelConfig
+from entropix_jax.decode_state import Recording
+from entropix_jax.errors import UserError
+from entropix_jax.loading import LanguageModel, logits_epsilon
+from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.settings import Sampler
+
+MIN_WINDOW = 128  # fewest cache slots that a program reads
+_MIN_CHUNK = 16
+_SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call
+
+
+def bucket(length: int, smallest: int) -> int:
+    """The next power of two, so that few shapes are ever compiled."""
+    return max(smallest, 1 << (length - 1).bit_length())
+
+
+def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> int:
+    """Tokens that `batch` rows of `length` tokens may read in one call: fewer in long contexts and
+    large batches, whose attention scores take room."""
+    scores = bucket(length, MIN_WINDOW) * batch * config.num_heads
+    room = 1 << max(_SCORES_BYTES // (4 * scores), 1).bit_length() - 1
+    return min(largest, max(_MIN_CHUNK, room))
+
+
+def check_recording(model: LanguageModel, recording: Recording) -> None:
+    """Refuses to record more of the likeliest tokens than there are."""
+    if not 0 <= recording.top <= model.config.vocab_size:
+        raise UserError(
+            f"the {recording.top} likeliest tokens are asked for, "
+            f"the model has {model.config.vocab_size}"
+        )
+
+
+def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
+    """A sampler's parameters for one row of a model.
+
+    Raises:
+        UserError: a thought, layer weights or bans that do not fit the model.
+    """
+    bans = [i for i in sampler.values["draw.bans"] if i >= model.config.vocab_size]
+    if bans:
+        raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")
+    return sampler.params(
+        num_layers=model.config.num_layers,
+        epsilon=logits_epsilon(model),
+        encode=lambda text: model.tokenizer.encode(text, add_bos=False),
+    )
+
+
+def for_rows(params: SamplerParams, rows: int) -> SamplerParams:
+    """The same parameters for each row."""
+    stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), params)
+    return jax.device_put(stacked)
