@@ -28,8 +28,9 @@ class Options(TypedDict, total=False):
         stop: a text, or several, that end a row and are not part of it.
         ignore_eos: no token ends a row.
         recording: what each token's record holds besides the usual.
-        retrieve: a function from a row's text so far to the text to inject where a thought is due;
-            where that is empty the sampler's own thought is injected.
+        retrieve: a function from a row's text so far to the text to inject where a thought is due.
+            Where that is empty or does not fit the budget, the sampler's own thought is injected,
+            and where that does not fit either the row just draws.
         ask: a function from a row and the texts of its two best branches, the better one first, to
             the index of the one to take, or None for the better one. It is asked where their scores
             are too close to call.

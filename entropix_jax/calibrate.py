@@ -17,13 +17,14 @@ import tyro
 
 from entropix_jax.commandline import EXIT_OK, Count, Model, parse, run_command
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_text
+from entropix_jax.files import check_writable, read_text
 
 if TYPE_CHECKING:
     import numpy as np
 
     from entropix_jax.calibration import Boxes
     from entropix_jax.loading import LanguageModel
+    from entropix_jax.sampler.settings import Sampler
 
 WANTED = {"lelv": 0.6, "helv": 0.05, "lehv": 0.05, "hehv": 0.05}
 _OWN_ROWS = 32  # texts that the model writes side by side
@@ -81,7 +82,6 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.inspection import entropies_of
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.sampler.presets import load_sampler
-    from entropix_jax.trace import check_writable
 
     sampler = load_sampler(arguments.sampler)
     boxes = boxes_of(sampler)
@@ -92,12 +92,10 @@ def _main(arguments: Arguments) -> int:
     read = [model.tokenizer.encode(text, add_bos=True) for text in texts if text]
     if arguments.own:
         read += _own_texts(model, arguments.self_tokens, arguments.seed)
-    points = entropies_of(model, read, sampler, context=arguments.context or None)
-    before = {
-        key.removeprefix("thresholds."): float(value)
-        for key, value in sampler.calibrated(model.folder).values.items()
-        if key.startswith("thresholds.") and key != "thresholds.calibrated"
-    }
+    # What the model's own thresholds are does not matter here, nor whether they can be read.
+    neutral = sampler.with_values({"thresholds.calibrated": False})
+    points = entropies_of(model, read, neutral, context=arguments.context or None)
+    before = _thresholds(model, sampler)
     solution = solve(points, wanted, boxes)
     write_text(output, _content(arguments, solution.thresholds, len(points)))
     _report(points, boxes, before, wanted, solution.thresholds)
@@ -144,7 +142,8 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     from entropix_jax.results import Request
     from entropix_jax.sampler.presets import load_sampler
 
-    sampler = load_sampler("temperature").with_values({"base.temperature": 1.0})
+    changes = {"base.temperature": 1.0, "thresholds.calibrated": False}
+    sampler = load_sampler("temperature").with_values(changes)
     start = model.tokenizer.encode("", add_bos=True)
     if not start:
         raise UserError("--self: the tokenizer has no token that begins a text")
@@ -153,6 +152,18 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     if errors := [row.error for row in rows if row.error is not None]:
         raise UserError(errors[0])
     return [[*start, *(token.token_id for token in row.tokens)] for row in rows]
+
+
+def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
+    """What the thresholds are so far; none where a calibration is damaged."""
+    try:
+        values = sampler.calibrated(model.folder).values
+    except UserError as error:
+        print(f"note: {error}", file=sys.stderr)
+        return {}
+    prefix = "thresholds."
+    names = [key for key in values if key.startswith(prefix) and key != "thresholds.calibrated"]
+    return {name.removeprefix(prefix): float(values[name]) for name in names}
 
 
 def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) -> str:
@@ -167,7 +178,7 @@ def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) ->
     base = arguments.sampler
     if base.endswith(".toml"):
         base = os.path.relpath(base, Path(arguments.output).parent)
-    model = os.path.basename(arguments.model or "weights/tiny")
+    model = Path(arguments.model or "weights/tiny").name
     return preset_text(base, thresholds, f"{arguments.sampler}, calibrated for {model} on {source}")
 
 

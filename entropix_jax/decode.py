@@ -17,6 +17,7 @@ from entropix_jax.cache import KVCache, Suffixes
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import (
     FINISHED_ERROR,
+    FINISHED_STOP,
     RUNNING,
     WAITS_FOR_TEXT,
     BranchLog,
@@ -139,7 +140,9 @@ def decode(
 ) -> tuple[DecodeState, StepRecord, BranchLog]:
     """Runs up to `steps` decode steps on the device, fewer once no row is running.
 
-    It comes back earlier where a row waits for the host, or has grown as long as the window.
+    It comes back earlier where a row waits for the host, where the log is full, and where a row has
+    grown as long as the window (one that a stop string has ended does not count: how far it went on
+    depends on when the host looked).
 
     Args:
         sampler: traced, each leaf with a leading row axis.
@@ -171,12 +174,12 @@ def decode(
 
     def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord, BranchLog]) -> jax.Array:
         done, state, _, log = carry
-        running = state.finish == RUNNING
+        running, stopped = state.finish == RUNNING, state.finish == FINISHED_STOP
         return (
             (done < jnp.minimum(steps, max_steps))
             & jnp.any(running)
             & ~jnp.any(state.finish >= WAITS_FOR_TEXT)
-            & (jnp.max(jnp.where(running, state.cache.length, 0)) < window)
+            & (jnp.max(jnp.where(stopped, 0, state.cache.length)) < window)
             & (log.count + batch <= log.committed.shape[0])
         )
 

@@ -74,3 +74,17 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Looks whether a file could be written, without leaving a file.
+
+    Raises:
+        UserError: it could not.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: cannot be written: no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written: no permission")

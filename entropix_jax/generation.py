@@ -92,7 +92,8 @@ class Generation:
                 says so.
             recording: what each token's record holds besides the usual.
             retrieve: is given a row's text whenever a thought is due, and returns the text to
-                inject in its place; where that is empty the sampler's own thought is injected.
+                inject in its place. Where that is empty or does not fit the budget, the sampler's
+                own thought is injected, and where that does not fit either the row just draws.
             ask: is given a row and the texts of the two best branches, the better one first, where
                 their scores are too close to call, and returns which it shall be, or None for the
                 better one.
@@ -146,7 +147,8 @@ class Generation:
         self._start = time.perf_counter()
         for chunk in self._chunks():
             asked = time.perf_counter()
-            records, log = jax.device_get(chunk)
+            records, log = chunk[0], chunk[1] if int(chunk[1].count) else None
+            records, log = jax.device_get((records, log))
             self._pace(time.perf_counter() - asked)
             for event in self._events(records, log):
                 if event.token is not None:
@@ -195,9 +197,7 @@ class Generation:
                     self._with_answers(state),
                     jnp.int32(steps),
                     config=self.model.config,
-                    window=self._window(
-                        steps + sum(steps for steps, *_ in in_flight), state.cache.capacity
-                    ),
+                    window=self._window(state.cache.capacity),
                     max_steps=MAX_STEPS,
                     recording=self._recording,
                     arms=tuple(self.sampler.arms.values()),
@@ -215,15 +215,12 @@ class Generation:
         running = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
         return any(steps == 0 or self._budgets[i] - self._number(i) > steps for i in running)
 
-    def _window(self, steps: int, capacity: int) -> int:
-        """Slots enough for what the rows will probably be after so many steps. Where branches make
-        them longer, the device comes back early, and the next window is larger."""
-        ends = [
-            len(row.request.prompt) + min(self._number(i) + steps, self._budgets[i])
-            for i, row in enumerate(self.rows)
-            if row.finish_reason is None
-        ]
-        return min(bucket(max(ends), MIN_WINDOW), capacity)
+    def _window(self, capacity: int) -> int:
+        """Slots enough for the longest row as far as it is known, and no more: a row that is longer
+        already ends the chunk before its first step. So how many slots a step reads, and with them
+        the last digits of what it computes, never depends on when the host looked."""
+        lengths = [len(row.request.prompt) + self._number(i) for i, row in enumerate(self.rows)]
+        return min(bucket(max(lengths), MIN_WINDOW), capacity)
 
     def _number(self, index: int) -> int:
         """The tokens of a row that are known."""
@@ -274,13 +271,13 @@ class Generation:
             state = replace(state, keys=jnp.asarray(keys), budget=budgets)
         return state
 
-    def _events(self, records: StepRecord, log: BranchLog) -> Iterator[Event]:
+    def _events(self, records: StepRecord, log: BranchLog | None) -> Iterator[Event]:
         for step in range(records.live.shape[0]):
             for index in np.flatnonzero(records.live[step]):
                 if self.rows[index].finish_reason is None:
                     record = jax.tree.map(lambda x: x[step, index], records)  # noqa: B023
                     entry = None
-                    if record.branch >= 0:
+                    if log is not None and record.branch >= 0:
                         entry = jax.tree.map(
                             lambda x: x[record.branch],  # noqa: B023
                             replace(log, count=log.committed),
@@ -321,7 +318,8 @@ class Generation:
                 self._held[index] = one
                 yield from self._release(index)
         elif token.action == "branch" and index in self._chosen:
-            token = replace(token, branches=self._chosen.pop(index), ambiguous=True)
+            futures = self._chosen.pop(index)
+            token = replace(token, branches=futures, ambiguous=differ(futures))
         if self.rows[index].finish_reason is not None:
             return  # a stop string
         self._held[index] = token
@@ -375,7 +373,9 @@ class Generation:
         text = self._retrieve(
             tokenizer.decode([*row.request.prompt, *(token.token_id for token in row.tokens)])
         )
-        retrieved = tokenizer.encode(text, add_bos=False) if text else []
+        # What a text calls a control token is not one: it must not end a row or open a turn.
+        special = tokenizer.special_ids
+        retrieved = [i for i in tokenizer.encode(text, add_bos=False) if i not in special]
         turn = self._asked[index] % max(len(self._thoughts), 1)
         self._asked[index] += 1
         room = self._budgets[index] - len(row.tokens)

@@ -57,8 +57,8 @@ def undeferred_interrupts() -> Iterator[None]:
             before(signum, frame)
         raise EOFError
 
-    signal.signal(signal.SIGINT, press)
     try:
+        signal.signal(signal.SIGINT, press)
         yield
     finally:
         signal.signal(signal.SIGINT, before)

@@ -30,7 +30,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_text
+from entropix_jax.files import check_writable, read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.results import Request
     from entropix_jax.sampler.presets import choose_sampler
-    from entropix_jax.trace import TraceWriter, check_writable, footer
+    from entropix_jax.trace import TraceWriter, footer
 
     # A mistake in these should not wait for the model.
     sampler = choose_sampler(arguments.sampler, itertools.chain(*arguments.set))
@@ -151,7 +151,9 @@ def _main(arguments: Arguments) -> int:
                 return _run(arguments, generation, writer)
             finally:
                 # Whatever ended the run: the trace says how far it came.
-                generation.interrupt()
+                for event in generation.interrupt():
+                    if event.token is not None:
+                        writer.write(event.token.to_json(retracted=event.retracted))
                 rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
                 writer.write(footer(rows, generation.timings))
 
@@ -198,9 +200,10 @@ def _retriever(arguments: Arguments) -> "Retrieve | None":
 
 def _person(arguments: Arguments) -> "Ask | None":
     """Who is asked about close branches: nobody without a terminal to ask on."""
-    if not (arguments.ask and arguments.format == "text" and _is_terminal(sys.stdin)):
+    if not arguments.ask:
         return None
-    if not (_is_terminal(sys.stdout) and _is_terminal(sys.stderr)):
+    if not all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr))):
+        print("note: --ask: no terminal, nobody is asked", file=sys.stderr)
         return None
     from entropix_jax.terminal import ask_person
 
@@ -268,6 +271,8 @@ def _check(arguments: Arguments) -> None:
         raise UserError(f"--samples must be at most {_MAX_SAMPLES}, not {arguments.samples}")
     if not all(map(all, arguments.stop)):
         raise UserError("--stop: an empty text ends nothing")
+    if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
+        raise UserError("--ask goes with one sample and --format text")
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
         raise UserError("--trace-top and --trace-layers need --trace FILE")
 

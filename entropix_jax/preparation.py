@@ -12,6 +12,7 @@ from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.settings import Sampler
 
 MIN_WINDOW = 128  # fewest cache slots that a program reads
+MAX_TOP = 1024  # of the likeliest tokens in a record
 _MIN_CHUNK = 16
 _SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call
 
@@ -30,7 +31,11 @@ def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> in
 
 
 def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Refuses to record more of the likeliest tokens than there are."""
+    """Refuses to record more of the likeliest tokens than there are, or than memory is kept for."""
+    if recording.top > MAX_TOP:
+        raise UserError(
+            f"the {recording.top} likeliest tokens are asked for, at most {MAX_TOP} are possible"
+        )
     if not 0 <= recording.top <= model.config.vocab_size:
         raise UserError(
             f"the {recording.top} likeliest tokens are asked for, "

@@ -64,7 +64,8 @@ class Event:
     """What became known of a row: a token, and the text that may be shown now that it is here.
 
     `token` is None where the row ended without one: by an error, or interrupted. With `retracted`
-    it is one that was taken back, and its replacement comes next.
+    it is one that was taken back, and the row's next event holds its replacement, or says that that
+    one was taken back too.
     """
 
     row: int

@@ -105,6 +105,8 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
                 line = sys.stdin.readline()
         except EOFError:
             line = ""
+        except UnicodeDecodeError:
+            continue
         if line.strip() in ("1", "2"):
             return int(line) - 1
         if not line.strip():

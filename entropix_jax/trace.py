@@ -4,7 +4,6 @@ The same run gives the same bytes, but for the timings in the footer.
 """
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -118,20 +117,6 @@ def header(
 def footer(rows: Sequence[Mapping[str, Any]], timings: Mapping[str, float]) -> dict[str, Any]:
     """The footer object: finish reason and counts of each row, and the run's timings in seconds."""
     return {"type": "footer", "rows": list(rows), "timings": dict(timings)}
-
-
-def check_writable(path: Path) -> None:
-    """Looks whether a trace could be written, without leaving a file.
-
-    Raises:
-        UserError: it could not.
-    """
-    if path.is_dir():
-        raise UserError(f"{path}: the trace cannot be written: it is a folder")
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: the trace cannot be written: no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{path}: the trace cannot be written: no permission")
 
 
 class TraceWriter:

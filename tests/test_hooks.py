@@ -205,7 +205,8 @@ def test_ask_without_a_terminal_asks_nobody(
 
     monkeypatch.setattr(terminal, "ask_person", fail)
     assert main.main([*SHORT, *FORK, "--ask"]) == 0
-    asked = capsys.readouterr().out
+    asked, notes = capsys.readouterr()
+    assert "note: --ask: no terminal, nobody is asked\n" in notes
     assert main.main([*SHORT, *FORK]) == 0
     assert capsys.readouterr().out == asked
 

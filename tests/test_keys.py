@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
+from entropix_jax.sampler.keys import (
+    STREAM_CANDIDATE,
+    STREAM_DRAW,
+    STREAM_NOISE,
+    STREAM_ROLLOUT,
+    row_key,
+    uniforms,
+)
+
+STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE)
 
 uniforms_of = jax.jit(uniforms, static_argnums=4)
 
@@ -47,13 +56,18 @@ def test_each_part_of_the_name_counts() -> None:
         for seed, row_id in ((0, "0"), (1, "0"), (0, "1"))
         for position in (0, 1, 5)
         for attempt in (0, 1, 5)
-        for stream in (STREAM_DRAW, STREAM_CANDIDATE)
+        for stream in STREAMS
     ]
     drawn = numbers(names)
-    assert np.unique(drawn).size == drawn.size
+    # Of so many numbers with 24 bits two may be equal; two with the same index are not.
+    for column in drawn.T:
+        assert np.unique(column).size == len(names)
+    for row in drawn:
+        assert np.unique(row).size == row.size
     # Once more, in another order, and alone.
     np.testing.assert_array_equal(numbers(names[::-1])[::-1], drawn)
-    np.testing.assert_array_equal(numbers([(key, 5, 1, STREAM_CANDIDATE)]), drawn[15:16])
+    at = (2 * 3 + 1) * len(STREAMS) + STREAMS.index(STREAM_CANDIDATE)
+    np.testing.assert_array_equal(numbers([(key, 5, 1, STREAM_CANDIDATE)]), drawn[at : at + 1])
 
 
 def test_how_many_are_asked_for_does_not_count() -> None:

@@ -120,6 +120,25 @@ def test_logprob_is_of_the_unmodified_logits() -> None:
     assert np.all(choice.finite)
 
 
+@pytest.mark.parametrize("preset", ["entropix", "document-001"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_confidence_is_reported_whatever_the_regime(preset: str, regime: str) -> None:
+    """The documents' sum, of the metrics as that preset's arms see them."""
+    params = params_of(preset, BOUNDS)
+    observation = choose_once(logits_for(regime)[None], params, rows_of(1)).observation
+    m = {name: float(value[0]) for name, value in vars(observation.metrics).items()}
+    raw = preset == "document-001"
+    expected = (
+        0.1 * (1 - m["entropy"])
+        + 0.2 * (1 - m["attn_entropy" if raw else "attn_entropy_norm"])
+        + 0.3 * (1 - m["varentropy"])
+        + 0.4 * (1 - m["attn_varentropy"])
+        + 0.5 * m["agreement_published" if raw else "agreement"]
+        + 0.6 * m["interaction_strength"]
+    )
+    assert float(observation.confidence[0]) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
     logits = np.tile(logits_for("mid"), (4, 1))

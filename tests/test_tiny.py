@@ -37,6 +37,54 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     assert set(actions) == {*served}
 
 
+OFF = {
+    "branch": {"arms.lehv": "explore"},
+    "backspace": {"arms.hehv": "resample"},
+    "inject": {"inject.thought": ""},
+    "adaptive": {"arms.mid": "sample"},
+    "argmax": {"arms.lelv": "sample"},
+}
+
+
+@pytest.mark.parametrize("action", OFF)
+def test_each_action_can_be_switched_off(tiny: LanguageModel, action: str) -> None:
+    sampler = load_sampler("entropix")
+    start = tiny.tokenizer.encode("", add_bos=True)
+    requests = [Request(start, str(i), 100) for i in range(4)]
+    kept, without = (
+        Counter(token.action for row in rows for token in row.tokens)
+        for rows in (
+            Generation(tiny, requests, sampler, ignore_eos=True).run(),
+            Generation(tiny, requests, sampler.with_values(OFF[action]), ignore_eos=True).run(),
+        )
+    )
+    assert kept[action]
+    assert not without[action]
+
+
+def test_the_same_run_whenever_the_host_looks(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last digit, across lengths at which more of the cache is read."""
+    prompts = ["Guests:", "Once upon a time", "12 + 7 ="]
+    requests = [
+        Request(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)
+        for i, prompt in enumerate(prompts)
+    ]
+    runs = []
+    for steps in (1, 7, 32):
+        monkeypatch.setattr(Generation, "_pace", lambda self, waited, n=steps: _set(self, n))
+        generation = Generation(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
+        runs.append([[token.to_json() for token in row.tokens] for row in generation.run()])
+    assert max(len(row) for row in runs[0]) > 128
+    assert runs[1] == runs[0]
+    assert runs[2] == runs[0]
+
+
+def _set(generation: Generation, steps: int) -> None:
+    generation._steps = steps
+
+
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
     thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
     sampler = load_sampler("entropix").calibrated(tiny.folder)

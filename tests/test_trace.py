@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
-from entropix_jax.trace import TokenRecord, TraceWriter, check_writable, plain
+from entropix_jax.files import check_writable
+from entropix_jax.trace import TokenRecord, TraceWriter, plain
 
 # The contract, in order. Three more fields stand among them: the agreement as published, which two
 # presets act on, the adaptive arm's confidence, and whether a branching was too close to call.

@@ -77,7 +77,7 @@ class InjectParams:
 
     thoughts: jax.Array  # int32 [MAX_THOUGHTS, MAX_THOUGHT]
     lengths: jax.Array  # int32 [MAX_THOUGHTS], of the thoughts; those of length 0 come last
-    per_row: jax.Array = number(*_COUNT, integer=True)  # thoughts of a row, retrieved ones too
+    per_row: jax.Array = number(*_COUNT, integer=True)  # thoughts of a row, asked for ones too
     cooldown: jax.Array = number(*_COUNT, integer=True)
     until_confident: jax.Array = flag()  # the first LELV token ends the cooldown
     temperature_scale: jax.Array = number(*_COEFFICIENT)

@@ -1,0 +1,158 @@
+"""The command that calibrates: what it writes, how well it holds on other text, and bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from entropix_jax import calibrate, main
+from entropix_jax.calibration import boxes_of, occupancy
+from entropix_jax.inspection import entropies_of
+from entropix_jax.loading import LanguageModel, load
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.world.corpus import write_row
+from entropix_jax.world.facts import create
+from tests.test_main import Result, shared_cache  # noqa: F401 (a fixture)
+
+WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
+SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Files of the world's text, some 25,000 tokens."""
+    folder = tmp_path_factory.mktemp("texts")
+    return [write(folder / f"{i}.txt", seed=i) for i in range(4)]
+
+
+def write(path: Path, seed: int) -> str:
+    row = write_row(create(0), Random(seed), 6500)
+    path.write_text("".join(position.terminal for position in row))
+    return str(path)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    def run(*arguments: object) -> Result:
+        capsys.readouterr()
+        status = calibrate.main([*map(str, arguments)])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("base", "wanted"),
+    [
+        ("entropix", WANTED),
+        ("document-004", {"lelv": 0.53, "helv": 0.09, "lehv": 0.05, "hehv": 0.03}),
+    ],
+)
+def test_the_wanted_occupancy_holds_on_other_text(
+    command: Callable[..., Result],
+    tiny: LanguageModel,
+    texts: list[str],
+    tmp_path: Path,
+    base: str,
+    wanted: dict[str, float],
+) -> None:
+    """Within 2 percentage points, on 20,000 tokens that calibration has not seen."""
+    output = tmp_path / "mine.toml"
+    shares = [f"{regime}={share}" for regime, share in wanted.items()]
+    result = command("--texts", *texts, "--wanted", *shares, "--sampler", base, "--output", output)
+    assert result.status == 0, result.err
+    sampler = load_sampler(str(output)).calibrated(tiny.folder)
+    assert sampler.notes == ()  # its own thresholds, not the model's
+    encode = tiny.tokenizer.encode
+    others = [
+        encode(Path(write(tmp_path / f"{i}.txt", seed=100 + i)).read_text(), add_bos=True)
+        for i in range(4)
+    ]
+    points = entropies_of(tiny, others, sampler)
+    assert len(points) >= 20_000
+    thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
+    reached = occupancy(points, thresholds, boxes_of(sampler))
+    for regime in REGIMES:
+        share = wanted.get(regime, 1 - sum(wanted.values()))
+        assert reached[regime] == pytest.approx(share, abs=0.02), reached
+    # And what the command shows.
+    for word in (
+        "of the tokens below",
+        "95%",
+        "before",
+        "wanted",
+        "after",
+        "entropy (bits)",
+        "MID",
+    ):
+        assert word in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert (
+        main.main(["--prompt", "Guests:", "--max-new-tokens", "5", "--sampler", str(output)]) == 0
+    )
+
+
+def test_the_models_own_text_and_its_calibration_file(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
+    output = tmp_path / "calibration.json"
+    arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES, "--output", output)
+    assert command(*arguments).status == 0
+    first = json.loads(output.read_text())
+    assert set(first["thresholds"]) == {"h1", "h2", "u1", "u2"}
+    assert "3200 tokens" in first["source"]
+    assert command(*arguments).status == 0
+    assert json.loads(output.read_text()) == first  # the same seed, the same text
+    assert command(*arguments, "--seed", 5).status == 0
+    assert json.loads(output.read_text()) != first
+
+
+def test_what_the_text_does_not_allow(
+    command: Callable[..., Result], texts: list[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "mine.toml"
+    impossible = ["lelv=0.1", "helv=0.6", "lehv=0.1", "hehv=0.1"]
+    result = command("--texts", texts[0], "--wanted", *impossible, "--output", output)
+    assert (result.status, result.out) == (2, "")
+    assert "the nearest that it allows is lelv" in result.err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--output", "x.toml"), "give texts with --texts FILE ..., or --self"),
+        (("--self", "--output", "x.txt"), "a sampler file ends in .toml"),
+        (("--self", "--output", "/no/such/folder/x.toml"), "no folder /no/such/folder"),
+        (("--self", "--output", "x.toml", "--wanted", "lelv"), "--wanted lelv: expected one of"),
+        (("--self", "--output", "x.toml", "--wanted", "lelv=2"), "--wanted lelv=2"),
+        (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
+        (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
+        (("--self", "--output", "x.toml", "--sampler", "document-001"), "cannot be calibrated"),
+        (("--texts", "/no/such/text", "--output", "x.toml"), "/no/such: text is missing"),
+    ],
+)
+def test_bad_input(
+    command: Callable[..., Result],
+    arguments: tuple[object, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(*arguments)
+    assert (result.status, result.out) == (2, "")
+    (line,) = result.err.splitlines()
+    assert complaint in line
+    assert not list(tmp_path.iterdir())
