@@ -299,8 +299,8 @@ class Generation:
         if record.finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
             # Who is asked has seen the whole text: nothing takes its last token back any more.
             yield from self._release(index)
-            if self.rows[index].finish_reason is not None:
-                return  # a stop string
+            if self.rows[index].finish_reason is not None or self._asked_to_stop:
+                return  # nobody is asked any more
             if record.finish == WAITS_FOR_TEXT:
                 return self._answer_with_text(index)
             return self._answer_with_branch(index, futures)

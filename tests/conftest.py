@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -110,3 +111,14 @@ def transformers() -> ModuleType:
 def shared_data() -> Path:
     """The folder of real files that ENTROPIX_SHARED_DATA names."""
     return Path(SHARED_DATA)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Lets compiled programs go with the module that needed them.
+
+    Each takes memory maps, some thousands a module, and Linux gives a process 65,530 of them.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -593,7 +593,7 @@ def test_traces_that_cannot_be_written(
     command: Callable[..., Result], workplace: Path, trace: str, message: str
 ) -> None:
     result = command(*short("--trace", trace))
-    one_error(result, f"{trace}: the trace cannot be written: {message}")
+    one_error(result, f"{trace}: cannot be written: {message}")
 
 
 def test_a_trace_that_ends_on_a_full_disk(

@@ -11,8 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.metrics import noise_floor
-from entropix_jax.sampler.arms import ACTIONS, ARMS, INJECT
+from entropix_jax.metrics import Metrics, noise_floor
+from entropix_jax.sampler.arms import (
+    ACTIONS,
+    ARMS,
+    BACKSPACE,
+    BRANCH,
+    INJECT,
+    Proposal,
+    RowView,
+    draw,
+)
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.params import MAX_DRAWS, REGIMES, SamplerParams
 from entropix_jax.sampler.sample import (
@@ -150,6 +159,33 @@ def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
         assert int(choice.token[row]) == int(clean.token[row])
         entropies = [c.observation.metrics.entropy[row] for c in (choice, clean)]
         assert float(entropies[0]) == float(entropies[1])
+
+
+@pytest.mark.parametrize("action", [INJECT, BRANCH, BACKSPACE])
+def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: int) -> None:
+    """Where a row may not, it just draws: no arm can make a run that never ends."""
+
+    def eager(metrics: Metrics, params: SamplerParams, row: RowView) -> Proposal:
+        return draw(action, params)
+
+    logits = jnp.asarray(np.tile(logits_for("mid"), (2, 1)))
+    free = {"inject.thought": "a", "branch.per_row": 1}
+    spent = {"inject.thought": "a", "inject.per_row": 0, "branch.per_row": 0}
+    params = batch_of(*(params_of("entropix", changes) for changes in (free, spent)))
+    sampler = replace(params, arms=jnp.full_like(params.arms, len(ARMS)))
+    state = init_sampler_state(2, VOCAB)
+    drawn = jnp.asarray([True, False])
+    state = replace(state, last=replace(state.last, logits=logits, was_drawn=drawn))
+    rows = rows_of(2, generated=1)
+    arms = (*ARMS.values(), eager)
+    choice, after = jax.jit(choose, static_argnames="arms")(
+        logits, attn_stats(2), sampler, state, rows, arms=arms
+    )
+    assert [ACTIONS[i] for i in choice.proposal.action] == [ACTIONS[action], "sample"]
+    assert choice.begins.tolist() == [action != BACKSPACE, False]
+    counters = [after.tally.injections, after.tally.retractions]
+    assert [int(counter[1]) for counter in counters] == [0, 0]
+    assert bool(after.last.was_drawn[1])
 
 
 # Thoughts
