@@ -164,4 +164,4 @@ class TraceWriter:
             raise self._failure(error) from None
 
     def _failure(self, error: OSError) -> UserError:
-        return UserError(f"{self._path}: the trace cannot be written: {error.strerror}")
+        return UserError(f"{self._path}: cannot be written: {error.strerror}")

@@ -612,7 +612,7 @@ def test_a_trace_that_ends_on_a_full_disk(
     result = command(*short("--trace", tmp_path / "trace.jsonl", tokens=40))
     assert result.status == 2
     _, line = result.err.splitlines()
-    assert line.endswith("the trace cannot be written: No space left on device")
+    assert line.endswith("cannot be written: No space left on device")
     assert result.out.endswith("\n"), "the text so far, and the error on a line of its own"
 
 

@@ -92,7 +92,7 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_noticed_at_the_first_line() -> None:
-    full = "/dev/full: the trace cannot be written: No space"
+    full = "/dev/full: cannot be written: No space"
     writer = TraceWriter(Path("/dev/full"))
     with pytest.raises(UserError, match=full):
         writer.write({"type": "header"})
@@ -108,7 +108,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path, name: str, reason: str) ->
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=reason):
         check_writable(tmp_path / name)
-    with pytest.raises(UserError, match="the trace cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         TraceWriter(tmp_path / name)
 
 
