@@ -826,10 +826,12 @@ def test_ctrl_c_ends_with_the_text_so_far(
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert err.rstrip().endswith(b"| interrupt")
-    _, *tokens, footer = read_trace(trace)
+    _, *lines, footer = read_trace(trace)
     (row,) = footer["rows"]
+    kinds = [line["type"] for line in lines]
     assert row["finish_reason"] == "interrupt"
-    assert row["tokens"] == len(tokens) > 0
+    assert row["tokens"] == kinds.count("token") > 0
+    assert row["retracted"] == kinds.count("retracted")
     assert (first + rest).decode() == row["text"].removesuffix("\n") + "\n"
 
 
