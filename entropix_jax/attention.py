@@ -32,7 +32,7 @@ def attend(
     scores = _product("btkgh,bksh->bkgts", grouped, keys) * (queries.shape[-1] ** -0.5)
     visible = slot[None, None, :] <= positions[:, :, None]  # [B, T, S]
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
-    mixed = _product("bkgts,bksh->btkgh", weights.astype(values.dtype), _used(values, length))
+    mixed = _mix(weights.astype(values.dtype), _used(values, length)).transpose(0, 3, 1, 2, 4)
     batch, tokens, heads, head_dim = queries.shape
     mixed = mixed.reshape(batch, tokens, heads * head_dim).astype(queries.dtype)
     return mixed, scores.reshape(batch, heads, tokens, -1)
@@ -71,8 +71,8 @@ def attend_branches(
     visible = jnp.concatenate([in_prefix, in_suffix], axis=-1)
     masked = jnp.where(visible[:, None, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(masked, axis=-1).astype(prefix[1].dtype)
-    mixed = _product("bkgws,bksh->bwkgh", weights[..., :slots], _used(prefix[1], length))
-    mixed += _product("bkgwr,bwkrh->bwkgh", weights[..., slots:], suffix[1])
+    mixed = _mix(weights[..., :slots], _used(prefix[1], length)).transpose(0, 3, 1, 2, 4)
+    mixed += _product("bwkrh,bkgwr->bwkgh", suffix[1], weights[..., slots:])
     mixed = mixed.reshape(batch, width, heads * head_dim).astype(queries.dtype)
     return mixed, scores.reshape(batch, heads, width, -1), visible
 
@@ -122,6 +122,15 @@ def _product(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """An einsum, accumulated and returned in float32."""
     precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
     return jnp.einsum(form, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _mix(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """[B, K, G, T, S] by [B, K, S, H] to [B, K, G, T, H].
+
+    The values come first because einsum hands its operands on in reverse: with the weights on the
+    left XLA's CPU backend multiplies the values as they lie, and is several times as fast.
+    """
+    return _product("bksh,bkgts->bkgth", values, weights)
 
 
 def _used(values: jax.Array, length: jax.Array) -> jax.Array:

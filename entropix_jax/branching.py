@@ -1,8 +1,8 @@
 """Rows that branch, carried out within a step: gathered into lanes, rolled out, committed.
 
 The branches of a row share its cache and have short suffixes of their own; the best one's suffix
-becomes part of the cache. Only as many lanes are computed at a time as `LANES` says, so the cost
-follows how many rows branch and not how large the batch is.
+becomes part of the cache. Only some lanes are computed at a time, and only while rows are left that
+branch, so the cost follows how many do and not how large the batch is.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,9 @@ from entropix_jax.sampler.branch import Branches, roll_out
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
 from entropix_jax.sampler.sample import Rows, Tally, advance, where_rows
 
-LANES = 4  # rows whose branches are rolled out at a time
+# Rows whose branches are rolled out at a time: one in twenty of the batch, and at least so many.
+LANES = 3
+_ROWS_PER_LANE = 20
 
 # The cache of A rows, tokens int32 [A, W], their depth and the suffixes to logits [A*W, V],
 # statistics of A*W rows, and the suffixes with the tokens in them.
@@ -64,6 +66,7 @@ def commit_branches(
         state, record, log: after the step, nothing committed yet in the rows that branch.
     """
     batch = pending.shape[0]
+    number = max(LANES, batch // _ROWS_PER_LANE)
 
     def lanes_of(
         lanes: jax.Array | None, target: jax.Array, carry: tuple[Any, ...]
@@ -72,13 +75,13 @@ def commit_branches(
             lanes, target, logits, before, rows, sampler, eos_ids, read, recording, window, *carry
         )
 
-    if batch <= LANES:
+    if batch <= number:
         order = jnp.arange(batch, dtype=jnp.int32)
         return lanes_of(None, jnp.where(pending, order, batch), (state, record, log))
 
     def some(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         pending, rest = carry
-        lanes = jnp.nonzero(pending, size=LANES, fill_value=batch)[0].astype(jnp.int32)
+        lanes = jnp.nonzero(pending, size=number, fill_value=batch)[0].astype(jnp.int32)
         return pending.at[lanes].set(False, mode="drop"), lanes_of(lanes, lanes, rest)
 
     carry = (pending, (state, record, log))

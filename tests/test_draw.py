@@ -106,13 +106,16 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
 
 
 @pytest.mark.parametrize(
-    ("vocab", "rows"), [(2, 300), (50, 300), (256, 300), (257, 300), (1000, 300), (LLAMA3, 24)]
+    ("vocab", "rows"),
+    [(2, 300), (50, 300), (HEAD, 300), (HEAD + 1, 300), (1000, 300), (LLAMA3, 24)],
 )
 def test_random_rows(vocab: int, rows: int) -> None:
     rng = np.random.default_rng(vocab)
     proposal = proposal_of(
         temperature=rng.choice([0, 0.3, 0.666, 1, 2, 30], size=rows),
-        top_k=rng.choice([0, 1, 5, 100, 255, 256, 257, 700, vocab, 2**31 - 1], size=rows),
+        top_k=rng.choice(
+            [0, 1, 5, HEAD - 1, HEAD, HEAD + 1, 100, 700, vocab, 2**31 - 1], size=rows
+        ),
         top_p=rng.choice([1e-6, 0.01, 0.5, 0.9, 0.99, 0.9999, 1], size=rows),
         min_p=rng.choice([0, 1e-4, 0.03, 0.5, 1], size=rows, p=[0.4, 0.2, 0.2, 0.1, 0.1]),
         draws=16,
