@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from entropix_jax.cache import KVCache, Suffixes, init_suffixes, write
@@ -38,19 +39,24 @@ _ROWS_PER_LANE = 20
 Read = Callable[[KVCache, jax.Array, jax.Array, Suffixes], tuple[jax.Array, AttnStats, Suffixes]]
 
 
+@struct.dataclass
+class Step:
+    """What a step knows of all its rows when some of them branch; fields [B, ...]."""
+
+    logits: jax.Array  # float32 [B, V]
+    tally: Tally  # before the step
+    rows: Rows  # what the sampler was told of them
+    sampler: SamplerParams
+
+
 def commit_branches(
     pending: jax.Array,
-    logits: jax.Array,
-    before: Tally,
-    rows: Rows,
-    sampler: SamplerParams,
+    step: Step,
     eos_ids: jax.Array,
     read: Read,
     recording: Recording,
     window: int,
-    state: DecodeState,
-    record: StepRecord,
-    log: BranchLog,
+    carry: tuple[DecodeState, StepRecord, BranchLog],
 ) -> tuple[DecodeState, StepRecord, BranchLog]:
     """Rolls out the rows that branch and commits the best branch of each, cut at its budget.
 
@@ -58,53 +64,39 @@ def commit_branches(
 
     Args:
         pending: bool [B], the rows that branch; the others stay as they are.
-        logits: float32 [B, V], of the step.
-        before: the sampler's tally before the step.
-        rows: what the sampler was told of the rows in the step.
         read: see `Read`.
         window: static, the slots of the cache that are read.
-        state, record, log: after the step, nothing committed yet in the rows that branch.
+        carry: state, record and log after the step, nothing committed yet in the rows that branch.
     """
     batch = pending.shape[0]
     number = max(LANES, batch // _ROWS_PER_LANE)
 
-    def lanes_of(
-        lanes: jax.Array | None, target: jax.Array, carry: tuple[Any, ...]
-    ) -> tuple[DecodeState, StepRecord, BranchLog]:
-        return _commit_lanes(
-            lanes, target, logits, before, rows, sampler, eos_ids, read, recording, window, *carry
-        )
-
+    commit = partial(_commit_lanes, step, eos_ids, read, recording, window)
     if batch <= number:
         order = jnp.arange(batch, dtype=jnp.int32)
-        return lanes_of(None, jnp.where(pending, order, batch), (state, record, log))
+        return commit(carry, None, jnp.where(pending, order, batch))
 
     def some(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         pending, rest = carry
         lanes = jnp.nonzero(pending, size=number, fill_value=batch)[0].astype(jnp.int32)
-        return pending.at[lanes].set(False, mode="drop"), lanes_of(lanes, lanes, rest)
+        return pending.at[lanes].set(False, mode="drop"), commit(rest, lanes, lanes)
 
-    carry = (pending, (state, record, log))
-    return lax.while_loop(lambda carry: jnp.any(carry[0]), some, carry)[1]
+    return lax.while_loop(lambda carry: jnp.any(carry[0]), some, (pending, carry))[1]
 
 
 def _commit_lanes(
-    lanes: jax.Array | None,
-    target: jax.Array,
-    logits: jax.Array,
-    before: Tally,
-    rows: Rows,
-    sampler: SamplerParams,
+    step: Step,
     eos_ids: jax.Array,
     read: Read,
     recording: Recording,
     window: int,
-    state: DecodeState,
-    record: StepRecord,
-    log: BranchLog,
+    carry: tuple[DecodeState, StepRecord, BranchLog],
+    lanes: jax.Array | None,
+    target: jax.Array,
 ) -> tuple[DecodeState, StepRecord, BranchLog]:
     """The rows `lanes` (None: all, as they stand). `target[A]` is where a lane's outcome goes: its
     row, or past the last row for nowhere."""
+    state, record, log = carry
 
     def gather(tree: Any) -> Any:
         if lanes is None:
@@ -114,7 +106,7 @@ def _commit_lanes(
     def put(all_rows: jax.Array, lane: jax.Array) -> jax.Array:
         return all_rows.at[target].set(lane, mode="drop")
 
-    mine, lane = gather(sampler), gather(rows)
+    mine, lane = gather(step.sampler), gather(step.rows)
     active = target < state.finish.shape[0]
     prefix = KVCache(
         keys=tuple(gather(lax.slice_in_dim(x, 0, window, axis=2)) for x in state.cache.keys),
@@ -122,7 +114,7 @@ def _commit_lanes(
         length=gather(state.cache.length),
     )
     branches, suffixes = roll_out(
-        gather(logits),
+        gather(step.logits),
         gather(record.choice.observation),
         gather(record.extras),
         active,
@@ -138,7 +130,7 @@ def _commit_lanes(
     waits = active & branches.ambiguous & gather(state.asks_for_choice)
     wanted = jnp.minimum(jnp.where(mine.branch.commit_all, length, 1), lane.remaining)
     count = jnp.where(active & ~waits, wanted, 0)
-    tally, sequence_varentropy = _advance(gather(before), branches, count, mine, lane)
+    tally, sequence_varentropy = _advance(gather(step.tally), branches, count, mine, lane)
     # The last token is the next step's to read: it is not cached.
     cached = jnp.maximum(count - 1, 0)
 

@@ -11,11 +11,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from entropix_jax.commandline import EXIT_OK, Count, Model, parse, run_command
+from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, parse, run_command
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_writable, read_text
 
@@ -57,14 +57,7 @@ class Arguments:
     """Most tokens that the model sees at once; 0: 1024, or as many as it has positions."""
     seed: Count = 0
     """Seed of what the model writes."""
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None,
-        tyro.conf.arg(
-            metavar="{bfloat16,float32}",
-            constructor=Literal["bfloat16", "float32"],
-            help_behavior_hint="",
-        ),
-    ] = None
+    dtype: Dtype = None
     """Type of the weights in memory (default: as in the checkpoint)."""
 
 

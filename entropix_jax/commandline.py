@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -28,6 +28,10 @@ def _option(metavar: str) -> Any:
 Text = Annotated[str | None, _option("TEXT")]
 File = Annotated[str | None, _option("FILE")]
 Model = Annotated[str | None, _option("DIR_OR_HUB_ID")]
+_Weights = Literal["bfloat16", "float32"]
+_weights: Any = _Weights
+_dtype = tyro.conf.arg(metavar="{bfloat16,float32}", constructor=_weights, help_behavior_hint="")
+Dtype = Annotated[_Weights | None, _dtype]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 _several = tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")

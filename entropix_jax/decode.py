@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.branching import commit_branches
+from entropix_jax.branching import Step, commit_branches
 from entropix_jax.cache import KVCache, Suffixes
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import (
@@ -113,7 +113,7 @@ def decode_step(
     return lax.cond(
         jnp.any(branches),
         lambda carry: commit_branches(
-            branches, logits, before, rows, sampler, eos_ids, read, recording, window, *carry
+            branches, Step(logits, before, rows, sampler), eos_ids, read, recording, window, carry
         ),
         lambda carry: carry,
         (state, record, log),

@@ -21,6 +21,7 @@ from entropix_jax import __version__
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
+    Dtype,
     File,
     Flag,
     Model,
@@ -66,14 +67,7 @@ class Arguments:
     """Add this many of the likeliest tokens to each token (with --format json)."""
     layers: Flag = False
     """Add the attention entropy of each layer and head to each token (with --format json)."""
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None,
-        tyro.conf.arg(
-            metavar="{bfloat16,float32}",
-            constructor=Literal["bfloat16", "float32"],
-            help_behavior_hint="",
-        ),
-    ] = None
+    dtype: Dtype = None
     """Type of the weights in memory (default: as in the checkpoint)."""
     format: Literal["table", "text", "json"] = "table"
     """A line for each token, the text coloured by regime, or JSON Lines with all metrics."""

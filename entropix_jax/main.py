@@ -20,6 +20,7 @@ from entropix_jax import __version__
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
+    Dtype,
     File,
     Flag,
     Model,
@@ -79,14 +80,7 @@ class Arguments:
     """Texts that end the output; they are not printed."""
     ignore_eos: Flag = False
     """Go on past end tokens."""
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None,
-        tyro.conf.arg(
-            metavar="{bfloat16,float32}",
-            constructor=Literal["bfloat16", "float32"],
-            help_behavior_hint="",
-        ),
-    ] = None
+    dtype: Dtype = None
     """Type of the weights in memory (default: as in the checkpoint)."""
     format: Literal["text", "json"] = "text"
     """text as it comes, or one JSON object for each sample at the end."""
