@@ -6,10 +6,11 @@ from typing import TypedDict, Unpack
 
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Ask, Generation, Retrieve
+from entropix_jax.generation import Generation
 from entropix_jax.inspection import InspectedToken, inspect
 from entropix_jax.loading import LanguageModel
 from entropix_jax.results import Request, Row
+from entropix_jax.running import Ask, Retrieve
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 

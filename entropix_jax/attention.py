@@ -90,13 +90,16 @@ def layer_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     weights = jnp.exp(log_weights)  # 0 at invalid slots
     entropy, varentropy = entropy_and_varentropy(log_weights)
     mean_weights = jnp.mean(weights, axis=1, keepdims=True)
-    divergence = jnp.mean(jnp.sum(jnp.abs(weights - mean_weights), axis=-1), axis=1)
-    strength = jnp.sum(jnp.where(valid, jnp.abs(scores), 0.0), axis=(1, 2))
+    divergence = jnp.sum(jnp.abs(weights - mean_weights), axis=-1)
+    strength = jnp.sum(jnp.where(valid, jnp.abs(scores), 0.0), axis=-1)
+    # Keys first, then heads: in one sum over both, its order and with it the last digits would
+    # depend on how many slots there are.
+    divergence, strength = lax.optimization_barrier((divergence, strength))
     return AttnStats(
         entropy=entropy,
         varentropy=varentropy,
-        divergence=divergence,
-        interaction=strength / (scores.shape[1] * n),
+        divergence=jnp.mean(divergence, axis=1),
+        interaction=jnp.sum(strength, axis=1) / (scores.shape[1] * n),
         keys=n,
     )
 

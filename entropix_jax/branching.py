@@ -30,8 +30,7 @@ from entropix_jax.sampler.branch import Branches, roll_out
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
 from entropix_jax.sampler.sample import Rows, Tally, advance, where_rows
 
-# Rows whose branches are rolled out at a time: one in twenty of the batch, and at least so many.
-LANES = 3
+LANES = 3  # the fewest rows whose branches are rolled out at a time
 _ROWS_PER_LANE = 20
 
 # The cache of A rows, tokens int32 [A, W], their depth and the suffixes to logits [A*W, V],
@@ -47,12 +46,12 @@ class Step:
     tally: Tally  # before the step
     rows: Rows  # what the sampler was told of them
     sampler: SamplerParams
+    eos_ids: jax.Array  # int32 [B, E]
 
 
 def commit_branches(
     pending: jax.Array,
     step: Step,
-    eos_ids: jax.Array,
     read: Read,
     recording: Recording,
     window: int,
@@ -69,9 +68,8 @@ def commit_branches(
         carry: state, record and log after the step, nothing committed yet in the rows that branch.
     """
     batch = pending.shape[0]
-    number = max(LANES, batch // _ROWS_PER_LANE)
-
-    commit = partial(_commit_lanes, step, eos_ids, read, recording, window)
+    number = lanes_of(batch)
+    commit = partial(_commit_lanes, step, read, recording, window)
     if batch <= number:
         order = jnp.arange(batch, dtype=jnp.int32)
         return commit(carry, None, jnp.where(pending, order, batch))
@@ -84,9 +82,13 @@ def commit_branches(
     return lax.while_loop(lambda carry: jnp.any(carry[0]), some, (pending, carry))[1]
 
 
+def lanes_of(batch: int) -> int:
+    """How many rows of a batch have their branches rolled out at a time: one in twenty."""
+    return max(LANES, batch // _ROWS_PER_LANE)
+
+
 def _commit_lanes(
     step: Step,
-    eos_ids: jax.Array,
     read: Read,
     recording: Recording,
     window: int,
@@ -106,7 +108,7 @@ def _commit_lanes(
     def put(all_rows: jax.Array, lane: jax.Array) -> jax.Array:
         return all_rows.at[target].set(lane, mode="drop")
 
-    mine, lane = gather(step.sampler), gather(step.rows)
+    mine, lane, eos_ids = gather((step.sampler, step.rows, step.eos_ids))
     active = target < state.finish.shape[0]
     prefix = KVCache(
         keys=tuple(gather(lax.slice_in_dim(x, 0, window, axis=2)) for x in state.cache.keys),

@@ -10,6 +10,8 @@ from flax import struct
 
 from entropix_jax.config import ModelConfig
 
+CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")  # of each layer's keys and values
+
 
 @struct.dataclass
 class KVCache:

@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
 
-Files are memory-mapped and each tensor goes straight into a JAX array: the weights stand in memory
-once. Nothing is unpickled.
+Files are memory-mapped and each tensor goes straight into a JAX array, or its parts each to their
+device: the weights stand in memory once. Nothing is unpickled.
 """
 
 import json
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -43,8 +44,14 @@ def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
     return _stored_dtype(stored, config)
 
 
-def load_params(folder: Path, config: ModelConfig, dtype: str) -> Params:
-    """Reads the weights of a folder into JAX arrays of type `dtype`, on the default device.
+def load_params(
+    folder: Path, config: ModelConfig, dtype: str, shardings: Params | None = None
+) -> Params:
+    """Reads the weights of a folder into JAX arrays of type `dtype`.
+
+    Args:
+        shardings: where each weight goes, a tree of shardings: each device is sent its parts alone.
+            None: all go to the default device.
 
     Raises:
         UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
@@ -57,7 +64,11 @@ def load_params(folder: Path, config: ModelConfig, dtype: str) -> Params:
     specs, tree = jax.tree.flatten(param_specs(config))
     for spec in specs:
         stored[spec.name].check(spec, expected)
-    arrays = [stored[spec.name].read(jnp.dtype(dtype)) for spec in specs]
+    places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    arrays = [
+        stored[spec.name].read(jnp.dtype(dtype), place)
+        for spec, place in zip(specs, places, strict=True)
+    ]
     return jax.tree.unflatten(tree, arrays)
 
 
@@ -105,10 +116,12 @@ class _StoredTensor:
         if str(self.dtype) != dtype:
             raise UserError(f"{where} has type {self.dtype}, expected {dtype}")
 
-    def read(self, dtype: jnp.dtype) -> jax.Array:
+    def read(self, dtype: jnp.dtype, sharding: Sharding | None) -> jax.Array:
         values = self._bytes.view(self.dtype).reshape(self.shape)
         # Always a copy: an array that aliased the file would change, or crash, with the file.
-        return jnp.array(values, dtype=dtype, copy=True)
+        if sharding is None:
+            return jnp.array(values, dtype=dtype, copy=True)
+        return jax.device_put(np.array(values, dtype=dtype), sharding)
 
 
 def _open_folder(folder: Path) -> dict[str, _StoredTensor]:

@@ -11,6 +11,7 @@ from entropix_jax.interrupts import exit_at_once
 # The module of each subcommand, and what it does.
 _COMMANDS = {
     "generate": ("main", "text from a prompt, and its uncertainty"),
+    "batch": ("batch", "texts for a file of prompts, many at a time, resumed at will"),
     "inspect": ("inspect", "the uncertainty of a given text, nothing generated"),
     "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
 }

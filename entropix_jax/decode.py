@@ -40,8 +40,21 @@ from entropix_jax.sampler.sample import (
     may_return,
     where_rows,
 )
+from entropix_jax.sharding import (
+    ONCE,
+    ROWS,
+    STEPS,
+    anywhere,
+    everywhere,
+    here,
+    ours,
+    split_rows,
+    total,
+    where_any,
+)
 
 _ARMS = tuple(ARMS.values())
+_LOG = BranchLog(count=ONCE, branches=ROWS, committed=ROWS, sequence_varentropy=ROWS)
 _LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step of all rows
 
 
@@ -113,7 +126,7 @@ def decode_step(
     return lax.cond(
         jnp.any(branches),
         lambda carry: commit_branches(
-            branches, Step(logits, before, rows, sampler), eos_ids, read, recording, window, carry
+            branches, Step(logits, before, rows, sampler, eos_ids), read, recording, window, carry
         ),
         lambda carry: carry,
         (state, record, log),
@@ -125,12 +138,14 @@ def decode_step(
     static_argnames=("config", "window", "max_steps", "recording", "arms"),
     donate_argnames="state",
 )
+@split_rows(rows={"sampler": 1, "eos_ids": 2, "state": 1}, returns=(ROWS, STEPS, _LOG))
 def decode(
     params: Params,
     sampler: SamplerParams,
     eos_ids: jax.Array,
     state: DecodeState,
     steps: jax.Array,
+    fewest: jax.Array | int = 1,
     *,
     config: ModelConfig,
     window: int,
@@ -138,7 +153,8 @@ def decode(
     recording: Recording,
     arms: tuple[Arm, ...] = _ARMS,
 ) -> tuple[DecodeState, StepRecord, BranchLog]:
-    """Runs up to `steps` decode steps on the device, fewer once no row is running.
+    """Runs up to `steps` decode steps on the device, and comes back once fewer than `fewest` rows
+    are running.
 
     It comes back earlier where a row waits for the host, where the log is full, and where a row has
     grown as long as the window (one that a stop string has ended does not count: how far it went on
@@ -146,9 +162,9 @@ def decode(
 
     Args:
         sampler: traced, each leaf with a leading row axis.
-        eos_ids: int32 [E], the tokens that end a row; -1 matches none.
+        eos_ids: int32 [B, E], the tokens that end each row, or [E] for all; -1 matches none.
         state: donated.
-        steps: int32, traced.
+        steps, fewest: int32, traced.
         window: static, the cache slots that are read.
         max_steps: static, room for records: no more steps than this are run.
         arms: static, what `sampler.arms` chooses from.
@@ -157,6 +173,8 @@ def decode(
         The state, records with a leading [max_steps] axis (those of steps that did not run have
         `live` False), and the log of what branched.
     """
+    batch = state.finish.shape[0]
+    eos_ids = jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1]))
     step = partial(
         decode_step,
         params,
@@ -167,7 +185,6 @@ def decode(
         recording=recording,
         arms=arms,
     )
-    batch = state.finish.shape[0]
     log = init_log(config, batch + _LOG_STEPS * max_steps, recording)
     shapes = jax.eval_shape(step, state, log)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
@@ -177,10 +194,12 @@ def decode(
         running, stopped = state.finish == RUNNING, state.finish == FINISHED_STOP
         return (
             (done < jnp.minimum(steps, max_steps))
-            & jnp.any(running)
-            & ~jnp.any(state.finish >= WAITS_FOR_TEXT)
-            & (jnp.max(jnp.where(stopped, 0, state.cache.length)) < window)
-            & (log.count + batch <= log.committed.shape[0])
+            & (total(jnp.sum(running)) >= jnp.maximum(fewest, 1))
+            & ~anywhere(
+                jnp.any(state.finish >= WAITS_FOR_TEXT)
+                | (jnp.max(jnp.where(stopped, 0, state.cache.length)) >= window)
+                | (log.count + batch > log.committed.shape[0])
+            )
         )
 
     def body(
@@ -192,25 +211,58 @@ def decode(
         return done + 1, state, records, log
 
     _, state, records, log = lax.while_loop(unfinished, body, (jnp.int32(0), state, records, log))
-    return state, records, log
+    records = replace(records, branch=everywhere(records.branch, log.committed.shape[0]))
+    return state, records, replace(log, count=total(log.count))
 
 
 @partial(jax.jit, static_argnames=("config", "window"), donate_argnames="state")
+@split_rows(rows={"state": 1}, returns=ROWS)
 def prefill(
     params: Params,
     state: DecodeState,
     tokens: jax.Array,
     count: jax.Array,
+    slots: jax.Array | None = None,
     *,
     config: ModelConfig,
     window: int,
 ) -> DecodeState:
-    """Caches `count[B]` more prompt tokens of each row, of `tokens[B, T]`. Donates the state."""
-    _, _, cache = forward(params, config, tokens, count, state.cache, window=window)
-    return replace(state, cache=cache)
+    """Caches `count[A]` more prompt tokens, of `tokens[A, T]`, of the rows `slots[A]`, or of all in
+    order. The others wait, and what is cached does not depend on them. Donates the state.
+
+    A number past the last row is nobody's.
+    """
+    whole = state.cache
+    if slots is None:
+        tokens, count = ours((tokens, count), whole.length.shape[0])
+        _, _, cache = forward(params, config, tokens, count, whole, window=window)
+        return replace(state, cache=cache)
+    slots = here(slots, whole.length.shape[0])
+
+    def picked(rows: jax.Array) -> jax.Array:
+        return jnp.take(lax.slice_in_dim(rows, 0, window, axis=2), slots, axis=0, mode="clip")
+
+    def put(rows: jax.Array, part: jax.Array) -> jax.Array:
+        return rows.at[slots, :, :window].set(part, mode="drop")
+
+    def read(whole: KVCache) -> KVCache:
+        part = KVCache(
+            keys=tuple(map(picked, whole.keys)),
+            values=tuple(map(picked, whole.values)),
+            length=jnp.take(whole.length, slots, mode="clip"),
+        )
+        _, _, part = forward(params, config, tokens, count, part, window=window)
+        return KVCache(
+            keys=tuple(map(put, whole.keys, part.keys)),
+            values=tuple(map(put, whole.values, part.values)),
+            length=whole.length.at[slots].set(part.length, mode="drop"),
+        )
+
+    return replace(state, cache=where_any(slots < whole.length.shape[0], read, whole))
 
 
 @partial(jax.jit, donate_argnames="state")
+@split_rows(rows={"state": 1}, returns=ROWS)
 def answer(
     state: DecodeState,
     row: jax.Array,
@@ -224,6 +276,7 @@ def answer(
     They carry `action`. With none the row just draws, as it does while a thought cools down. The
     state is donated.
     """
+    row = here(row, state.finish.shape[0])
     steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     target = jnp.where(steps < count, state.cache.length[row] + 1 + steps, state.history.shape[1])
     tally = state.sampler.tally

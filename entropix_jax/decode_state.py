@@ -165,6 +165,7 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
 
 
 def finish_of(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
-    """What becomes of rows that end in `token[B]` and have `left[B]` tokens of their budget."""
-    ended = jnp.any(token[:, None] == eos_ids[None, :], axis=-1)
+    """What becomes of rows that end in `token[B]` and have `left[B]` tokens of their budget;
+    `eos_ids` is int32 [B, E]."""
+    ended = jnp.any(token[:, None] == eos_ids, axis=-1)
     return jnp.where(ended, FINISHED_EOS, jnp.where(left <= 0, FINISHED_LENGTH, RUNNING))

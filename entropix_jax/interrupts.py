@@ -22,25 +22,28 @@ def exit_at_once() -> None:
 
 
 @contextlib.contextmanager
-def deferred_interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """Within, a first Ctrl-C only calls `stop`; a second one raises KeyboardInterrupt."""
+def deferred_interrupts(
+    stop: Callable[[], None], signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
+) -> Iterator[list[int]]:
+    """Within, a first Ctrl-C only calls `stop`; a second one raises KeyboardInterrupt. So do the
+    other `signals`. Gives the list of those that came."""
+    pressed: list[int] = []
     if not _arrive():
-        yield
+        yield pressed
         return
-    pressed = False
 
     def press(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
+        pressed.append(signum)
+        if len(pressed) > 1:
             raise KeyboardInterrupt
-        pressed = True
         stop()
 
-    before = signal.signal(signal.SIGINT, press)
+    before = {number: signal.signal(number, press) for number in signals}
     try:
-        yield
+        yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

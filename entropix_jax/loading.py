@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from entropix_jax.checkpoint import checkpoint_dtype, load_params
 from entropix_jax.config import (
@@ -19,6 +20,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.params import Params
 from entropix_jax.precision import Precision, choose_precision
 from entropix_jax.resources import resource_folder
+from entropix_jax.sharding import Rules, rules_for
 from entropix_jax.tokenizer import Tokenizer, load_tokenizer
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -36,6 +38,7 @@ class LanguageModel:
     params: Params
     precision: Precision
     tokenizer: Tokenizer
+    rules: Rules | None = None  # where it lies on a mesh; None: on the default device
 
     @property
     def is_chat_model(self) -> bool:
@@ -54,7 +57,9 @@ class LanguageModel:
         return tuple(dict.fromkeys(ids))
 
 
-def load(model: str | None = None, dtype: str | None = None) -> LanguageModel:
+def load(
+    model: str | None = None, dtype: str | None = None, mesh: Mesh | None = None
+) -> LanguageModel:
     """Loads a model.
 
     Args:
@@ -62,10 +67,12 @@ def load(model: str | None = None, dtype: str | None = None) -> LanguageModel:
             one.
         dtype: "float32" or "bfloat16", the type of the weights in memory; None is the checkpoint's
             own (float32 for a float16 one).
+        mesh: the devices that the weights are spread over, see `sharding.parse_mesh`; None is the
+            default device alone.
 
     Raises:
-        UserError: no such folder or repository, one that is not a Llama checkpoint, or a device
-            that JAX was told to use and does not find.
+        UserError: no such folder or repository, one that is not a Llama checkpoint, a mesh over
+            which the model cannot be split, or a device that JAX was told to use and does not find.
     """
     check_backend()
     folder = resolve_model(model)
@@ -79,16 +86,28 @@ def load(model: str | None = None, dtype: str | None = None) -> LanguageModel:
         )
     if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
         raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
-    stored = checkpoint_dtype(folder, config)
-    weights = dtype or ("float32" if stored == "float16" else stored)
+    weights = weights_dtype(folder, config, dtype)
+    rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
+    shardings = None if rules is None else rules.params(config)
     return LanguageModel(
         folder=folder,
         config=config,
         generation=generation,
-        params=load_params(folder, config, weights),
+        params=load_params(folder, config, weights, shardings),
         precision=choose_precision(weights),
         tokenizer=tokenizer,
+        rules=rules,
     )
+
+
+def weights_dtype(folder: Path, config: ModelConfig, dtype: str | None = None) -> str:
+    """The type that a folder's weights take in memory, where `dtype` is what is asked for.
+
+    Raises:
+        UserError: no weights, or a type that is not read.
+    """
+    stored = checkpoint_dtype(folder, config)
+    return dtype or ("float32" if stored == "float16" else stored)
 
 
 def resolve_model(model: str | None) -> Path:

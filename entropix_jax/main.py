@@ -35,9 +35,10 @@ from entropix_jax.files import check_writable, read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
-    from entropix_jax.generation import Ask, Generation, Retrieve
+    from entropix_jax.generation import Generation
     from entropix_jax.loading import LanguageModel
     from entropix_jax.results import Event, Piece
+    from entropix_jax.running import Ask, Retrieve
     from entropix_jax.terminal import TextScreen
     from entropix_jax.trace import TraceWriter
 

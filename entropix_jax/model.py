@@ -24,6 +24,7 @@ from entropix_jax.information import AttnStats
 from entropix_jax.linear import linear, product, rows
 from entropix_jax.params import LayerParams, Params
 from entropix_jax.rope import rotate, rotations
+from entropix_jax.sharding import gathered
 
 # Layer, queries [B, T, N, H], keys and values [B, T, K, H] of new tokens to the mixed values
 # [B, T, N*H], the layer's statistics, and the layer's keys and values that hold the new ones.
@@ -140,7 +141,7 @@ def forward_branches(
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """Logits of final hidden states: [..., D] to float32 [..., V]."""
-    return product(hidden, params.unembedding)
+    return gathered(product(hidden, params.unembedding))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

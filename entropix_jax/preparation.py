@@ -12,6 +12,7 @@ from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.settings import Sampler
 
 MIN_WINDOW = 128  # fewest cache slots that a program reads
+MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
 MAX_TOP = 1024  # of the likeliest tokens in a record
 _MIN_CHUNK = 16
 _SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call

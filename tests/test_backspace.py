@@ -26,6 +26,7 @@ from entropix_jax.decode_state import (
     BranchLog,
     Recording,
 )
+from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.params import Params
@@ -802,10 +803,10 @@ def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
 def test_pacing_changes_no_event(
     model: LanguageModel, whole: Run, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    def pace(self: Generation, waited: float) -> None:
-        self._steps = steps
+    def pace(self: Engine, waited: float) -> None:
+        self._chunk_steps = steps
 
-    monkeypatch.setattr(Generation, "_pace", pace)
+    monkeypatch.setattr(Engine, "_pace", pace)
     assert list(generation(model)) == whole.events
 
 

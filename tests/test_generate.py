@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from entropix_jax import decode, decode_state
-from entropix_jax import generation as module
+from entropix_jax import engine as module
 from entropix_jax.api import encode_prompt, generate
 from entropix_jax.config import GenerationConfig
 from entropix_jax.decode_state import Recording
+from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import Metrics
+from entropix_jax.preparation import chunk_size
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
 from entropix_jax.sampler.params import BOXES, SamplerParams
@@ -110,24 +112,24 @@ def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.Monkey
     assert [row.finish_reason for row in expected] == ["length", "stop", "length"]
     for steps in (1, 3, module.MAX_STEPS):
 
-        def pace(self: Generation, waited: float, steps: int = steps) -> None:
-            self._steps = steps
+        def pace(self: Engine, waited: float, steps: int = steps) -> None:
+            self._chunk_steps = steps
 
-        monkeypatch.setattr(Generation, "_pace", pace)
+        monkeypatch.setattr(Engine, "_pace", pace)
         assert all(map(same, results(), expected)), steps
 
 
 def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel) -> None:
-    generation = Generation(model, requests([ids(5)]))
-    assert generation._steps == 1
+    engine = Generation(model, requests([ids(5)]))._engine
+    assert engine._chunk_steps == 1
     for _ in range(9):
-        generation._pace(0.0)
-    assert generation._steps == module.MAX_STEPS
-    generation._pace(0.07)
-    assert generation._steps == module.MAX_STEPS
+        engine._pace(0.0)
+    assert engine._chunk_steps == module.MAX_STEPS
+    engine._pace(0.07)
+    assert engine._chunk_steps == module.MAX_STEPS
     for _ in range(9):
-        generation._pace(1.0)
-    assert generation._steps == 1
+        engine._pace(1.0)
+    assert engine._chunk_steps == 1
 
 
 def test_samples_are_the_rows_alone(model: LanguageModel) -> None:
@@ -152,28 +154,30 @@ def test_a_prefill_in_chunks_is_one_prefill(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole,) = run(model, requests([ids(90)], 8))
-    monkeypatch.setattr(Generation, "_prefill_size", lambda self, length, batch: 16)
+    monkeypatch.setattr(Engine, "_prefill_size", lambda self, length: 16)
     (chunked,) = run(model, requests([ids(90)], 8))
     assert nearly(whole, chunked)
 
 
 def test_a_shared_prompt_is_run_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = []
+    read = []
     prefill = decode.prefill
 
-    def counted(params: Any, state: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
-        batches.append(tokens.shape[0])
-        return prefill(params, state, tokens, *rest, **options)
+    def counted(
+        params: Any, state: Any, tokens: Any, count: Any, slots: Any, **options: Any
+    ) -> Any:
+        read.extend(slots.tolist())
+        return prefill(params, state, tokens, count, slots, **options)
 
     monkeypatch.setattr(module, "prefill", counted)
     shared = run(model, [Request(ids(20), str(i), 4 + i) for i in range(3)])
-    assert batches == [1]
+    assert read == [0]
     assert [len(row.tokens) for row in shared] == [4, 5, 6], "each row has its own budget"
-    # With another prompt in the third row nothing is shared.
+    # Another prompt in the third row is run beside it.
     separate = run(
         model, [*(Request(ids(20), str(i), 4 + i) for i in range(2)), *requests([ids(3)])]
     )
-    assert batches == [1, 3]
+    assert read == [0, 0, 2]
     assert all(map(nearly, shared[:2], separate[:2]))
 
 
@@ -248,8 +252,9 @@ def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
     turn_end = token_ids()["<|eot_id|>"]
     for turn in (True, False):
         generation = Generation(base, requests([ids(5)]), turn_end=turn)
-        assert (turn_end in generation._eos_ids.tolist()) == turn
-        assert 7 in generation._eos_ids.tolist()
+        (row,) = generation._running
+        assert (turn_end in row.eos_ids) == turn
+        assert 7 in row.eos_ids
     crowded = replace(model, generation=GenerationConfig(eos_ids=tuple(range(9))))
     with pytest.raises(UserError, match="names 9 end tokens, at most 8"):
         Generation(crowded, requests([ids(5)]))
@@ -297,7 +302,7 @@ def test_a_row_that_met_its_stop_string_costs_nothing_more(
         return step(params, sampler, eos, state, *rest, **options)
 
     monkeypatch.setattr(module, "decode", watched)
-    monkeypatch.setattr(Generation, "_pace", lambda self, waited: None)
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)
     generation.run()
     assert finishes[False][0] == [decode_state.RUNNING] * 3
     running, stopped = decode_state.RUNNING, decode_state.FINISHED_STOP
@@ -390,7 +395,7 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
     known = 0
     for event in generation:
-        assert not generation._asked_to_stop
+        assert not generation._engine._stopping
         known += event.token is not None and not event.retracted
         token = None if event.retracted else event.token
         if token is not None and token.position == 15 and event.row == 1:
@@ -516,7 +521,7 @@ def test_generate(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None
     assert nearly(row, rows[0])
     for chat in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr(Generation, "run", lambda self: self._eos_ids.tolist())
+            patch.setattr(Generation, "run", lambda self: self._running[0].eos_ids)
             ends: Any = generate(base, "Once", chat=chat)
         assert (turn_end in ends) == chat
     with pytest.raises(UserError, match="samples must be at least 1, not 0"):
@@ -572,9 +577,8 @@ def test_one_stop_string_may_stand_alone(model: LanguageModel) -> None:
 
 def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> None:
     heads = model.config.num_heads
-    generation = Generation(model, requests([ids(3)]))
     for length, batch in ((100, 1), (5000, 1), (5000, 5), (100_000, 3)):
-        size = generation._prefill_size(length, batch)
+        size = chunk_size(model.config, length, batch, 512)
         assert size & (size - 1) == 0
         assert 16 <= size <= 512
         window = 1 << (length - 1).bit_length()
@@ -592,10 +596,10 @@ def test_a_note_of_the_sampler_is_a_warning(model: LanguageModel) -> None:
 def paced(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     """So many steps from one look of the host to the next."""
 
-    def pace(self: Generation, waited: float) -> None:
-        self._steps = steps
+    def pace(self: Engine, waited: float) -> None:
+        self._chunk_steps = steps
 
-    monkeypatch.setattr(Generation, "_pace", pace)
+    monkeypatch.setattr(Engine, "_pace", pace)
 
 
 # A thought is due in about every other step.
@@ -877,7 +881,7 @@ def test_the_time_in_which_a_person_thinks_does_not_count(
         lost += 3600.0
         return ask(row, texts)
 
-    person.generation._ask = slowly
+    person.generation._running[0].ask = slowly
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + lost)
     person.run()
     assert lost == 4 * 3600

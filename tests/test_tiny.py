@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import entropix_jax
+from entropix_jax import engine
+from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel
 from entropix_jax.results import Request
@@ -66,6 +68,7 @@ def test_the_same_run_whenever_the_host_looks(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last digit, across lengths at which more of the cache is read."""
+    monkeypatch.setattr(engine, "_MIN_WINDOW", 128)
     prompts = ["Guests:", "Once upon a time", "12 + 7 ="]
     requests = [
         Request(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)
@@ -73,7 +76,7 @@ def test_the_same_run_whenever_the_host_looks(
     ]
     runs = []
     for steps in (1, 7, 32):
-        monkeypatch.setattr(Generation, "_pace", lambda self, waited, n=steps: _set(self, n))
+        monkeypatch.setattr(Engine, "_pace", lambda self, waited, n=steps: _set(self, n))
         generation = Generation(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
         runs.append([[token.to_json() for token in row.tokens] for row in generation.run()])
     assert max(len(row) for row in runs[0]) > 128
@@ -81,8 +84,8 @@ def test_the_same_run_whenever_the_host_looks(
     assert runs[2] == runs[0]
 
 
-def _set(generation: Generation, steps: int) -> None:
-    generation._steps = steps
+def _set(engine: Engine, steps: int) -> None:
+    engine._chunk_steps = steps
 
 
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:

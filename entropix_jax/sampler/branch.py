@@ -69,6 +69,7 @@ def roll_out(
         logits: float32 [B, V], the distribution of the first token.
         observation, notes: of that distribution, [B].
         active: bool [B], which rows branch.
+        eos_ids: int32 [B, E], the tokens that end each row; -1 matches none.
         evaluate: see `Evaluate`.
         memory: the model's own state of the branches, handed to `evaluate` and back.
         note: see `Note`.
@@ -79,9 +80,10 @@ def roll_out(
     batch, width = logits.shape[0], MAX_WIDTH
     # Room for a branch past any row's end: how much the batch has must not matter.
     rows = replace(rows, history=jnp.pad(rows.history, ((0, 0), (0, MAX_DEPTH))))
-    each = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), (params, rows))
+    each = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), (params, rows, eos_ids))
     each_params: SamplerParams = each[0]
     each_rows: Rows = each[1]
+    each_eos_ids: jax.Array = each[2]
     index = jnp.arange(batch * width, dtype=jnp.int32)
     candidates, number = _candidates(logits, params, rows)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
@@ -118,7 +120,7 @@ def roll_out(
         sums = jnp.where(live[:, None], sums + terms, sums)
         failed = failed | (live & ~finite)
 
-        ends = jnp.any(token[:, None] == eos_ids[None, :], axis=-1)
+        ends = jnp.any(token[:, None] == each_eos_ids, axis=-1)
         outside = (observation.regime == LEHV) | (observation.regime == HEHV)
         live = live & finite & ~ends & outside & (depth + 1 < each_params.branch.depth)
         drawn = _follow(logits, heard, each_params, here, index % width)

@@ -1,0 +1,316 @@
+"""`python -m entropix_jax.batch`: a file of prompts in, a file of completions out."""
+
+import sys
+
+if __name__ == "__main__":  # before the imports, which take a while
+    from entropix_jax.interrupts import exit_at_once
+
+    exit_at_once()
+
+import hashlib
+import itertools
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from entropix_jax import __version__
+from entropix_jax.commandline import (
+    EXIT_OK,
+    Count,
+    Dtype,
+    Flag,
+    Model,
+    Text,
+    Texts,
+    parse,
+    run_command,
+)
+from entropix_jax.errors import UserError
+from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from entropix_jax.batches.run import BatchRun, Defaults
+    from entropix_jax.batches.source import BadRecord, Record
+    from entropix_jax.batches.store import Store
+    from entropix_jax.loading import LanguageModel
+
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+_MAX_CONTEXT = 2048  # unless another number is asked for
+_SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Generates a text for each record of a file, many at a time.
+
+    Input: JSON Lines, {"id", "prompt" or "messages", optional "sampler", "max_new_tokens",
+    "seed"}, or CSV with a column "prompt". Output: one JSON object for each record, as they end. A
+    run that is started again goes on where it was. Addresses may be paths or whatever fsspec
+    knows, such as s3://bucket/key.
+    """
+
+    input: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+    """The records; - for JSON Lines from standard input."""
+    output: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+    """Where the results go."""
+    model: Model = None
+    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
+    """The sampler of records that name none."""
+    set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
+    """Change settings of that sampler."""
+    slots: Count = 32
+    """Rows that run side by side."""
+    context: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Most tokens of a row, prompt included (default: the model's positions, at most 2048)."""
+    max_new_tokens: Count = 256
+    """Most tokens to generate for a record that does not say."""
+    seed: Count = 0
+    """Seed of all random numbers, for records that have none."""
+    chat: Flag = False
+    """Put a prompt as a turn of a chat (default for Instruct models)."""
+    no_chat: Flag = False
+    """Continue a prompt as plain text (default for other models)."""
+    system: Text = None
+    """A system message for prompts that are put as a chat."""
+    stop: Texts = ()
+    """Texts that end a row; they are not part of its text."""
+    ignore_eos: Flag = False
+    """Go on past end tokens."""
+    dtype: Dtype = None
+    """Type of the weights in memory (default: as in the checkpoint)."""
+    mesh: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="data=N,model=M", constructor=str, help_behavior_hint=""),
+    ] = None
+    """How devices share the work: rows are split over data, each row's heads and matrices over
+    model (default: all devices on data)."""
+    trace: Annotated[
+        str | None, tyro.conf.arg(metavar="DIR", constructor=str, help_behavior_hint="")
+    ] = None
+    """Write each record's full trace into this folder."""
+    trace_top: Count = 0
+    """Add this many of the likeliest tokens to each token of the traces."""
+    trace_layers: Flag = False
+    """Add the attention entropy of each layer and head to each token of the traces."""
+    strict: Flag = False
+    """End at the first record that cannot be run, instead of giving it an error for its result."""
+    mix: Flag = False
+    """Go on with an output whatever run it is of."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.batch") -> int:
+    """Runs the command and returns its exit status."""
+    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+
+
+def _main(arguments: Arguments) -> int:
+    _check(arguments)
+    from entropix_jax.batches.store import Store, check_output
+
+    check_output(arguments.output, input=arguments.input)
+    # JAX takes most of a second to import: not before the command line is known to be good.
+    from entropix_jax.batches.run import BatchRun, Defaults
+    from entropix_jax.decode_state import Recording
+    from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.sampler.presets import choose_sampler
+
+    defaults = Defaults(
+        sampler=choose_sampler(arguments.sampler, itertools.chain(*arguments.set)),
+        max_new_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+        chat=True if arguments.chat else False if arguments.no_chat else None,
+        system=arguments.system,
+        stop=list(itertools.chain(*arguments.stop)),
+        ignore_eos=arguments.ignore_eos,
+    )
+    traces = _trace_folder(arguments)
+    use_compilation_cache()
+    mesh = _mesh(arguments)
+    context = _check_memory(arguments, mesh)
+    model = load(arguments.model, arguments.dtype, mesh if mesh.size > 1 else None)
+    run = BatchRun(
+        model,
+        defaults,
+        slots=arguments.slots,
+        capacity=context,
+        recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
+        traces=traces,
+        name=arguments.model or "weights/tiny",
+    )
+    for note in defaults.sampler.calibrated(model.folder).notes:
+        print(f"note: {note}", file=sys.stderr)
+    identity = _identity(arguments, defaults, model, context)
+    with (
+        deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
+        Store.open(arguments.output, identity, mix=arguments.mix) as store,
+    ):
+        _run(arguments, run, store)
+        if not pressed:
+            store.finish()
+    if not pressed:
+        return EXIT_OK
+    print("interrupted: the same command goes on from here", file=sys.stderr)
+    return EXIT_INTERRUPT if pressed[0] == signal.SIGINT else _EXIT_TERMINATED
+
+
+def _run(arguments: Arguments, run: "BatchRun", store: "Store") -> None:
+    from entropix_jax.batches.progress import ProgressView, Standing
+    from entropix_jax.batches.run import count_records
+    from entropix_jax.batches.source import read_records
+
+    progress, engine = run.progress, run.engine
+    progress.done = store.done
+    if store.done:
+        print(f"note: {store.done} records are done already", file=sys.stderr)
+
+    def records() -> "Iterator[Record | BadRecord]":
+        for record in read_records(arguments.input):
+            if not store.is_done(record):
+                yield record
+
+    def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
+        # A record that cannot be run is told from a row that failed by its having no text.
+        if arguments.strict and "text" not in result:
+            raise UserError(f"{arguments.input}:{record.line}: {result['error']}")
+        store.write(record, result)
+
+    def standing() -> Standing:
+        used = engine.useful / max(engine.steps * arguments.slots, 1)
+        return Standing(progress.done, progress.tokens, used)
+
+    started = time.perf_counter()
+    with ProgressView(standing, count_records(arguments.input)) as view:
+        run.run(records(), write, view.looked)
+    seconds = time.perf_counter() - started
+    end = standing()
+    failed = f" ({progress.failed} of them with an error)" if progress.failed else ""
+    print(
+        f"{end.done} records done{failed} | {end.tokens} tokens in {seconds:.1f} s"
+        f" ({end.tokens / max(seconds, 1e-9):.0f} tok/s) | {end.used:.0%} of slots used",
+        file=sys.stderr,
+    )
+
+
+def _check(arguments: Arguments) -> None:
+    """What can be told to be wrong from the command line alone."""
+    if arguments.chat and arguments.no_chat:
+        raise UserError("give only one of --chat and --no-chat")
+    for name, value, least in (
+        ("--slots", arguments.slots, 1),
+        ("--context", 2 if arguments.context is None else arguments.context, 2),
+        ("--max-new-tokens", arguments.max_new_tokens, 1),
+        ("--trace-top", arguments.trace_top, 0),
+    ):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
+    if not all(map(all, arguments.stop)):
+        raise UserError("--stop: an empty text ends nothing")
+    if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
+        raise UserError("--trace-top and --trace-layers need --trace DIR")
+
+
+def _trace_folder(arguments: Arguments) -> Path | None:
+    if arguments.trace is None:
+        return None
+    folder = Path(arguments.trace)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made a folder: {error.strerror}") from None
+    return folder
+
+
+def _mesh(arguments: Arguments) -> "Mesh":
+    import jax
+
+    from entropix_jax.loading import check_backend
+    from entropix_jax.sharding import parse_mesh
+
+    check_backend()
+    return parse_mesh(arguments.mesh, jax.local_devices())
+
+
+def _check_memory(arguments: Arguments, mesh: "Mesh") -> int:
+    """The cache slots of a row, once it is told and known that the batch fits."""
+    from entropix_jax.config import load_model_config
+    from entropix_jax.loading import resolve_model, weights_dtype
+    from entropix_jax.memory import check_memory
+    from entropix_jax.precision import choose_precision
+    from entropix_jax.sharding import DATA, MODEL, check_mesh
+
+    folder = resolve_model(arguments.model)
+    config = load_model_config(folder)
+    if arguments.context is not None and arguments.context > config.max_positions:
+        raise UserError(
+            f"--context {arguments.context}: the model has {config.max_positions} positions"
+        )
+    context = arguments.context or min(config.max_positions, _MAX_CONTEXT)
+    check_mesh(mesh, config, arguments.slots)
+    told = check_memory(
+        config,
+        choose_precision(weights_dtype(folder, config, arguments.dtype)),
+        mesh.devices.flat[0],
+        slots=arguments.slots,
+        capacity=context,
+        data=mesh.shape[DATA],
+        model=mesh.shape[MODEL],
+    )
+    print(told, file=sys.stderr)
+    return context
+
+
+def _identity(
+    arguments: Arguments, defaults: "Defaults", model: "LanguageModel", context: int
+) -> dict[str, Any]:
+    """What makes two runs one: whatever their results depend on, and where their records are
+    from."""
+    return {
+        "model": arguments.model or "weights/tiny",
+        "model_fingerprint": fingerprint(model.folder),
+        "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
+        "sampler": dict(defaults.sampler.calibrated(model.folder).values),
+        "max_new_tokens": defaults.max_new_tokens,
+        "context": context,
+        "seed": defaults.seed,
+        "chat": defaults.chat,
+        "system": defaults.system,
+        "stop": list(defaults.stop),
+        "ignore_eos": defaults.ignore_eos,
+        "input": arguments.input,
+        "version": __version__,
+    }
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that tells a model's folder from another: of its small files, and of the size and both
+    ends of each file of weights.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    hashed = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            if not path.is_file() or path.suffix not in (".json", ".safetensors"):
+                continue
+            size = path.stat().st_size
+            hashed.update(f"{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                hashed.update(file.read(_SAMPLED_BYTES))
+                file.seek(max(size - _SAMPLED_BYTES, 0))
+                hashed.update(file.read())
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {error.strerror}") from None
+    return hashed.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

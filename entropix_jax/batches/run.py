@@ -1,0 +1,267 @@
+"""The run of a batch: records in, rows through the engine, results out."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from entropix_jax import __version__
+from entropix_jax.api import encode_prompt
+from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.decode_state import Recording
+from entropix_jax.engine import Engine
+from entropix_jax.errors import UserError
+from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import check_recording, sampler_params
+from entropix_jax.results import Event, Request, Row
+from entropix_jax.running import RunningRow, budget_of
+from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.slots import padded_ids
+from entropix_jax.trace import TraceWriter, footer, header
+
+_COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
+_LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What holds for a record that does not say otherwise, and what holds for all."""
+
+    sampler: Sampler
+    max_new_tokens: int = 256
+    seed: int = 0
+    chat: bool | None = None  # None: as the model does
+    system: str | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    done: int = 0  # records that have a result, those of earlier runs included
+    failed: int = 0  # of this run's, those whose result is an error
+    tokens: int = 0  # committed in this run
+
+
+@dataclass
+class _Job:
+    """A record whose row runs."""
+
+    record: Record
+    row: RunningRow
+    started: float
+    first_token: float | None = None
+    events: list[Event] = field(default_factory=list)  # for its trace
+
+
+class BatchRun:
+    """Runs records and hands each one's result out as soon as it is there."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        defaults: Defaults,
+        *,
+        slots: int,
+        capacity: int,
+        recording: Recording | None = None,
+        traces: Path | None = None,
+        name: str = "",
+    ) -> None:
+        """Checks what can be checked before anything is computed.
+
+        Args:
+            slots: rows that run side by side.
+            capacity: cache slots of a row: what its prompt and its new tokens may take together.
+            recording: what the tokens of traces hold besides the usual.
+            traces: a folder for a trace of each record.
+            name: what traces call the model.
+
+        Raises:
+            UserError: a sampler, a recording or end tokens that do not fit the model.
+        """
+        self.progress = Progress()
+        self._model = model
+        self._defaults = defaults
+        self._capacity = capacity
+        self._recording = recording or Recording()
+        check_recording(model, self._recording)
+        for ends in (model.generation.eos_ids, model.turn_end_ids):
+            padded_ids(ends)
+        self._traces = traces
+        self._name = name
+        own = defaults.sampler.calibrated(model.folder)
+        self._own = (own, sampler_params(model, own))
+        self._samplers: dict[str, tuple[Sampler, SamplerParams]] = {}
+        self._jobs: dict[int, _Job] = {}
+        self.engine = Engine(
+            model, self._own[1], own.arms, slots=slots, capacity=capacity, recording=self._recording
+        )
+
+    def run(
+        self,
+        records: Iterable[Record | BadRecord],
+        write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
+        looked: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Runs the records and gives `write` each result as it comes, not in their order.
+
+        A record that cannot be run has an `error` for its result. After `stop` rows that are on
+        their way have none.
+
+        Args:
+            looked: is called after each token.
+        """
+        for event in self.engine.run(self._rows(records, write)):
+            job = self._jobs[event.row]
+            if event.token is not None:
+                if job.first_token is None:
+                    job.first_token = time.perf_counter()
+                self.progress.tokens += 1 if not event.retracted else 0
+                if self._traces is not None:
+                    job.events.append(event)
+            if not job.row.running:
+                self._end(job, write)
+            looked()
+
+    def stop(self) -> None:
+        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        self.engine.stop()
+
+    def _rows(
+        self,
+        records: Iterable[Record | BadRecord],
+        write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
+    ) -> Iterator[RunningRow]:
+        for number, record in enumerate(records):
+            try:
+                if isinstance(record, BadRecord):
+                    raise UserError(record.error)
+                row = self._row(number, record)
+            except UserError as error:
+                self.progress.done += 1
+                self.progress.failed += 1
+                write(record, {"error": str(error), "finish_reason": "error"})
+                continue
+            self._jobs[number] = _Job(record, row, time.perf_counter())
+            yield row
+
+    def _row(self, number: int, record: Record) -> RunningRow:
+        model, own = self._model, self._defaults
+        chat = own.chat
+        if chat is None or record.messages is not None:
+            chat = record.messages is not None or model.is_chat_model
+        if record.messages is None:
+            assert record.prompt is not None
+            prompt = encode_prompt(model, record.prompt, chat=chat, system=own.system)
+        else:
+            prompt = encode_prompt(model, record.messages, chat=True)
+        request = Request(prompt, record.id, record.max_new_tokens or own.max_new_tokens)
+        sampler, params = self._sampler(record.sampler)
+        ends = model.turn_end_ids if chat else model.generation.eos_ids
+        return RunningRow(
+            number,
+            Row(request),
+            model,
+            sampler,
+            params,
+            budget=budget_of(model, request, self._capacity),
+            seed=own.seed if record.seed is None else record.seed,
+            eos_ids=() if own.ignore_eos else ends,
+            stop=own.stop,
+            recording=self._recording,
+        )
+
+    def _sampler(self, name: str | None) -> tuple[Sampler, SamplerParams]:
+        if name is None:
+            return self._own
+        if name not in self._samplers:
+            sampler = load_sampler(name).calibrated(self._model.folder)
+            self._samplers[name] = sampler, sampler_params(self._model, sampler)
+        return self._samplers[name]
+
+    def _end(
+        self, job: _Job, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
+    ) -> None:
+        """Gives out the result of a record whose row has ended."""
+        row = job.row.row
+        now = time.perf_counter()
+        timings = {"seconds": now - job.started}
+        if job.first_token is not None:
+            timings["first_token"] = job.first_token - job.started
+        timings = {name: round(seconds, 4) for name, seconds in timings.items()}
+        if self._traces is not None:
+            self._write_trace(self._traces, job, timings)
+        del self._jobs[job.row.number]
+        self.progress.done += 1
+        self.progress.failed += row.error is not None
+        tokens = row.tokens
+        means = {
+            f"mean_{name}": sum(getattr(token, name) for token in tokens) / len(tokens)
+            for name in ("entropy", "varentropy")
+            if tokens
+        }
+        result = row.to_json() | means
+        if row.error is not None:
+            result["error"] = row.error.removeprefix(f"row {job.row.number}: ")
+        ids = [token.token_id for token in tokens]
+        write(job.record, result | {"token_ids": ids, "timings": timings})
+
+    def _write_trace(self, folder: Path, job: _Job, timings: Mapping[str, float]) -> None:
+        """The trace of one record, which appears whole or not at all."""
+        sampler, request = job.row.sampler, job.row.row.request
+        path = folder / f"{file_name(job.record.id)}.jsonl"
+        scratch = folder / f".{path.name}.part"
+        with TraceWriter(scratch) as writer:
+            writer.write(
+                header(
+                    model=self._name,
+                    model_config=self._model.config,
+                    precision=self._model.precision,
+                    sampler=sampler.name,
+                    sampler_values=sampler.values,
+                    seed=job.row.seed,
+                    prompt=self._model.tokenizer.decode(request.prompt, skip_special=False),
+                    prompt_tokens=request.prompt,
+                    version=__version__,
+                )
+            )
+            for event in job.events:
+                assert event.token is not None
+                # A trace stands alone: its one row is row 0.
+                line = event.token.to_json(retracted=event.retracted) | {"row": 0}
+                writer.write(line)
+            writer.write(footer([{"row": 0, **job.row.row.to_json()}], timings))
+        try:
+            scratch.replace(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def count_records(address: str) -> int | None:
+    """How many records a file has, for a display; None where that would take long to know."""
+    try:
+        if not 0 <= Path(address).stat().st_size <= _COUNTED_BYTES:
+            return None
+    except (OSError, ValueError):  # not a file of this machine
+        return None
+    return sum(1 for _ in read_records(address))
+
+
+def file_name(record_id: str) -> str:
+    """A name for a file that no other id has: the id, where it can be a name, with the other
+    characters as in a URL; a long one is cut and told apart by its hash."""
+    name = quote(record_id, safe=" ,;=@+()[]{}!#$&'")
+    name = name.replace(".", "%2E", 1) if name.startswith(".") else name
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(record_id.encode()).hexdigest()[:16]}"

@@ -1,0 +1,480 @@
+"""The input of a batch: records of JSON Lines or CSV, one after another, from wherever they lie."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import functools
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any, BinaryIO, cast
+
+import fsspec.core
+import fsspec.utils
+import numpy as np
+from fsspec.compression import compr
+from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
+
+from entropix_jax.errors import UserError
+
+FIELDS = ("prompt", "messages", "id", "sampler", "max_new_tokens", "seed")
+COLUMNS = tuple(name for name in FIELDS if name != "messages")
+LONGEST_CELL = 2**24  # characters; Python's own limit, 128 KiB, is less than a model's context
+
+# fsspec can read these once the package is there, and until then does not know the suffix.
+_COMPRESSION_PACKAGES = {".zst": "zstandard", ".lz4": "lz4", ".snappy": "python-snappy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record that can be run.
+
+    `line` is where it begins, counted from 1; `id` is unique in the input. `digest` is a 60-bit
+    hash of how the record is written: of the line (of CSV also of the header). Of `prompt` and
+    `messages` one is None; a message has at least the texts `role` and `content`. What else is None
+    was not given.
+    """
+
+    line: int
+    id: str
+    digest: int
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    sampler: str | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """One record that cannot be run, and why: one line that names neither file nor line.
+
+    `line` and `digest` are as in `Record`. `id` is None where the record has none of its own: it
+    could not be read, or an earlier record has it.
+    """
+
+    line: int
+    id: str | None
+    digest: int
+    error: str
+
+
+class _Refused(Exception):
+    """What is wrong with a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A record as it stands in the file: its fields, or why it has none."""
+
+    line: int
+    digest: int
+    fields: Mapping[str, Any] | str
+
+
+def read_records(address: str, *, share: tuple[int, int] = (0, 1)) -> Iterator[Record | BadRecord]:
+    """The records of a file in their order, read as they are asked for.
+
+    A file is JSON Lines, or CSV with a header where its name ends in `.csv`, each compressed where
+    a further suffix says so (`.gz`, ...). Fields: `prompt` (text) or, not in CSV, `messages`
+    (objects with the texts `role` and `content`), and at will `id` (text or integer; else the
+    line's number), `sampler` (text), `max_new_tokens` (from 1) and `seed` (from 0). null and an
+    empty cell are nothing. Other fields are ignored, unless their name is nearly one of these.
+    Blank lines, and CSV rows of blank cells, are no records.
+
+    Memory: some longest lines, and about 20 bytes for the id of each line.
+
+    Args:
+        address: a path, a URL that fsspec knows (`s3://bucket/key`), or `-`: JSON Lines from
+            standard input.
+        share: (i, n): of all records those whose number, from 0, is i modulo n. The others are read
+            for their ids alone.
+
+    Raises:
+        UserError: the file cannot be read, or its CSV header is wrong. While iterating.
+        ValueError: no such share.
+    """
+    index, count = share
+    if not 0 <= index < count:
+        raise ValueError(f"share {index} of {count}")
+    return _records(address, index, count)
+
+
+def _records(address: str, index: int, count: int) -> Iterator[Record | BadRecord]:
+    suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
+    if is_compressed(address):
+        suffixes.pop()
+    seen = Index()  # of ids, by both halves of a hash of 120 bits
+    with opened(address) as file:
+        rows = _csv_rows(file, address) if suffixes[-1:] == [".csv"] else _json_rows(file, address)
+        for number, row in enumerate(rows):
+            # Ids are looked at in every share, so that all agree on which came first.
+            own: str | None = None
+            refused: str | None = None
+            try:
+                own = _id_of(row)
+                if not seen.add(*divmod(hash_of(own.encode(), 120), 2**60)):
+                    refused, own = f"the id {_shown(own)} came before", None
+            except _Refused as error:
+                refused = str(error)
+            if number % count != index:
+                continue
+            try:
+                if own is None:
+                    raise _Refused(refused)
+                yield _record(row, own)
+            except _Refused as error:
+                yield BadRecord(row.line, own, row.digest, str(error))
+
+
+def hash_of(data: bytes, bits: int = 60) -> int:
+    """A hash (BLAKE2b) as a number of `bits` bits, at most 128."""
+    return int.from_bytes(blake2b(data, digest_size=16).digest()) >> (128 - bits)
+
+
+class Index:
+    """A 60-bit number for each of many keys, which are 60-bit hashes.
+
+    16 bytes an entry in sorted arrays, but for the newest entries, which a dict holds until there
+    are enough of them to be sorted in.
+    """
+
+    def __init__(self) -> None:
+        """An empty one."""
+        self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)  # sorted
+        self._values: NDArray[np.uint64] = np.empty(0, np.uint64)  # in the order of their keys
+        self._newest: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys) + len(self._newest)
+
+    def find(self, key: int) -> int | None:
+        """The number of a key, None if it is not there."""
+        if key in self._newest:
+            return self._newest[key]
+        place = self._keys.searchsorted(np.uint64(key))
+        if place == len(self._keys) or int(self._keys[place]) != key:
+            return None
+        return int(self._values[place])
+
+    def add(self, key: int, value: int) -> bool:
+        """Adds a key, unless it is there; whether it was not."""
+        if self.find(key) is not None:
+            return False
+        self._newest[key] = value
+        if len(self._newest) >= max(2**14, len(self._keys) // 32):
+            keys = np.fromiter(self._newest.keys(), np.uint64)
+            values = np.fromiter(self._newest.values(), np.uint64)
+            self._newest = {}
+            order = np.argsort(keys)
+            places = self._keys.searchsorted(keys[order])
+            self._keys = np.insert(self._keys, places, keys[order])
+            self._values = np.insert(self._values, places, values[order])
+        return True
+
+
+def _json_rows(file: BinaryIO, address: str) -> Iterator[_Row]:
+    for line, raw in enumerate(_guarded(address, file), start=1):
+        text = raw.removeprefix(b"\xef\xbb\xbf").strip() if line == 1 else raw.strip()
+        if text:
+            yield _Row(line, hash_of(text), _json_fields(text))
+
+
+def _json_fields(text: bytes) -> Mapping[str, Any] | str:
+    try:
+        fields = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start} of the line"
+    except json.JSONDecodeError as error:
+        return f"not valid JSON: {error.msg} at character {error.pos}"
+    except (ValueError, RecursionError) as error:  # an integer or a nesting beyond all bounds
+        return f"not valid JSON: {error}"
+    return fields if isinstance(fields, dict) else f"not a JSON object: {_shown(fields)}"
+
+
+def _csv_rows(file: BinaryIO, address: str) -> Iterator[_Row]:
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    lines: list[str] = []  # of the record that is being read
+
+    def kept() -> Iterator[str]:
+        # What is not UTF-8 comes as surrogates, which nothing else does.
+        text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+        try:
+            for line in _guarded(address, text):
+                lines.append(line)
+                yield line
+        finally:
+            text.detach()  # who opened the file closes it
+
+    # Strict: a quote that is out of place ends with its line, rather than taking in what follows.
+    reader = csv.reader(kept(), strict=True)
+    header: list[str] | None = None
+    start = b""
+    while True:
+        line = reader.line_num + 1
+        lines.clear()
+        cells: list[str] = []
+        problem = ""
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            problem = f"not valid CSV: {error}"
+        if not problem and not any(cell.strip() for cell in cells):
+            continue
+        if header is None:
+            header = _header(address, cells, problem)
+            start = json.dumps(header).encode()
+            continue
+        written = "".join(lines).strip("\r\n").encode("utf-8", "surrogateescape")
+        fields = problem or _csv_fields(header, cells)
+        yield _Row(line, hash_of(start + written), fields)
+    if header is None:
+        raise UserError(f"{address}: empty: CSV begins with a row of column names")
+
+
+def _header(address: str, cells: Sequence[str], problem: str) -> list[str]:
+    """The names of the columns.
+
+    Raises:
+        UserError: they are no CSV, or not what a batch needs.
+    """
+    names = [cell.strip() for cell in cells]
+    if problem := problem or _header_problem(names):
+        raise UserError(f"{address}: header of the CSV: {problem}")
+    return names
+
+
+def _header_problem(names: Sequence[str]) -> str:
+    if _lone_surrogate("".join(names)):
+        return "not UTF-8"
+    for name in names:
+        if nearest := _misspelled(name, COLUMNS):
+            return f"unknown column {_shown(name)}: did you mean '{nearest}'?"
+        if name in COLUMNS and names.count(name) > 1:
+            return f"two columns '{name}'"
+    if "messages" in names:
+        return "'messages' is no column of CSV: give conversations as JSON Lines"
+    if "prompt" not in names:
+        return f"no column 'prompt', only {_shown(', '.join(names))}"
+    return ""
+
+
+def _csv_fields(header: Sequence[str], cells: Sequence[str]) -> Mapping[str, Any] | str:
+    if _lone_surrogate("".join(cells)):
+        return "not UTF-8"
+    if len(cells) != len(header):
+        return f"{len(cells)} cells under a header of {len(header)}"
+    # Other columns are none of ours; what is wrong with their names the header has told.
+    fields: dict[str, Any] = {
+        name: cell for name, cell in zip(header, cells, strict=True) if cell and name in COLUMNS
+    }
+    for name in ("max_new_tokens", "seed"):
+        digits = fields.get(name, "").strip()
+        if digits.isascii() and digits.isdigit() and len(digits) <= 100:
+            fields[name] = int(digits)
+    return fields
+
+
+def _id_of(row: _Row) -> str:
+    """The id of a record, given or not.
+
+    Raises:
+        _Refused: no record, or none that can be an id.
+    """
+    if isinstance(row.fields, str):
+        raise _Refused(row.fields)
+    own = row.fields.get("id")
+    if own is None:
+        return str(row.line)
+    if isinstance(own, bool) or not isinstance(own, str | int):
+        raise _Refused(f"'id' must be text or an integer, not {_shown(own)}")
+    return _text("'id'", str(own))
+
+
+def _record(row: _Row, own: str) -> Record:
+    """The record of a row, whose id is known.
+
+    Raises:
+        _Refused: a field is wrong, missing or misspelled.
+    """
+    assert not isinstance(row.fields, str)
+    given = {name: value for name, value in row.fields.items() if value is not None}
+    for name in given:
+        if nearest := _misspelled(name, FIELDS):
+            raise _Refused(f"unknown field {_shown(name)}: did you mean '{nearest}'?")
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if prompt is not None and messages is not None:
+        raise _Refused("both 'prompt' and 'messages': give one")
+    if prompt is None and messages is None:
+        raise _Refused("neither 'prompt' nor 'messages'")
+    return Record(
+        line=row.line,
+        id=own,
+        digest=row.digest,
+        prompt=None if prompt is None else _text("'prompt'", prompt),
+        messages=None if messages is None else _conversation(messages),
+        sampler=_text("'sampler'", given["sampler"]) if "sampler" in given else None,
+        max_new_tokens=_whole("max_new_tokens", given, 1),
+        seed=_whole("seed", given, 0),
+    )
+
+
+def _text(what: str, value: object, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise _Refused(f"{what} must be text, not {_shown(value)}")
+    if not value and not may_be_empty:
+        raise _Refused(f"{what} is empty")
+    if _lone_surrogate(value):
+        raise _Refused(f"{what} has half a surrogate pair, which is no character")
+    return value
+
+
+def _whole(name: str, given: Mapping[str, Any], least: int) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _Refused(f"'{name}' must be an integer of at least {least}, not {_shown(value)}")
+    return value
+
+
+def _conversation(value: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise _Refused("'messages' must be a non-empty list of objects with 'role' and 'content'")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise _Refused(f"message {number} must be an object with 'role' and 'content'")
+        _text(f"'role' of message {number}", message["role"])
+        _text(f"'content' of message {number}", message["content"], may_be_empty=True)
+    return tuple(value)
+
+
+@functools.lru_cache(256)
+def _misspelled(name: str, known: tuple[str, ...]) -> str | None:
+    """The field that a name which is none was meant to be, if it is close to one."""
+    if name in known:
+        return None
+    folded = name.strip().lower().replace("-", "_").replace(" ", "_")
+    if folded in known:
+        return folded
+    if len(folded) > 32:  # comparing takes the square of it
+        return None
+    # Of `id` the close ones are columns in their own right: `idx`, `uid`, `pid`. The cutoff takes
+    # in `max_tokens` and leaves out `prompt_id`.
+    close = difflib.get_close_matches(folded, [field for field in known if field != "id"], 1, 0.82)
+    return close[0] if close else None
+
+
+def _lone_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _shown(value: object) -> str:
+    """A value in a message: on one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# Where files lie
+
+
+def located(address: str) -> tuple[Any, str]:
+    """The fsspec file system of an address, and the path in it.
+
+    Raises:
+        UserError: an unknown protocol, or a driver that is not installed.
+    """
+    with reaching(address):
+        fs, path = fsspec.core.url_to_fs(address)
+        fs.invalidate_cache()  # others write there, too
+    return fs, cast(str, path)
+
+
+def is_compressed(address: str) -> bool:
+    """Whether a file's name says that it is compressed."""
+    suffix = PurePath(address).suffix.lower()
+    return bool(fsspec.utils.infer_compression(address)) or suffix in _COMPRESSION_PACKAGES
+
+
+def is_local(fs: Any) -> bool:
+    """Whether a file system is this machine's."""
+    return isinstance(fs, LocalFileSystem)
+
+
+@contextmanager
+def reaching(address: str, doing: str = "read") -> Iterator[None]:
+    """Turns the errors of whatever lies behind an address into those that a user can act on.
+
+    Around calls of file systems only: their drivers raise exceptions of all kinds.
+
+    Raises:
+        UserError: the block raised an exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        hint = str(error)
+        if address.startswith(("s3://", "s3a://")):
+            hint = "s3fs is not installed: pip install 'entropix-jax[s3]'"
+        raise UserError(f"{address}: cannot be {doing}: {hint}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{address}: cannot be {doing}: no such file or folder") from error
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise UserError(f"{address}: cannot be {doing}: {reason}") from error
+    except Exception as error:
+        raise UserError(f"{address}: cannot be {doing}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def opened(address: str) -> Iterator[BinaryIO]:
+    """A file's bytes, decompressed where its name says so, to be read from the start.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if address == "-":
+        if sys.stdin is None:
+            raise UserError("standard input is closed")
+        yield cast(BinaryIO, sys.stdin.buffer)
+        return
+    fs, path = located(address)
+    with reaching(address):
+        compression = fsspec.utils.infer_compression(path)
+        package = _COMPRESSION_PACKAGES.get(PurePath(path).suffix.lower())
+        if package and not compression:
+            raise UserError(f"{address}: cannot be decompressed: pip install {package}")
+        try:
+            # fsspec would seek in local files, which pipes cannot.
+            raw = io.FileIO(path) if is_local(fs) else fs.open(path, "rb")
+            if getattr(raw, "details", {}).get("type") == "directory":  # "opened" all the same
+                raise FileNotFoundError
+        except (FileNotFoundError, ValueError):
+            if not is_local(fs) and fs.isdir(path):  # in a store of objects: a prefix, a bucket
+                raise IsADirectoryError(21, "Is a directory") from None
+            raise
+    with closing(io.BufferedReader(raw)) as file:
+        with reaching(address):
+            plain = compr[compression](file, mode="rb")
+        yield plain
+
+
+def _guarded(address: str, lines: Any) -> Iterator[Any]:
+    """What an iterator gives, with its errors told."""
+    with reaching(address):
+        yield from lines

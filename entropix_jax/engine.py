@@ -1,0 +1,295 @@
+"""Rows through a fixed number of slots: a row that has ended makes room for the next one at once.
+
+The host only hands out work and reads what came back. While it reads one chunk of steps, the device
+already runs the next.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from entropix_jax.decode import answer, decode, prefill
+from entropix_jax.decode_state import (
+    FINISHED_STOP,
+    RUNNING,
+    WAITS_FOR_TEXT,
+    BranchLog,
+    Recording,
+    StepRecord,
+)
+from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import MAX_PREFILL, MIN_WINDOW, bucket, chunk_size
+from entropix_jax.results import Event
+from entropix_jax.running import RunningRow
+from entropix_jax.sampler.arms import Arm
+from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sharding import check_mesh
+from entropix_jax.slots import (
+    Arrival,
+    admit,
+    empty_slots,
+    padded_ids,
+    share_prefix,
+)
+
+MAX_STEPS = 32  # most steps between two looks of the host
+_LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
+_MIN_WINDOW = 512  # cache slots that a step reads, at least: each number is a program of its own
+_MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
+# Of so many slots one may stand empty before the device comes back for the next row.
+_SLOTS_PER_EMPTY = 16
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Steps that the device was given, and whose rows they were."""
+
+    steps: int
+    rows: tuple[RunningRow | None, ...]
+    records: StepRecord
+    log: BranchLog
+
+
+class Engine:
+    """Runs rows. What is static lives here: the model, how many slots there are, and how large.
+
+    `steps` counts the steps that were run, `useful` the slots of them that had a running row.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        params: SamplerParams,
+        arms: Mapping[str, Arm],
+        *,
+        slots: int,
+        capacity: int,
+        recording: Recording,
+    ) -> None:
+        """Nothing is allocated before the first row comes.
+
+        Args:
+            params: any row's; they say what shapes the others' have.
+            arms: what the rows' samplers choose from.
+            capacity: cache slots of a row: no row may have more tokens than that.
+
+        Raises:
+            UserError: slots that cannot be split evenly over the model's mesh.
+        """
+        if model.rules is not None:
+            check_mesh(model.rules.mesh, model.config, slots)
+        self.steps = 0
+        self.useful = 0
+        self._model = model
+        self._params = params
+        self._arms = tuple(arms.values())
+        self._rows: list[RunningRow | None] = [None] * slots
+        self._capacity = capacity
+        self._recording = recording
+        self._next: RunningRow | None = None
+        self._chunk_steps = 1
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        self._stopping = True
+
+    def run(self, rows: Iterable[RunningRow]) -> Iterator[Event]:
+        """Runs rows to their ends and gives the events, step by step. A row is fetched when there
+        is a slot for it."""
+        source = iter(rows)
+        self._next = next(source, None)
+        self._slots = empty_slots(
+            self._model.config,
+            len(self._rows),
+            self._params,
+            capacity=self._capacity,
+            dtype=self._model.precision.activations,
+            rules=self._model.rules,
+        )
+        in_flight: deque[_Chunk] = deque()
+        while True:
+            self._fill(source)
+            while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
+                in_flight.append(self._dispatch())
+            if not in_flight:
+                return
+            yield from self._read(in_flight.popleft())
+            if self._stopping:
+                return
+
+    def _fill(self, source: Iterator[RunningRow]) -> None:
+        """Puts rows into the slots that are free, as long as there are more of them."""
+        arrived = []
+        for number, row in enumerate(self._rows):
+            if self._next is None or self._stopping:
+                break
+            if row is not None and row.running:
+                continue
+            self._rows[number] = self._next
+            self._next = next(source, None)
+            self._slots = admit(self._slots, jnp.int32(number), self._arrival(number))
+            arrived.append(number)
+        self._prefill(arrived)
+
+    def _arrival(self, number: int) -> Arrival:
+        row = self._rows[number]
+        assert row is not None
+        request = row.row.request
+        history = np.zeros(self._capacity, np.int32)
+        history[: len(request.prompt)] = request.prompt
+        return Arrival(
+            history=history,
+            prompt_length=np.int32(len(request.prompt)),
+            budget=np.int32(row.budget),
+            key=row_key(row.seed, request.row_id),
+            asks_for_text=np.bool_(row.retrieve is not None),
+            asks_for_choice=np.bool_(row.ask is not None),
+            sampler=row.params,
+            eos_ids=padded_ids(row.eos_ids),
+        )
+
+    def _prefill(self, arrived: list[int]) -> None:
+        """Caches the prompts of rows that have just come, but for their last tokens; one that some
+        of them share is run once."""
+        first: dict[tuple[int, ...], int] = {}
+        for number in arrived:
+            row = self._rows[number]
+            assert row is not None
+            prompt = tuple(row.row.request.prompt)
+            if prompt in first:
+                source, target = jnp.int32(first[prompt]), jnp.int32(number)
+                state = share_prefix(self._slots.state, source, target)
+            else:
+                first[prompt] = number
+                state = self._prefilled(self._slots.state, number, prompt[:-1])
+            self._slots = replace(self._slots, state=state)
+
+    def _prefilled(self, state: Any, number: int, prompt: tuple[int, ...]) -> Any:
+        """Part by part: handed out all at once, they could not be stopped."""
+        model, done = self._model, 0
+        while done < len(prompt) and not self._stopping:
+            left = len(prompt) - done
+            size = min(bucket(left, _MIN_PREFILL), self._prefill_size(len(prompt)))
+            tokens = np.zeros((1, size), np.int32)
+            part = prompt[done : done + size]
+            tokens[0, : len(part)] = part
+            state = prefill(
+                model.params,
+                state,
+                tokens,
+                jnp.full(1, len(part), jnp.int32),
+                # One slot is all there are: nothing to pick out, and nothing to copy.
+                None if len(self._rows) == 1 else jnp.full(1, number, jnp.int32),
+                config=model.config,
+                window=min(bucket(done + size, MIN_WINDOW), self._capacity),
+            )
+            done += len(part)
+            jax.block_until_ready(state.cache.length)
+        return state
+
+    def _prefill_size(self, length: int) -> int:
+        return chunk_size(self._model.config, length, 1, MAX_PREFILL)
+
+    def _wants_more(self, steps: int) -> bool:
+        """Whether a row will still run after the `steps` that are on their way, as far as is
+        known."""
+        if self._stopping:
+            return False
+        running = (row for row in self._rows if row is not None and row.running)
+        return any(steps == 0 or row.left > steps for row in running)
+
+    def _dispatch(self) -> _Chunk:
+        """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
+        slots = self._with_answers(self._slots)
+        number = len(self._rows)
+        fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if self._next else 1
+        steps = self._chunk_steps
+        state, records, log = decode(
+            self._model.params,
+            slots.sampler,
+            slots.eos_ids,
+            slots.state,
+            jnp.int32(steps),
+            jnp.int32(fewest),
+            config=self._model.config,
+            window=self._window(),
+            max_steps=MAX_STEPS,
+            recording=self._recording,
+            arms=self._arms,
+        )
+        self._slots = replace(slots, state=state)
+        return _Chunk(steps, tuple(self._rows), records, log)
+
+    def _window(self) -> int:
+        """Slots enough for the longest row as far as it is known, and no more: a row that is longer
+        already ends the chunk before its first step. So how many slots a step reads, and with them
+        the last digits of what it computes, depends on the rows and not on when the host looked."""
+        longest = max(row.known for row in self._rows if row is not None)
+        return min(bucket(longest, _MIN_WINDOW), self._capacity)
+
+    def _read(self, chunk: _Chunk) -> Iterator[Event]:
+        """What a chunk did, once it has come back."""
+        asked = time.perf_counter()
+        log = chunk.log if int(chunk.log.count) else None
+        records, log = jax.device_get((chunk.records, log))
+        self._pace(time.perf_counter() - asked)
+        for step, live in enumerate(records.live):
+            self.steps += bool(live.any())
+            for number in np.flatnonzero(live):
+                row = chunk.rows[number]
+                if row is None or not row.running:
+                    continue
+                self.useful += 1
+                record = jax.tree.map(lambda x: x[step, number], records)  # noqa: B023
+                entry = None
+                if log is not None and record.branch >= 0:
+                    entry = jax.tree.map(
+                        lambda x: x[record.branch],  # noqa: B023
+                        replace(log, count=log.committed),
+                    )
+                for event in row.take(record, entry, lambda: self._stopping):
+                    yield event
+                    # What took a token's place comes next, and belongs to it.
+                    if self._stopping and not event.retracted:
+                        return
+
+    def _with_answers(self, slots: Any) -> Any:
+        """Tells the device what the host knows: rows that a stop string has ended, and answers."""
+        state = slots.state
+        for number, row in enumerate(self._rows):
+            if row is None or row.answer is None:
+                continue
+            tokens, action = row.answer
+            row.answer = None
+            padded = np.zeros(self._capacity, np.int32)
+            padded[: len(tokens)] = tokens
+            state = answer(
+                state,
+                jnp.int32(number),
+                jnp.asarray(padded),
+                jnp.int32(len(tokens)),
+                jnp.int32(action),
+                jnp.int32(max(row.sampler.values["inject.cooldown"], 1)),
+            )
+        ended = [row is not None and row.row.finish_reason == "stop" for row in self._rows]
+        if any(ended):
+            # One that had gone on to wait gets no answer any more.
+            goes_on = (state.finish == RUNNING) | (state.finish >= WAITS_FOR_TEXT)
+            finish = jnp.where(np.array(ended) & goes_on, FINISHED_STOP, state.finish)
+            state = replace(state, finish=finish)
+        return replace(slots, state=state)
+
+    def _pace(self, waited: float) -> None:
+        """More steps a chunk while chunks come fast: a first token at once, then a steady flow."""
+        if waited < _LOOK_SECONDS / 2:
+            self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
+        elif waited > _LOOK_SECONDS:
+            self._chunk_steps = max(self._chunk_steps // 2, 1)

@@ -1,0 +1,121 @@
+"""Rows that come and go: a batch is a fixed number of slots, each of which takes row after row.
+
+All that a row is lies in its slot of the `DecodeState` and of what the step is given besides, so
+that the rows in the other slots never notice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from entropix_jax.config import ModelConfig
+from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING, DecodeState, init_state
+from entropix_jax.errors import UserError
+from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.sample import init_sampler_state
+from entropix_jax.sharding import ROWS, Rules, here, place, row_of, split_rows
+
+_MAX_EOS = 8
+
+Value = jax.Array | np.ndarray | np.generic
+
+
+@struct.dataclass
+class Slots:
+    """A batch and what its step is given row by row."""
+
+    state: DecodeState
+    sampler: SamplerParams  # each leaf [B, ...]
+    eos_ids: jax.Array  # int32 [B, E], see `padded_ids`
+
+
+@struct.dataclass
+class Arrival:
+    """A row that takes a slot; `init_state` names the units of the fields."""
+
+    history: Value  # int32 [S], the prompt, then anything
+    prompt_length: Value  # int32
+    budget: Value  # int32
+    key: Value  # uint32 [2]
+    asks_for_text: Value  # bool
+    asks_for_choice: Value  # bool
+    sampler: SamplerParams  # of one row
+    eos_ids: Value  # int32 [E]
+
+
+def empty_slots(
+    config: ModelConfig,
+    number: int,
+    sampler: SamplerParams,
+    *,
+    capacity: int,
+    dtype: jnp.dtype,
+    rules: Rules | None = None,
+) -> Slots:
+    """Slots without rows, spread over a mesh where `rules` say so; `sampler` is any one row's."""
+    nobody = np.zeros((number, 2), np.uint32)
+    state = init_state(config, [()] * number, [0] * number, nobody, capacity=capacity, dtype=dtype)
+    slots = Slots(
+        state=replace(state, finish=jnp.full(number, FINISHED_LENGTH, jnp.int32)),
+        sampler=jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), sampler),
+        eos_ids=jnp.full((number, _MAX_EOS), -1, jnp.int32),
+    )
+    return slots if rules is None else place(slots, rules.rows(slots))
+
+
+def padded_ids(ids: Sequence[int]) -> np.ndarray:
+    """End tokens as int32 [E], so that their number compiles nothing; -1 matches none.
+
+    Raises:
+        UserError: more of them than there is room for.
+    """
+    if len(ids) > _MAX_EOS:
+        raise UserError(f"the model names {len(ids)} end tokens, at most {_MAX_EOS} are possible")
+    return np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32)
+
+
+@partial(jax.jit, donate_argnames="slots")
+def admit(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
+    """Puts a row into slot `number`, nothing of its prompt cached yet. The slots are donated."""
+    state = slots.state
+
+    def put(rows: jax.Array, one: Value) -> jax.Array:
+        return rows.at[number].set(jnp.asarray(one, rows.dtype))
+
+    fresh = init_sampler_state(1, state.sampler.last.logits.shape[1])
+    zero = jnp.int32(0)
+    return Slots(
+        state=replace(
+            state,
+            cache=replace(state.cache, length=put(state.cache.length, zero)),
+            history=put(state.history, row.history),
+            prompt_length=put(state.prompt_length, row.prompt_length),
+            budget=put(state.budget, row.budget),
+            keys=put(state.keys, row.key),
+            asks_for_text=put(state.asks_for_text, row.asks_for_text),
+            asks_for_choice=put(state.asks_for_choice, row.asks_for_choice),
+            sampler=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler, fresh),
+            forwards=put(state.forwards, zero),
+            finish=put(state.finish, jnp.int32(RUNNING)),
+        ),
+        sampler=jax.tree.map(put, slots.sampler, row.sampler),
+        eos_ids=put(slots.eos_ids, row.eos_ids),
+    )
+
+
+@partial(jax.jit, donate_argnames="state")
+@split_rows(rows={"state": 1}, returns=ROWS)
+def share_prefix(state: DecodeState, source: jax.Array, target: jax.Array) -> DecodeState:
+    """Gives the row in slot `target` what is cached of the one in slot `source`, whose prompt is
+    the same. Donates the state."""
+    target = here(target, state.finish.shape[0])
+
+    def share(rows: jax.Array) -> jax.Array:
+        return rows.at[target].set(row_of(rows, source), mode="drop")
+
+    return replace(state, cache=jax.tree.map(share, state.cache))

@@ -1,0 +1,488 @@
+"""The batch command: a file of prompts in, a file of results out, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from entropix_jax import batch
+from entropix_jax.batches.run import count_records, file_name
+from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
+from entropix_jax.errors import UserError
+from entropix_jax.generation import Generation
+from entropix_jax.loading import load
+from entropix_jax.memory import check_memory, plan_memory
+from entropix_jax.precision import choose_precision
+from entropix_jax.results import Request
+from tests.folders import config_of_folder, poisoned, write_model
+
+ROOT = Path(__file__).parents[1]
+Json = dict[str, Any]
+WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
+        monkeypatch.setenv(name.upper(), str(getattr(jax.config, name)))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
+    """Runs the command in this process, by default with the test's model and four slots."""
+
+    def run(*arguments: object, model: str | None = None, slots: int = 4) -> Result:
+        capsys.readouterr()
+        own = ["--model", model or folder, "--slots", slots]
+        status = batch.main([str(a) for a in (*arguments, *own)])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+def records(number: int) -> list[Json]:
+    """Prompts of several lengths, with budgets, seeds and samplers of their own here and there."""
+    rng = random.Random(3)
+    made = []
+    for i in range(number):
+        record: Json = {"id": f"r{i}", "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))}
+        if i % 3 == 0:
+            record["max_new_tokens"] = rng.randint(1, 20)
+        if i % 4 == 1:
+            record["seed"] = i
+        if i % 5 == 2:
+            record["sampler"] = "greedy"
+        if i % 7 == 3:
+            record["messages"] = [{"role": "user", "content": record.pop("prompt")}]
+        made.append(record)
+    return made
+
+
+def write_input(path: Path, lines: Sequence[Json | str]) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
+    return path
+
+
+def read(path: Path) -> dict[str, Json]:
+    """The results by id, each there once."""
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    by_id = {result["id"]: result for result in results}
+    assert len(by_id) == len(results)
+    return by_id
+
+
+def without_timings(results: dict[str, Json]) -> dict[str, Json]:
+    return {
+        name: {k: v for k, v in result.items() if k != "timings"}
+        for name, result in results.items()
+    }
+
+
+def test_each_record_is_its_row_alone(
+    command: Callable[..., Result], folder: str, tmp_path: Path
+) -> None:
+    wanted = records(15)
+    source = write_input(tmp_path / "in.jsonl", wanted)
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 12)
+    assert (result.status, result.out) == (EXIT_OK, "")
+    found = read(tmp_path / "out.jsonl")
+    assert found.keys() == {record["id"] for record in wanted}
+    model = load(folder)
+    for line, record in enumerate(wanted, 1):
+        if "messages" in record:
+            prompt = model.tokenizer.apply_chat(record["messages"])
+        else:
+            prompt = model.tokenizer.apply_chat([{"role": "user", "content": record["prompt"]}])
+        request = Request(prompt, record["id"], record.get("max_new_tokens", 12))
+        (row,) = Generation(
+            model,
+            [request],
+            record.get("sampler", "entropix"),
+            seed=record.get("seed", 0),
+            turn_end=True,
+        ).run()
+        one = found[record["id"]]
+        assert one["line"] == line
+        assert one["token_ids"] == [token.token_id for token in row.tokens]
+        expected = row.to_json()
+        assert {name: one[name] for name in expected} == expected
+        mean = sum(token.entropy for token in row.tokens) / len(row.tokens)
+        assert one["mean_entropy"] == pytest.approx(mean, rel=1e-5)
+        assert 0 <= one["timings"]["first_token"] <= one["timings"]["seconds"]
+
+
+def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", records(6))
+    arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 5)
+    assert command(*arguments).status == EXIT_OK
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = command(*arguments)
+    assert again.status == EXIT_OK
+    assert "note: 6 records are done already" in again.err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    # More records at the end of the input are taken up.
+    write_input(source, records(9))
+    assert command(*arguments).status == EXIT_OK
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+    assert len(read(tmp_path / "out.jsonl")) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (["--seed", "1"], "seed"),
+        (["--max-new-tokens", "6"], "max_new_tokens"),
+        (["--sampler", "greedy"], "sampler"),
+        (["--set", "sampler.base.temperature=0.9"], "base.temperature"),
+        (["--dtype", "bfloat16"], "precision"),
+        (["--stop", "x"], "stop"),
+    ],
+)
+def test_another_run_under_the_same_output(
+    command: Callable[..., Result], tmp_path: Path, changes: list[str], what: str
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", records(2))
+    output = tmp_path / "out.jsonl"
+    own = ["--max-new-tokens", "1"] if changes[0] != "--max-new-tokens" else []
+    assert command("--input", source, "--output", output, *own).status == EXIT_OK
+    before = output.read_bytes()
+    refused = command("--input", source, "--output", output, *own, *changes)
+    assert refused.status == EXIT_USAGE
+    last = refused.err.splitlines()[-1]
+    assert what in last
+    assert str(output) in last
+    assert output.read_bytes() == before
+    mixed = command("--input", source, "--output", output, *own, *changes, "--mix")
+    assert mixed.status == EXIT_OK
+
+
+def test_another_record_under_the_same_id(command: Callable[..., Result], tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Once"}])
+    arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 1)
+    assert command(*arguments).status == EXIT_OK
+    write_input(source, [{"id": "a", "prompt": "Twice"}])
+    refused = command(*arguments)
+    assert refused.status == EXIT_USAGE
+    assert "line 1 (id 'a') has a result of another record" in refused.err
+
+
+BAD = [
+    ('{"id": "torn', "not valid JSON"),
+    ('{"id": "none"}', "prompt"),
+    ('{"id": "r0", "prompt": "again"}', "came before"),
+    ('{"id": "type", "prompt": 7}', "prompt"),
+    ('{"id": "name", "prompt": "x", "sampler": "greedi"}', "no sampler preset 'greedi'"),
+    ('{"id": "count", "prompt": "x", "max_new_tokens": 0}', "max_new_tokens"),
+    ('{"id": "long", "prompt": "%s"}' % ("Berlin " * 200), "positions"),
+    ('{"id": "typo", "prompt": "x", "seeed": 4}', "seed"),
+]
+
+
+def test_bad_records_are_results(command: Callable[..., Result], tmp_path: Path) -> None:
+    good = [{"id": f"r{i}", "prompt": "Once"} for i in range(3)]
+    source = write_input(tmp_path / "in.jsonl", [good[0], *(text for text, _ in BAD), *good[1:]])
+    arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2)
+    result = command(*arguments)
+    assert result.status == EXIT_OK
+    assert f"{len(good) + len(BAD)} records done ({len(BAD)} of them with an error)" in result.err
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    errors = {line["line"]: line for line in lines if "error" in line}
+    assert sorted(errors) == list(range(2, 2 + len(BAD)))
+    for number, (_, expected) in enumerate(BAD, 2):
+        assert expected in errors[number]["error"], errors[number]
+        assert "\n" not in errors[number]["error"]
+        assert errors[number]["finish_reason"] == "error"
+    assert {line["id"] for line in lines if "error" not in line} == {"r0", "r1", "r2"}
+    # They are done, too.
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert command(*arguments).status == EXIT_OK
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_strict_ends_at_the_first_bad_record(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", [*records(2), BAD[0][0], {"prompt": "Once"}])
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict")
+    assert result.status == EXIT_USAGE
+    assert result.err.splitlines()[-1].startswith(f"error: {source}:3: ")
+    assert "error" not in (tmp_path / "out.jsonl").read_text()
+
+
+def test_a_row_that_fails_is_told(
+    command: Callable[..., Result],
+    folder: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    end = load(folder).tokenizer.encode("Once", add_bos=False)[-1]
+    broken = str(write_model(tmp_path_factory.mktemp("broken"), poisoned(end)))
+    source = write_input(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Once"}])
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", model=broken)
+    assert result.status == EXIT_OK
+    error = read(tmp_path / "out.jsonl")["a"]["error"]
+    assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
+
+
+def test_csv(command: Callable[..., Result], tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text('act,prompt\nteller,"Once\nupon"\nsinger,a time\n')
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2)
+    assert result.status == EXIT_OK
+    assert [r["line"] for r in sorted(read(tmp_path / "out.jsonl").values(), key=str)] == [2, 4]
+
+
+def test_traces(command: Callable[..., Result], tmp_path: Path) -> None:
+    source = write_input(
+        tmp_path / "in.jsonl",
+        [{"id": "a/b", "prompt": "Once"}, {"id": "..", "prompt": "upon"}, {"prompt": "a"}],
+    )
+    traces = tmp_path / "traces"
+    result = command(
+        *("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 9),
+        *("--trace", traces, "--trace-top", 2),
+    )
+    assert result.status == EXIT_OK
+    found = read(tmp_path / "out.jsonl")
+    assert sorted(path.name for path in traces.iterdir()) == sorted(
+        f"{file_name(name)}.jsonl" for name in found
+    )
+    for name, one in found.items():
+        header, *lines, footer = (
+            json.loads(line)
+            for line in (traces / f"{file_name(name)}.jsonl").read_text().splitlines()
+        )
+        tokens = [line for line in lines if line["type"] == "token"]
+        assert header["type"] == "header"
+        assert [token["token_id"] for token in tokens] == one["token_ids"]
+        assert {token["row"] for token in tokens} == {0}
+        assert all(len(token["top"]) == 2 for token in tokens)
+        assert footer["rows"][0]["text"] == one["text"]
+
+
+def test_names_of_files() -> None:
+    ids = ["a", "A b", "a/b", "a%2Fb", "..", ".", ".a", "x" * 400, "x" * 401, "é", "\0", "a\nb"]
+    names = [file_name(name) for name in ids]
+    assert len(set(names)) == len(ids)
+    assert names[:2] == ["a", "A b"]
+    for name in names:
+        assert not set(name) & set("/\\\0\n")
+        assert not name.startswith(".")
+        assert len(name.encode()) < 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--slots", "0"], "--slots must be at least 1, not 0"),
+        (["--context", "1"], "--context must be at least 2, not 1"),
+        (["--context", "999"], "--context 999: the model has 120 positions"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
+        (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
+        (["--stop", ""], "--stop: an empty text ends nothing"),
+        (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
+        (["--sampler", "greedi"], "no sampler preset 'greedi'"),
+        (["--input", "missing.jsonl"], "missing.jsonl"),
+        (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
+        (["--slots", "100000000"], "do not fit into a device: weights"),
+    ],
+)
+def test_mistakes(
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
+    write_input(tmp_path / "in.jsonl", records(1))
+    given = [part for name, value in own.items() if name not in arguments for part in (name, value)]
+    assert batch.main([*given, *arguments]) == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert expected in last
+    assert "Traceback" not in captured.err
+    left = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
+    assert "out.jsonl" not in left or not (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_count_of_records(tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", [*records(5), "", BAD[0][0]])
+    assert count_records(str(source)) == 6
+    assert count_records("s3://bucket/key.jsonl") is None
+    assert count_records("-") is None
+
+
+# Memory
+
+
+def test_the_plan_of_memory_counts_what_there_is() -> None:
+    """Weights and cache are what the arrays hold; rows and devices scale as they should."""
+    config, precision = config_of_folder(), choose_precision("float32", "cpu")
+    one = plan_memory(config, precision, slots=1, capacity=64)
+    many = plan_memory(config, precision, slots=8, capacity=64)
+    from entropix_jax.cache import init_cache
+    from entropix_jax.params import init_params
+
+    weights = init_params(config, jax.random.key(0), precision.weights)
+    cache = init_cache(config, 8, 64, precision.activations)
+    assert one.weights == many.weights == sum(x.nbytes for x in jax.tree.leaves(weights))
+    assert many.cache == sum(x.nbytes for x in (*cache.keys, *cache.values)) == 8 * one.cache
+    assert plan_memory(config, precision, slots=8, capacity=64, data=4).cache == 2 * one.cache
+    assert plan_memory(config, precision, slots=8, capacity=64, model=2).cache == 4 * one.cache
+
+
+def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from entropix_jax import memory
+
+    config, precision = config_of_folder(), choose_precision("float32", "cpu")
+    free = plan_memory(config, precision, slots=6, capacity=64).total
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    device = jax.devices()[0]
+    assert "weights" in check_memory(config, precision, device, slots=6, capacity=64)
+    with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)"):
+        check_memory(config, precision, device, slots=7, capacity=64)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    with pytest.raises(UserError, match="not even one slot"):
+        check_memory(config, precision, device, slots=7, capacity=64)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    assert check_memory(config, precision, device, slots=10**9, capacity=64)
+
+
+# Ends
+
+
+@pytest.fixture
+def start(folder: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the command in a process of its own, in the test's folder."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: object, slots: int = 4) -> subprocess.Popen[bytes]:
+        own = ["--input", "in.jsonl", "--output", "out.jsonl", "--model", folder, "--slots", slots]
+        command = [sys.executable, "-m", "entropix_jax.batch", *own, *arguments]
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        running.append(process)
+        return process
+
+    yield popen
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
+    """Until a file has so many lines, or the process has ended."""
+    for _ in range(6000):
+        if process.poll() is not None:
+            return
+        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path}: still not {lines} lines")
+
+
+LONG = ("--ignore-eos", "--max-new-tokens", "60")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_a_signal_ends_the_run_with_what_is_complete(
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    write_input(tmp_path / "in.jsonl", records(2000))
+    output = tmp_path / "out.jsonl"
+    process = start(*LONG)
+    wait_for(output, 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert out == b""
+    assert b"Traceback" not in err
+    found = read(output)
+    assert f"\n{len(found)} records done | ".encode() in err
+    assert err.endswith(b"interrupted: the same command goes on from here\n")
+    assert 3 <= len(found) < 2000
+    assert all(result["finish_reason"] in ("length", "context") for result in found.values())
+
+
+def test_a_run_that_is_killed_goes_on(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Each id once, and each result as if nothing had happened, to the last digit."""
+    write_input(tmp_path / "in.jsonl", records(60))
+    output = tmp_path / "out.jsonl"
+    rng = random.Random(1)
+    done = 0
+    for _ in range(3):
+        process = start(*LONG)
+        wait_for(output, done + rng.randint(1, 12), process)
+        time.sleep(rng.random() / 10)
+        process.kill()
+        process.communicate()
+        done = output.read_bytes().count(b"\n")
+    assert 0 < done < 60
+    process = start(*LONG)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    resumed = without_timings(read(output))
+    output.unlink()
+    (tmp_path / "out.jsonl.run.json").unlink()
+    process = start(*LONG)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert resumed == without_timings(read(output))
+
+
+def test_two_runs_at_once(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    write_input(tmp_path / "in.jsonl", records(2000))
+    first = start(*LONG)
+    wait_for(tmp_path / "out.jsonl", 1, first)
+    second = start(*LONG)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert b"another run is writing to it" in err
+    assert first.poll() is None

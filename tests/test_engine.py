@@ -1,0 +1,297 @@
+"""Rows through slots: each is itself whatever runs beside it, and no slot stands empty for long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropix_jax import engine as module
+from entropix_jax.config import GenerationConfig
+from entropix_jax.decode import decode, prefill
+from entropix_jax.decode_state import Recording
+from entropix_jax.engine import Engine
+from entropix_jax.errors import UserError
+from entropix_jax.generation import Generation
+from entropix_jax.loading import LanguageModel, load
+from entropix_jax.preparation import sampler_params
+from entropix_jax.results import Event, Request, Row
+from entropix_jax.running import RunningRow, budget_of
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.slots import admit
+
+CAPACITY = 512
+SLOTS = 4  # one number for all, so that few programs are compiled
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return load()
+
+
+def job(
+    model: LanguageModel,
+    number: int,
+    request: Request,
+    sampler: Sampler,
+    *,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    eos_ids: Sequence[int] = (),
+) -> RunningRow:
+    sampler = sampler.calibrated(model.folder)
+    return RunningRow(
+        number,
+        Row(request),
+        model,
+        sampler,
+        sampler_params(model, sampler),
+        budget=budget_of(model, request, CAPACITY),
+        seed=seed,
+        eos_ids=eos_ids,
+        stop=stop,
+        recording=Recording(),
+    )
+
+
+def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[Engine, list[Event]]:
+    engine = Engine(
+        model,
+        jobs[0].params,
+        jobs[0].sampler.arms,
+        slots=slots,
+        capacity=CAPACITY,
+        recording=Recording(),
+    )
+    return engine, list(engine.run(jobs))
+
+
+def records(row: RunningRow) -> list[dict[str, Any]]:
+    return [{**token.to_json(), "row": 0} for token in row.row.tokens]
+
+
+def texts(model: LanguageModel) -> list[list[int]]:
+    world = (
+        "Once upon a time",
+        "Question: Mia has 12 apples and buys 7. How many apples does Mia have?",
+        "There Adam met Rita. Rita was happy and sang. Then Adam went to the market. " * 6,
+        "The capital of",
+        "On Sunday",
+    )
+    return [model.tokenizer.encode(text, add_bos=True) for text in world]
+
+
+PRESETS = ("entropix", "greedy", "document-001", "top-p", "mirostat")
+
+
+def jobs_of(model: LanguageModel, number: int) -> list[RunningRow]:
+    """Rows of all sorts: lengths, budgets, samplers, seeds."""
+    rng = np.random.default_rng(5)
+    prompts = texts(model)
+    return [
+        job(
+            model,
+            i,
+            Request(prompts[i % len(prompts)], f"row {i}", int(rng.integers(1, 60))),
+            load_sampler(PRESETS[i % len(PRESETS)] if i % 3 else "entropix"),
+            seed=i % 2,
+        )
+        for i in range(number)
+    ]
+
+
+def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
+    """More rows than slots, each with its own sampler, seed and budget."""
+    together = jobs_of(tiny, 14)
+    engine, events = run(tiny, together, slots=SLOTS)
+    assert [row.row.finish_reason for row in together] == ["length"] * 14
+    actions = {token.action for row in together for token in row.row.tokens}
+    assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
+    for row in together:
+        alone = job(tiny, row.number, row.row.request, row.sampler, seed=row.seed)
+        run(tiny, [alone], slots=1)
+        assert [t.token_id for t in row.row.tokens] == [t.token_id for t in alone.row.tokens]
+        assert row.row.text == alone.row.text
+        assert row.row.retracted == alone.row.retracted
+    # Every event of a row is told under its number, in order.
+    for row in together:
+        told = [e.token.position for e in events if e.row == row.number and e.token is not None]
+        assert told == sorted(told)
+        assert told[0] == len(row.row.request.prompt)
+    assert engine.useful >= sum(
+        token.action != "branch" for r in together for token in r.row.tokens
+    )
+
+
+def test_the_rows_beside_it_and_its_slot_do_not_show(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last digit: a run that is taken up again gives the results that it would have."""
+    monkeypatch.setattr(module, "_MIN_WINDOW", 64)
+    forward, backward = jobs_of(tiny, 10), jobs_of(tiny, 10)
+    run(tiny, forward, slots=SLOTS)
+    run(tiny, backward[::-1], slots=SLOTS)
+    for one, other in zip(forward, backward, strict=True):
+        assert records(one) == records(other), one.number
+
+
+def test_a_free_slot_is_taken_at_once(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows commit a token a step, so that the count of steps is known."""
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
+    budgets = [3, 17, 5, 9, 2, 30, 8, 6, 11, 4]
+    greedy = load_sampler("greedy")
+    prompt = texts(tiny)[0]
+    jobs = [job(tiny, i, Request(prompt, str(i), n), greedy) for i, n in enumerate(budgets)]
+    engine, _ = run(tiny, jobs, slots=SLOTS)
+    finished = [0] * SLOTS
+    for budget in budgets:  # each to the slot that is free first
+        first = min(finished)
+        finished[finished.index(first)] = first + budget
+    assert engine.steps == max(finished)
+    assert engine.useful == sum(budgets)
+
+
+def test_rows_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
+    """An input of any length is held one row ahead, no more."""
+    jobs = jobs_of(tiny, 9)
+    fetched = 0
+
+    def source() -> Iterator[RunningRow]:
+        nonlocal fetched
+        for row in jobs:
+            fetched += 1
+            yield row
+
+    first = jobs[0]
+    engine = Engine(
+        tiny,
+        first.params,
+        first.sampler.arms,
+        slots=SLOTS,
+        capacity=CAPACITY,
+        recording=Recording(),
+    )
+    for event in engine.run(source()):
+        ended = sum(not row.running for row in jobs)
+        assert fetched <= ended + SLOTS + 1, event
+    assert fetched == 9
+
+
+def test_a_stop_string_frees_its_slot(tiny: LanguageModel) -> None:
+    greedy = load_sampler("greedy")
+    prompts = texts(tiny)
+    whole = [job(tiny, i, Request(prompts[i % 5], str(i), 40), greedy) for i in range(9)]
+    run(tiny, whole, slots=SLOTS)
+    stop = whole[0].row.text[10:14]
+    stopped = [
+        job(tiny, i, Request(prompts[i % 5], str(i), 40), greedy, stop=[stop]) for i in range(9)
+    ]
+    run(tiny, stopped, slots=SLOTS)
+    assert {row.row.finish_reason for row in stopped} == {"stop", "length"}
+    for cut, full in zip(stopped, whole, strict=True):
+        assert cut.row.text == full.row.text.partition(stop)[0]
+
+
+def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
+    greedy = load_sampler("greedy")
+    prompt = texts(tiny)[0]
+    (whole,) = [job(tiny, 0, Request(prompt, "0", 20), greedy)]
+    run(tiny, [whole], slots=SLOTS)
+    ids = [token.token_id for token in whole.row.tokens]
+    ends: list[tuple[int, ...]] = [(), (ids[4],), (ids[9], ids[7])]
+    jobs = [
+        job(tiny, i, Request(prompt, "0", 20), greedy, eos_ids=own) for i, own in enumerate(ends)
+    ]
+    run(tiny, jobs, slots=SLOTS)
+    for row, own in zip(jobs, ends, strict=True):
+        at = min((ids.index(i) + 1 for i in own), default=20)
+        assert [token.token_id for token in row.row.tokens] == ids[:at]
+        assert row.row.finish_reason == ("eos" if own else "length")
+
+
+def test_one_program_for_all_rows(tiny: LanguageModel) -> None:
+    """Rows come and go, samplers change: nothing is compiled but for another window."""
+    jobs = jobs_of(tiny, 14)
+    run(tiny, jobs, slots=SLOTS)
+    programs: Any = (decode, prefill, admit)
+    sizes = [program._cache_size() for program in programs]
+    again = [
+        job(
+            tiny,
+            i,
+            Request(row.row.request.prompt, f"other {i}", 9),
+            row.sampler.with_values({"base.temperature": 0.5 + 0.1 * i, "branch.width": 1 + i % 8}),
+        )
+        for i, row in enumerate(jobs)
+    ]
+    run(tiny, again, slots=SLOTS)
+    assert [program._cache_size() for program in programs] == sizes
+
+
+def test_a_run_without_rows(tiny: LanguageModel) -> None:
+    sampler = load_sampler("greedy")
+    engine = Engine(
+        tiny,
+        sampler_params(tiny, sampler),
+        sampler.arms,
+        slots=SLOTS,
+        capacity=CAPACITY,
+        recording=Recording(),
+    )
+    assert list(engine.run([])) == []
+    assert (engine.steps, engine.useful) == (0, 0)
+
+
+def test_a_run_that_is_asked_to_stop(tiny: LanguageModel) -> None:
+    jobs = jobs_of(tiny, 9)
+    engine = Engine(
+        tiny,
+        jobs[0].params,
+        jobs[0].sampler.arms,
+        slots=SLOTS,
+        capacity=CAPACITY,
+        recording=Recording(),
+    )
+    events = []
+    for event in engine.run(jobs):
+        events.append(event)
+        if len(events) == 25:
+            engine.stop()
+    extra = list(itertools.dropwhile(lambda event: event.retracted, events[24:]))
+    assert len(extra) <= 1, "the event that asks is the last"
+    assert any(row.running for row in jobs)
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "capacity", "expected"),
+    [
+        (10, 5, 100, 5),
+        (10, 500, 100, 90),
+        (10, 10_000, None, 4086),
+        (99, 5, 100, 1),
+        (100, 5, 100, "the prompt has 100 tokens, a row has room for 100: at most 99 leave room"),
+        (4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
+        (0, 5, 100, "the prompt is empty"),
+        (10, 0, 100, "max_new_tokens must be at least 1, not 0"),
+    ],
+)
+def test_budgets(
+    tiny: LanguageModel, length: int, budget: int, capacity: int | None, expected: int | str
+) -> None:
+    request = Request([5] * length, "0", budget)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            budget_of(tiny, request, capacity)
+    else:
+        assert budget_of(tiny, request, capacity) == expected
+
+
+def test_too_many_end_tokens(tiny: LanguageModel) -> None:
+    crowded = replace(tiny, generation=GenerationConfig(eos_ids=tuple(range(9))))
+    with pytest.raises(UserError, match="names 9 end tokens, at most 8"):
+        Generation(crowded, [Request([5], "0", 3)])
