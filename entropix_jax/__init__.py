@@ -35,6 +35,7 @@ _HOMES = {
     "load": "loading",
     "load_sampler": "sampler.presets",
     "stream": "api",
+    "use_compilation_cache": "loading",
 }
 __all__ = [
     "Event",
@@ -57,6 +58,7 @@ __all__ = [
     "load",
     "load_sampler",
     "stream",
+    "use_compilation_cache",
 ]
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from entropix_jax.errors import UserError
     from entropix_jax.generation import Generation
     from entropix_jax.inspection import InspectedToken
-    from entropix_jax.loading import LanguageModel, load
+    from entropix_jax.loading import LanguageModel, load, use_compilation_cache
     from entropix_jax.results import Event, Piece, Request, Row
     from entropix_jax.retrieval import Retriever
     from entropix_jax.sampler.arms import Proposal, RowView

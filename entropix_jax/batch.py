@@ -100,6 +100,19 @@ class Arguments:
     """Add this many of the likeliest tokens to each token of the traces."""
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the traces."""
+    distributed: Flag = False
+    """Run one share of the records: this process is one of several, which find each other as a TPU
+    VM or Slurm tells them. Each writes its own part of the output."""
+    coordinator: Annotated[
+        str | None, tyro.conf.arg(metavar="HOST:PORT", constructor=str, help_behavior_hint="")
+    ] = None
+    """Where process 0 is, where the environment does not say."""
+    processes: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """How many processes there are, where the environment does not say."""
+    process: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
+    """Which of them this is, from 0, where the environment does not say."""
+    merge: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Run nothing: join the parts of N processes, once each record has its result."""
     strict: Flag = False
     """End at the first record that cannot be run, instead of giving it an error for its result."""
     mix: Flag = False
@@ -113,12 +126,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     _check(arguments)
-    from entropix_jax.batches.store import Store, check_output
+    from entropix_jax.batches.store import Store, check_output, merge, part_address
 
-    check_output(arguments.output, input=arguments.input)
+    if arguments.merge is not None:
+        merge(arguments.output, arguments.merge, input=arguments.input)
+        return EXIT_OK
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.batches.run import BatchRun, Defaults
     from entropix_jax.decode_state import Recording
+    from entropix_jax.distributed import join
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.sampler.presets import choose_sampler
 
@@ -131,6 +147,12 @@ def _main(arguments: Arguments) -> int:
         stop=list(itertools.chain(*arguments.stop)),
         ignore_eos=arguments.ignore_eos,
     )
+    share = (0, 1)
+    output = arguments.output
+    if arguments.distributed:
+        share = join(arguments.coordinator, arguments.processes, arguments.process)
+        output = part_address(output, *share)
+    check_output(output, input=arguments.input)
     traces = _trace_folder(arguments)
     use_compilation_cache()
     mesh = _mesh(arguments)
@@ -150,9 +172,9 @@ def _main(arguments: Arguments) -> int:
     identity = _identity(arguments, defaults, model, context)
     with (
         deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
-        Store.open(arguments.output, identity, mix=arguments.mix) as store,
+        Store.open(output, identity, mix=arguments.mix) as store,
     ):
-        _run(arguments, run, store)
+        _run(arguments, run, store, share)
         if not pressed:
             store.finish()
     if not pressed:
@@ -161,7 +183,7 @@ def _main(arguments: Arguments) -> int:
     return EXIT_INTERRUPT if pressed[0] == signal.SIGINT else _EXIT_TERMINATED
 
 
-def _run(arguments: Arguments, run: "BatchRun", store: "Store") -> None:
+def _run(arguments: Arguments, run: "BatchRun", store: "Store", share: tuple[int, int]) -> None:
     from entropix_jax.batches.progress import ProgressView, Standing
     from entropix_jax.batches.run import count_records
     from entropix_jax.batches.source import read_records
@@ -172,7 +194,7 @@ def _run(arguments: Arguments, run: "BatchRun", store: "Store") -> None:
         print(f"note: {store.done} records are done already", file=sys.stderr)
 
     def records() -> "Iterator[Record | BadRecord]":
-        for record in read_records(arguments.input):
+        for record in read_records(arguments.input, share=share):
             if not store.is_done(record):
                 yield record
 
@@ -187,7 +209,8 @@ def _run(arguments: Arguments, run: "BatchRun", store: "Store") -> None:
         return Standing(progress.done, progress.tokens, used)
 
     started = time.perf_counter()
-    with ProgressView(standing, count_records(arguments.input)) as view:
+    total = count_records(arguments.input, share)
+    with ProgressView(standing, total) as view:
         run.run(records(), write, view.looked)
     seconds = time.perf_counter() - started
     end = standing()
@@ -211,6 +234,13 @@ def _check(arguments: Arguments) -> None:
     ):
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+    if arguments.merge is not None and arguments.merge < 1:
+        raise UserError(f"--merge must be at least 1, not {arguments.merge}")
+    apart = (arguments.coordinator, arguments.processes, arguments.process)
+    if not arguments.distributed and any(given is not None for given in apart):
+        raise UserError("--coordinator, --processes and --process need --distributed")
+    if arguments.distributed and arguments.input == "-":
+        raise UserError("--distributed: each process reads all of --input: give a file, not -")
     if not all(map(all, arguments.stop)):
         raise UserError("--stop: an empty text ends nothing")
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:

@@ -247,14 +247,15 @@ class BatchRun:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def count_records(address: str) -> int | None:
-    """How many records a file has, for a display; None where that would take long to know."""
+def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
+    """How many records a share of a file has, for a display; None where that would take long to
+    know."""
     try:
         if not 0 <= Path(address).stat().st_size <= _COUNTED_BYTES:
             return None
     except (OSError, ValueError):  # not a file of this machine
         return None
-    return sum(1 for _ in read_records(address))
+    return sum(1 for _ in read_records(address, share=share))
 
 
 def file_name(record_id: str) -> str:
