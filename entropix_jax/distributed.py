@@ -6,6 +6,7 @@ each process works by itself, and one that dies takes no other with it.
 """
 
 import jax
+from jax.extend.backend import clear_backends
 
 from entropix_jax.errors import UserError
 
@@ -27,6 +28,7 @@ def join(
     try:
         jax.distributed.initialize(coordinator, processes, process)
         index, count = jax.process_index(), jax.process_count()
+        platform = jax.default_backend()
         jax.distributed.shutdown()
     except (ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
@@ -34,4 +36,8 @@ def join(
             f"--distributed: the processes do not meet: {first} (outside a TPU VM or Slurm give "
             "--coordinator, --processes and --process)"
         ) from None
+    if platform != "tpu":
+        # Devices that were made as part of the whole would look for the others when they first
+        # meet each other. A TPU's meet over their own wires.
+        clear_backends()
     return index, count

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -311,6 +313,14 @@ def test_names_of_files() -> None:
         (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
         (["--stop", ""], "--stop: an empty text ends nothing"),
         (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
+        (["--merge", "0"], "--merge must be at least 1, not 0"),
+        (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
+        (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
+        (["--distributed", "--input", "-"], "each process reads all of --input"),
+        (["--distributed"], "--distributed: the processes do not meet: "),
+        (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
+        (["--mesh", "rows=2"], "rows"),
+        (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
         (["--sampler", "greedi"], "no sampler preset 'greedi'"),
         (["--input", "missing.jsonl"], "missing.jsonl"),
         (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
@@ -486,3 +496,71 @@ def test_two_runs_at_once(start: Callable[..., subprocess.Popen[bytes]], tmp_pat
     assert second.returncode == 2
     assert b"another run is writing to it" in err
     assert first.poll() is None
+
+
+# Several hosts
+
+
+def test_two_processes_do_what_one_does(
+    command: Callable[..., Result],
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", [*records(9), BAD[0][0]])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    shared = ("--max-new-tokens", 8, "--distributed", "--coordinator", address, "--processes", 2)
+    processes = [start(*shared, "--process", i) for i in range(2)]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    parts = sorted(tmp_path.glob("out.part-*.jsonl"))
+    assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]
+    output = tmp_path / "out.jsonl"
+    assert not output.exists()
+    assert command("--input", source, "--output", output, "--merge", 2).status == EXIT_OK
+    alone = tmp_path / "alone.jsonl"
+    assert command("--input", source, "--output", alone, "--max-new-tokens", 8).status == EXIT_OK
+    assert without_timings(read(output)) == without_timings(read(alone))
+    # A part that lacks a result is not joined.
+    parts[1].write_bytes(b"".join(parts[1].read_bytes().splitlines(keepends=True)[:-1]))
+    output.unlink()
+    torn = command("--input", source, "--output", output, "--merge", 2)
+    assert torn.status == EXIT_USAGE
+    assert "1 of 10 records" in torn.err
+    assert not output.exists()
+
+
+def test_the_script_for_a_tpu_vm(tmp_path: Path) -> None:
+    """With a gcloud that says what it was asked for: one command, and no other."""
+    fake = tmp_path / "gcloud"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    script = ROOT / "scripts" / "tpu_vm_batch.sh"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        return subprocess.run(
+            [script, *arguments],
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    own = ["--input", "gs://b/in.jsonl", "--output", "gs://b/o.jsonl", "--stop", "it's; rm -rf"]
+    asked = run("pod", "us-central1-a", *own)
+    assert asked.returncode == 0, asked.stderr
+    *words, command = asked.stdout.splitlines()
+    assert words == [
+        *("compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "us-central1-a"),
+        *("--worker=all", "--command"),
+    ]
+    assert shlex.split(command) == [
+        *("cd", "entropix_jax", "&&", ".venv/bin/python", "-m", "entropix_jax.batch"),
+        *("--distributed", *own),
+    ]
+    usage = run("pod")
+    assert usage.returncode == 2
+    assert "scripts/tpu_vm_batch.sh NAME ZONE --input" in usage.stderr
