@@ -23,7 +23,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise UserError(f"{path.parent}: {path.name} is missing") from error
+        raise UserError(f"{path}: no such file") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # a NUL in the path

@@ -235,7 +235,7 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json is missing"):
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
         load_model_config(tmp_path)
 
 

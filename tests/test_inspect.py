@@ -270,7 +270,7 @@ def test_a_file_and_standard_input(
         (("--text", "ab", "--context", 1), "the context must be 2 to"),
         (("--text", "ab", "--top", 3), "need --format json"),
         (("--text", "ab", "--sampler", "entropic"), "did you mean 'entropix'"),
-        (("--text-file", "/no/such/file"), "/no/such: file is missing"),
+        (("--text-file", "/no/such/file"), "/no/such/file: no such file"),
     ],
 )
 def test_bad_input(

@@ -83,8 +83,8 @@ def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, An
         path = resource_folder("configs") / f"{name_or_path}.toml"
         if name_or_path not in preset_names():
             raise UserError(
-                f"no sampler preset '{name_or_path}'{nearest(name_or_path, preset_names())}; "
-                "a file's name ends in .toml"
+                f"no sampler preset '{name_or_path}' (a file's name ends in .toml)"
+                f"{nearest(name_or_path, preset_names())}"
             )
     identity = path.resolve()
     if identity in seen:

@@ -134,7 +134,7 @@ class Sampler:
         elif self.values["thresholds.calibrated"] and not set(keys) <= set(self.changes):
             notes = (f"'{self.name}': model never calibrated, the published thresholds are used",)
         calibrated = replace(self, thresholds=thresholds, notes=notes)
-        check_whole(calibrated.values, str(path) if thresholds else self.name)
+        check_whole(calibrated.values, f"{self.name} with {path}" if thresholds else self.name)
         return calibrated
 
     def params(
@@ -309,7 +309,7 @@ def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarra
                 low[i, j] = max(low[i, j], number)
             if low[i, j] >= high[i, j]:
                 raise UserError(
-                    f"{problem}: no {quantity} is above {low[i, j]} and below {high[i, j]}"
+                    f"{problem}: no {quantity} is above {low[i, j]:g} and below {high[i, j]:g}"
                 )
     return low, high
 
