@@ -114,7 +114,7 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
 
 
 def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
-    """Tokens, speed, the share of each regime, steps back and why the rows ended, on one line.
+    """Tokens, speed, the share of each regime and why the rows ended, on one line.
 
     The speed is that after the first step, which waits for the prompt and for the compiler.
     """
@@ -126,6 +126,4 @@ def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
     shares = " ".join(f"{r} {sum(t.regime == r for t in tokens) / count:.0%}" for r in REGIMES)
     reasons = ", ".join(dict.fromkeys(row.finish_reason or "running" for row in rows))
     noun = "token" if len(tokens) == 1 else "tokens"
-    retracted = sum(row.retracted for row in rows)
-    back = f" | {retracted} taken back" if retracted else ""
-    return f"{len(tokens)} {noun}{speed} | {shares}{back} | {reasons}"
+    return f"{len(tokens)} {noun}{speed} | {shares} | {reasons}"

@@ -231,11 +231,11 @@ def test_the_summary_fits_a_line() -> None:
 
     rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
     assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (
-        "4 tokens (4 tok/s) | lelv 50% helv 0% lehv 0% hehv 25% mid 25% | 9 taken back | length, eos"
+        "4 tokens (4 tok/s) | lelv 50% helv 0% lehv 0% hehv 25% mid 25% | length, eos"
     )
     # The first step's tokens waited for the compiler: alone they say nothing of the speed.
     assert summary([row(["mid"], "eos")], {"first_token": 2.0, "total": 2.0}) == (
-        "1 token | lelv 0% helv 0% lehv 0% hehv 0% mid 100% | 3 taken back | eos"
+        "1 token | lelv 0% helv 0% lehv 0% hehv 0% mid 100% | eos"
     )
     assert summary([row([], "interrupt")], {"total": 1.0}).startswith("0 tokens | lelv 0%")
     long = summary([row(["mid"] * 12345, "interrupt")], {"first_token": 1.0, "total": 20.0})
