@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     _check(arguments)
-    from entropix_jax.batches.store import Store, check_output, merge, part_address
+    from entropix_jax.batches.merging import merge, part_address
+    from entropix_jax.batches.store import Store, check_output
 
     if arguments.merge is not None:
         merge(arguments.output, arguments.merge, input=arguments.input)

@@ -22,9 +22,10 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from entropix_jax.batches import store as store_module
+from entropix_jax.batches import sinks as sinks_module
+from entropix_jax.batches.merging import merge, part_address
 from entropix_jax.batches.source import BadRecord, Record, read_records
-from entropix_jax.batches.store import Store, check_output, merge, part_address
+from entropix_jax.batches.store import Store, check_output
 from entropix_jax.errors import UserError
 
 RUN = {"model": "tiny", "sampler": {"name": "entropix", "seed": 0}, "input": "in.jsonl"}
@@ -525,7 +526,7 @@ def test_parts(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"{remote}/a/out.jsonl"
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(store_module, "PART_RECORDS", 5)
+    monkeypatch.setattr(sinks_module, "PART_RECORDS", 5)
     seen = []
     with Store.open(address, RUN) as store:
         for number in range(20):
@@ -555,7 +556,7 @@ def test_a_run_that_ends_by_an_error_keeps_what_it_has(memory: str) -> None:
 
 def test_killed_runs(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What had not been uploaded is done again."""
-    monkeypatch.setattr(store_module, "PART_RECORDS", 3)
+    monkeypatch.setattr(sinks_module, "PART_RECORDS", 3)
     address = f"{remote}/out.jsonl"
     for written in (5, 4, 3, 9):
         store = Store.open(address, RUN)
@@ -570,7 +571,7 @@ def test_killed_runs(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_joining_cut_short(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the object is there, before the parts are gone, and in the middle of their going."""
-    monkeypatch.setattr(store_module, "PART_RECORDS", 2)
+    monkeypatch.setattr(sinks_module, "PART_RECORDS", 2)
     address = f"{remote}/out.jsonl"
     fs, path = fsspec.core.url_to_fs(address)
     remove = fs.rm
@@ -613,7 +614,7 @@ def test_joining_cut_short(remote: str, monkeypatch: pytest.MonkeyPatch) -> None
         run(address, range(done + 5), finish=True)
     remove(f"{path}.parts/999999.jsonl")
     with Store.open(address, RUN) as store, monkeypatch.context() as patch:
-        patch.setattr(store_module, "_lines", interrupt)
+        patch.setattr(sinks_module, "lines_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.finish()
     assert get(address) == before
@@ -654,7 +655,7 @@ def test_two_runs_at_once_in_a_store(remote: str) -> None:
 
 
 def test_an_upload_that_fails(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "PART_RECORDS", 2)
+    monkeypatch.setattr(sinks_module, "PART_RECORDS", 2)
     address = f"{remote}/out.jsonl"
     fs, _ = fsspec.core.url_to_fs(address)
 
@@ -675,7 +676,7 @@ def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined by an upload in pieces, which S3 has from 5 MiB on."""
     monkeypatch.setattr(s3fs.S3FileSystem, "default_block_size", 5 * 2**20)
     fs = s3fs.S3FileSystem(default_block_size=5 * 2**20)
-    monkeypatch.setattr(store_module, "located", lambda address: (fs, address[5:]))
+    monkeypatch.setattr(sinks_module, "located", lambda address: (fs, address[5:]))
     address = f"{s3}/out.jsonl"
     with Store.open(address, RUN) as store:
         for number in range(13):

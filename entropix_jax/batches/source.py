@@ -66,6 +66,11 @@ class BadRecord:
     error: str
 
 
+def named(record: Record | BadRecord) -> str:
+    """A record as a line of an error calls it."""
+    return f"line {record.line}" + ("" if record.id is None else f" (id {record.id!r})")
+
+
 class _Refused(Exception):
     """What is wrong with a record."""
 
