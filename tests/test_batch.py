@@ -143,6 +143,26 @@ def test_each_record_is_its_row_alone(
         assert 0 <= one["timings"]["first_token"] <= one["timings"]["seconds"]
 
 
+def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_path: Path) -> None:
+    """Through 32 slots and one by one: the same tokens, from a byte to thousands."""
+    results = []
+    for slots in (32, 1):
+        output = tmp_path / f"{slots}.jsonl"
+        mesh = ("--mesh", "data=1,model=2") if slots == 1 else ()
+        status = command(
+            *("--input", shared_data / "prompts.csv", "--output", output, "--context", 4096),
+            *("--max-new-tokens", 60, "--ignore-eos", *mesh),
+            model=str(ROOT / "weights" / "tiny"),
+            slots=slots,
+        ).status
+        assert status == EXIT_OK
+        results.append(read(output))
+    together, alone = results
+    assert len(together) == len(alone) > 100
+    for name, result in together.items():
+        assert result.get("token_ids") == alone[name].get("token_ids"), name
+
+
 def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", records(6))
     arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 5)
@@ -396,8 +416,17 @@ def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> N
 # Ends
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A cache for compiled programs whose processes may be killed while they write to it."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
+
+
 @pytest.fixture
-def start(folder: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(
+    folder: str, tmp_path: Path, own_cache: dict[str, str]
+) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts the command in a process of its own, in the test's folder."""
     running: list[subprocess.Popen[bytes]] = []
 
@@ -407,7 +436,7 @@ def start(folder: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT), **os.environ},
+            env={"PYTHONPATH": str(ROOT), **os.environ, **own_cache},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

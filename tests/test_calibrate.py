@@ -140,7 +140,7 @@ def test_what_the_text_does_not_allow(
         (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
         (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
         (("--self", "--output", "x.toml", "--sampler", "document-001"), "cannot be calibrated"),
-        (("--texts", "/no/such/text", "--output", "x.toml"), "/no/such: text is missing"),
+        (("--texts", "/no/such/text", "--output", "x.toml"), "/no/such/text: no such file"),
     ],
 )
 def test_bad_input(

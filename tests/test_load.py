@@ -108,7 +108,7 @@ def truncate(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),

@@ -24,6 +24,7 @@ import pytest
 
 import entropix_jax
 from entropix_jax import cli, loading, main
+from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import load
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
@@ -342,7 +343,7 @@ def test_the_same_run_gives_the_same_bytes(
     assert trace() == expected
     assert trace("--format", "json") == expected
     assert trace("--seed", 1) != expected
-    monkeypatch.setattr(Generation, "_pace", lambda self, waited: None)  # a step at a time
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)  # a step at a time
     assert trace() == expected
 
 
@@ -530,7 +531,10 @@ BAD: list[tuple[list[object], str]] = [
     (["--messages", "none.json"], "messages must be a non-empty list"),
     (["--messages", "number.json"], "messages must be a non-empty list"),
     (["--messages", "contentless.json"], "message 1 has no 'content'"),
-    (short("--sampler", "entropy"), "no sampler preset 'entropy', did you mean 'entropix'?"),
+    (
+        short("--sampler", "entropy"),
+        "no sampler preset 'entropy' (a file's name ends in .toml), did you mean 'entropix'?",
+    ),
     (short("--sampler", "missing.toml"), "missing.toml: no such file"),
     (short("--sampler", "bad.toml"), "bad.toml: not valid TOML"),
     (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
@@ -695,7 +699,7 @@ def test_too_little_memory(command: Callable[..., Result], monkeypatch: pytest.M
         def allocate(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("entropix_jax.generation.init_state", allocate)
+        monkeypatch.setattr("entropix_jax.engine.empty_slots", allocate)
         result = command(*short())
         assert result.status == 2
         assert result.err.splitlines()[1].startswith("error: not enough memory")
@@ -801,7 +805,8 @@ def start(long_model: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             long_model,
         ]
         environment = {"PYTHONPATH": str(ROOT), **os.environ, **options.pop("env", {})}
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        # Unbuffered: what a reader here held back would be lost to `communicate`.
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0, **options}
         process = subprocess.Popen(
             [*command, *map(str, short(*arguments, tokens=tokens))], env=environment, **options
         )
