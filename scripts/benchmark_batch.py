@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens of each row of a step")
     parser.add_argument("--steps", type=int, default=4, help="between two looks at the clock")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--records", type=int, default=400, help="prompts of a run")
+    parser.add_argument("--records", type=int, default=600, help="prompts of a run")
     parser.add_argument("--transformers", action="store_true", help="needs the extra 'parity'")
     args = parser.parse_args()
     args.slots = args.slots or (32 if args.run else 16)
