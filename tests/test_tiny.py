@@ -116,3 +116,41 @@ def test_transformers_renders_the_same_chat(tiny: LanguageModel, transformers) -
     ]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tiny.tokenizer.render_chat(messages) == theirs
+
+
+def test_the_loop_guard_breaks_a_loop_and_leaves_others_alone(tiny: LanguageModel) -> None:
+    """Greedy rows, some of which say the same over and over; the guard alone makes them LEHV."""
+    prompts = ["Guests:", "7 7 7 7", "12 + 7 =", "Once upon a time", "Dear diary"]
+    requests = [
+        Request(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 240)
+        for i, prompt in enumerate(prompts)
+    ]
+    greedy = load_sampler("greedy").with_values(
+        {"regimes.lehv": ["entropy < -1"], "arms.lehv": "resample"}
+    )
+    guarded = greedy.with_values({"loop.max_period": 32, "loop.repeats": 3})
+    plain = Generation(tiny, requests, greedy, ignore_eos=True).run()
+    broken = Generation(tiny, requests, guarded, ignore_eos=True).run()
+    looped = 0
+    for free, row in zip(plain, broken, strict=True):
+        tokens, got = ([token.token_id for token in each.tokens] for each in (free, row))
+        expected = in_a_loop(tokens)
+        first = expected.index(True) if True in expected else len(tokens)
+        assert got[:first] == tokens[:first]
+        assert [token.loop for token in row.tokens] == in_a_loop(got)
+        if first < len(tokens):
+            looped += 1
+            assert row.tokens[first].action == "resample"
+            assert sum(token.loop for token in row.tokens) < sum(expected)
+    assert 0 < looped < len(prompts)
+
+
+def in_a_loop(tokens: list[int]) -> list[bool]:
+    """Of each place whether three copies of a stretch of at most 32 tokens stand before it."""
+    return [
+        any(
+            3 * n <= end and tokens[end - 3 * n : end - n] == tokens[end - 2 * n : end]
+            for n in range(1, 33)
+        )
+        for end in range(len(tokens))
+    ]
