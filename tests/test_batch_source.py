@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import csv
 import dataclasses
+import gc
 import gzip
 import io
 import itertools
@@ -626,3 +627,19 @@ def test_importing_it_starts_no_jax() -> None:
         assert not {"jax", "s3fs", "aiohttp"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.jsonl"])
+def test_an_input_that_is_left_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An interrupted run closes its input, without a word."""
+    unraised: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", unraised.append)
+    path = tmp_path / name
+    path.write_text("prompt\none\ntwo\n" if name == "in.csv" else '{"prompt": "one"}\n' * 2)
+    records = read_records(str(path))
+    next(records)
+    del records
+    gc.collect()
+    assert unraised == []

@@ -216,7 +216,8 @@ def _csv_rows(file: BinaryIO, address: str) -> Iterator[_Row]:
                 lines.append(line)
                 yield line
         finally:
-            text.detach()  # who opened the file closes it
+            if not file.closed:
+                text.detach()  # who opened the file closes it
 
     # Strict: a quote that is out of place ends with its line, rather than taking in what follows.
     reader = csv.reader(kept(), strict=True)
