@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from entropix_jax.decode_state import (
     RUNNING,
     WAITS_FOR_TEXT,
     BranchLog,
+    DecodeState,
     Recording,
     StepRecord,
 )
@@ -33,6 +33,7 @@ from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sharding import check_mesh
 from entropix_jax.slots import (
     Arrival,
+    Slots,
     admit,
     empty_slots,
     padded_ids,
@@ -172,7 +173,7 @@ class Engine:
                 state = self._prefilled(self._slots.state, number, prompt[:-1])
             self._slots = replace(self._slots, state=state)
 
-    def _prefilled(self, state: Any, number: int, prompt: tuple[int, ...]) -> Any:
+    def _prefilled(self, state: DecodeState, number: int, prompt: tuple[int, ...]) -> DecodeState:
         """Part by part: handed out all at once, they could not be stopped."""
         model, done = self._model, 0
         while done < len(prompt) and not self._stopping:
@@ -261,7 +262,7 @@ class Engine:
                     if self._stopping and not event.retracted:
                         return
 
-    def _with_answers(self, slots: Any) -> Any:
+    def _with_answers(self, slots: Slots) -> Slots:
         """Tells the device what the host knows: rows that a stop string has ended, and answers."""
         state = slots.state
         for number, row in enumerate(self._rows):

@@ -13,9 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -30,30 +28,17 @@ from entropix_jax.memory import check_memory, plan_memory
 from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
 from tests.folders import config_of_folder, poisoned, write_model
+from tests.test_main import Json, Result, shared_cache  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
-Json = dict[str, Any]
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
 
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
-        monkeypatch.setenv(name.upper(), str(getattr(jax.config, name)))
 
 
 @pytest.fixture

@@ -59,15 +59,20 @@ def job(
     )
 
 
-def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[Engine, list[Event]]:
-    engine = Engine(
+def engine_of(model: LanguageModel, row: RunningRow, slots: int = SLOTS) -> Engine:
+    """An engine for rows like this one."""
+    return Engine(
         model,
-        jobs[0].params,
-        jobs[0].sampler.arms,
+        row.params,
+        row.sampler.arms,
         slots=slots,
         capacity=CAPACITY,
         recording=Recording(),
     )
+
+
+def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[Engine, list[Event]]:
+    engine = engine_of(model, jobs[0], slots)
     return engine, list(engine.run(jobs))
 
 
@@ -167,15 +172,7 @@ def test_rows_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
             fetched += 1
             yield row
 
-    first = jobs[0]
-    engine = Engine(
-        tiny,
-        first.params,
-        first.sampler.arms,
-        slots=SLOTS,
-        capacity=CAPACITY,
-        recording=Recording(),
-    )
+    engine = engine_of(tiny, jobs[0])
     for event in engine.run(source()):
         ended = sum(not row.running for row in jobs)
         assert fetched <= ended + SLOTS + 1, event
@@ -249,14 +246,7 @@ def test_a_run_without_rows(tiny: LanguageModel) -> None:
 
 def test_a_run_that_is_asked_to_stop(tiny: LanguageModel) -> None:
     jobs = jobs_of(tiny, 9)
-    engine = Engine(
-        tiny,
-        jobs[0].params,
-        jobs[0].sampler.arms,
-        slots=SLOTS,
-        capacity=CAPACITY,
-        recording=Recording(),
-    )
+    engine = engine_of(tiny, jobs[0])
     events = []
     for event in engine.run(jobs):
         events.append(event)
