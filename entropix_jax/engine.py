@@ -25,6 +25,7 @@ from entropix_jax.decode_state import (
 )
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import MAX_PREFILL, MIN_WINDOW, bucket, chunk_size
+from entropix_jax.records import outcomes
 from entropix_jax.results import Event
 from entropix_jax.running import RunningRow
 from entropix_jax.sampler.arms import Arm
@@ -242,25 +243,28 @@ class Engine:
         log = chunk.log if int(chunk.log.count) else None
         records, log = jax.device_get((chunk.records, log))
         self._pace(time.perf_counter() - asked)
-        for step, live in enumerate(records.live):
-            self.steps += bool(live.any())
-            for number in np.flatnonzero(live):
-                row = chunk.rows[number]
-                if row is None or not row.running:
-                    continue
-                self.useful += 1
-                record = jax.tree.map(lambda x: x[step, number], records)  # noqa: B023
-                entry = None
-                if log is not None and record.branch >= 0:
-                    entry = jax.tree.map(
-                        lambda x: x[record.branch],  # noqa: B023
-                        replace(log, count=log.committed),
-                    )
-                for event in row.take(record, entry, lambda: self._stopping):
-                    yield event
-                    # What took a token's place comes next, and belongs to it.
-                    if self._stopping and not event.retracted:
-                        return
+        live = records.live
+        self.steps += int(live.any(axis=-1).sum())
+        rows = [chunk.rows[number] for number in np.nonzero(live)[1]]
+        happened = outcomes(
+            [row.number for row in rows if row is not None],
+            jax.tree.map(lambda x: x[live], records),
+            self._recording,
+            self._model.tokenizer.decode,
+        )
+        for row, outcome in zip(rows, happened, strict=True):
+            if row is None or not row.running:
+                continue
+            self.useful += 1
+            entry = None
+            if log is not None and outcome.branch >= 0:
+                committed = replace(log, count=log.committed)
+                entry = jax.tree.map(lambda x: x[outcome.branch], committed)  # noqa: B023
+            for event in row.take(outcome, entry, lambda: self._stopping):
+                yield event
+                # What took a token's place comes next, and belongs to it.
+                if self._stopping and not event.retracted:
+                    return
 
     def _with_answers(self, slots: Slots) -> Slots:
         """Tells the device what the host knows: rows that a stop string has ended, and answers."""

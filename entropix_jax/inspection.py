@@ -31,7 +31,7 @@ from entropix_jax.preparation import (
     for_rows,
     sampler_params,
 )
-from entropix_jax.records import extras_fields
+from entropix_jax.records import each, extras_fields
 from entropix_jax.sampler.params import REGIMES, SamplerParams
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import Sampler
@@ -141,16 +141,31 @@ def _inspected(
         for start, reading in _read_segments(
             model, params, [tokens[segment.start : segment.end]], recording
         ):
-            number = min(reading.regime.shape[1], segment.end - segment.start - 1 - start)
-            for i in range(number):
-                position = segment.start + start + i + 1
-                if position < segment.first:
-                    continue
-                one = jax.tree.map(lambda x: x[0, i], reading)  # noqa: B023
-                if not one.finite:
-                    bad = _first_bad(model, params, tokens[segment.start : segment.end])
-                    raise UserError(f"NaN or infinite logits at position {segment.start + bad}")
-                yield _token(model, tokens, position, segment, one, stream, entropies, recording)
+            # Where the first token stands that this part of the segment is read for.
+            at = max(segment.start + start + 1, segment.first)
+            known = slice(at - segment.start - start - 1, segment.end - segment.start - start - 1)
+            here = jax.tree.map(lambda x: x[0, known], reading)  # noqa: B023
+            if not here.finite.all():
+                bad = _first_bad(model, params, tokens[segment.start : segment.end])
+                raise UserError(f"NaN or infinite logits at position {segment.start + bad}")
+            measured = each(
+                regime=[REGIMES[regime] for regime in here.regime],
+                logprob=plain(here.logprob),
+                **{name: plain(values) for name, values in vars(here.metrics).items()},
+                **extras_fields(here.extras, recording, model.tokenizer.decode),
+            )
+            for position, fields in enumerate(measured, at):
+                text = stream.push(tokens[position])
+                if position == len(tokens) - 1:
+                    text += stream.flush()
+                yield InspectedToken(
+                    position=position,
+                    context=position - segment.start,
+                    token_id=int(tokens[position]),
+                    text=text,
+                    sequence_varentropy=plain(np.float32(entropies.add(fields["entropy"]))),
+                    **fields,
+                )
 
 
 def entropies_of(
@@ -287,13 +302,13 @@ def _measure(
 ) -> _Reading:
     """The reading [B, T] of `logits[B*T, V]` and the statistics of as many rows."""
     shape = following.shape
-    each = jax.tree.map(lambda x: jnp.repeat(x, shape[1], axis=0), sampler)
+    of_token = jax.tree.map(lambda x: jnp.repeat(x, shape[1], axis=0), sampler)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
-    heard = apply_noise_floor(log_probs, each.noise_epsilon)
-    metrics = measure(heard, stats, each.layer_weights)
+    heard = apply_noise_floor(log_probs, of_token.noise_epsilon)
+    metrics = measure(heard, stats, of_token.layer_weights)
     reading = _Reading(
         metrics=metrics,
-        regime=jax.vmap(classify)(metrics, each),
+        regime=jax.vmap(classify)(metrics, of_token),
         logprob=jnp.take_along_axis(log_probs, following.reshape(-1)[:, None], axis=1)[:, 0],
         finite=jnp.all(jnp.isfinite(logits), axis=-1),
         extras=extras_of(logits, stats, recording),
@@ -313,30 +328,3 @@ class _RunningVariance:
         self._mean += deviation / self._count
         self._squares += deviation * (number - self._mean)
         return self._squares / self._count
-
-
-def _token(
-    model: LanguageModel,
-    tokens: Sequence[int],
-    position: int,
-    segment: _Segment,
-    reading: _Reading,
-    stream: Any,
-    entropies: _RunningVariance,
-    recording: Recording,
-) -> InspectedToken:
-    metrics = {name: plain(value) for name, value in vars(reading.metrics).items()}
-    text = stream.push(tokens[position])
-    if position == len(tokens) - 1:
-        text += stream.flush()
-    return InspectedToken(
-        position=position,
-        context=position - segment.start,
-        token_id=int(tokens[position]),
-        text=text,
-        regime=REGIMES[reading.regime],
-        logprob=plain(reading.logprob),
-        sequence_varentropy=plain(np.float32(entropies.add(float(reading.metrics.entropy)))),
-        **metrics,
-        **extras_fields(reading.extras, recording, model.tokenizer.decode),
-    )

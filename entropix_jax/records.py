@@ -1,10 +1,9 @@
 """From what the device recorded of a step to the records of a trace."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
@@ -17,25 +16,45 @@ from entropix_jax.trace import TokenRecord, plain
 Decode = Callable[..., str]  # a tokenizer's
 
 
-def token_record(row: int, record: StepRecord, recording: Recording, decode: Decode) -> TokenRecord:
-    """The record of one row's step, its text yet to come; fields of `record` are scalars."""
-    choice = record.choice
-    return TokenRecord(
-        row=row,
-        position=int(record.position),
-        token_id=int(choice.token),
-        text="",
-        action=ACTIONS[choice.proposal.action],
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step did to one row."""
+
+    token: TokenRecord  # its text yet to come; means nothing where the row waits or failed
+    finish: int  # see `decode_state`
+    may_return: bool  # the next step may take the token back
+    branch: int  # which record of the branch log belongs to it; -1: none
+
+
+def outcomes(
+    rows: Sequence[int], records: StepRecord, recording: Recording, decode: Decode
+) -> list[Outcome]:
+    """What became of `rows`, one number for each of the records, whose fields are [n, ...]."""
+    choice, proposal = records.choice, records.choice.proposal
+    tokens = each(
+        row=list(rows),
+        position=plain(records.position),
+        token_id=plain(choice.token),
+        action=[ACTIONS[action] for action in proposal.action],
         logprob=plain(choice.logprob),
         sequence_varentropy=plain(choice.sequence_varentropy),
-        temperature=plain(choice.proposal.temperature),
-        top_k=int(choice.proposal.top_k),
-        top_p=plain(choice.proposal.top_p),
-        min_p=plain(choice.proposal.min_p),
-        forwards=int(record.forwards),
+        temperature=plain(proposal.temperature),
+        top_k=plain(proposal.top_k),
+        top_p=plain(proposal.top_p),
+        min_p=plain(proposal.min_p),
+        forwards=plain(records.forwards),
         **_observed(choice.observation),
-        **extras_fields(record.extras, recording, decode),
+        **extras_fields(records.extras, recording, decode),
     )
+    ends = each(
+        finish=plain(records.finish),
+        may_return=plain(records.may_return),
+        branch=plain(records.branch),
+    )
+    return [
+        Outcome(TokenRecord(**token, text=""), **end)
+        for token, end in zip(tokens, ends, strict=True)
+    ]
 
 
 def branch_records(
@@ -50,22 +69,15 @@ def branch_records(
     `first` is the step's record, `entry` one row of the log.
     """
     branches = entry.branches
-
-    def at(tree: Any, depth: int) -> Any:
-        return jax.tree.map(lambda x: x[depth], tree)
-
-    tokens = [
-        replace(
-            first,
-            position=first.position + depth,
-            token_id=int(branches.tokens[branches.best, depth]),
-            logprob=plain(branches.logprobs[depth]),
-            sequence_varentropy=plain(entry.sequence_varentropy[depth]),
-            **_observed(at(branches.observation, depth)),
-            **extras_fields(at(branches.notes, depth), recording, decode),
-        )
-        for depth in range(int(entry.committed))
-    ]
+    path = each(
+        position=[first.position + depth for depth in range(len(branches.logprobs))],
+        token_id=plain(branches.tokens[branches.best]),
+        logprob=plain(branches.logprobs),
+        sequence_varentropy=plain(entry.sequence_varentropy),
+        **_observed(branches.observation),
+        **extras_fields(branches.notes, recording, decode),
+    )
+    tokens = [replace(first, **fields) for fields in path[: int(entry.committed)]]
     close = bool(branches.ambiguous) and differ(futures)
     return [replace(tokens[0], branches=futures, ambiguous=close), *tokens[1:]]
 
@@ -87,6 +99,13 @@ def futures_of(branches: Branches, decode: Decode) -> list[dict[str, Any]]:
     return futures
 
 
+def each(**columns: list[Any]) -> list[dict[str, Any]]:
+    """From a list for each field to the fields of each."""
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
 def two_best(futures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The two futures with the highest scores, the better one first."""
     scored = [future for future in futures if future["score"] is not None]
@@ -98,22 +117,26 @@ def differ(futures: Sequence[Mapping[str, Any]]) -> bool:
     return len({future["text"] for future in two_best(futures)}) == 2
 
 
-def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[str, Any]:
-    """The fields `top` and `layers` of a token's record, None where they were not asked for."""
-    top: list[tuple[int, str, float]] | None = None
+def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[str, list[Any]]:
+    """The fields `top` and `layers` of n tokens' records, empty where they were not asked for; the
+    fields of `extras` are [n, ...]."""
+    fields: dict[str, list[Any]] = {}
     if recording.top:
-        top = [
-            (int(i), decode([int(i)], skip_special=False), plain(p))
-            for i, p in zip(extras.top_ids, extras.top_probs, strict=True)
+        pairs = zip(plain(extras.top_ids), plain(extras.top_probs), strict=True)
+        fields["top"] = [
+            [(i, decode([i], skip_special=False), p) for i, p in zip(ids, probs, strict=True)]
+            for ids, probs in pairs
         ]
-    return {"top": top, "layers": plain(extras.layers) if recording.layers else None}
+    if recording.layers:
+        fields["layers"] = plain(extras.layers)
+    return fields
 
 
-def _observed(observation: Observation) -> dict[str, Any]:
-    """The fields of a token's record that tell of the distribution it came from."""
+def _observed(observation: Observation) -> dict[str, list[Any]]:
+    """The fields of tokens' records that tell of the distributions they came from."""
     return {
-        "regime": REGIMES[observation.regime],
-        "loop": bool(observation.looping),
+        "regime": [REGIMES[regime] for regime in observation.regime],
+        "loop": plain(observation.looping),
         "confidence": plain(observation.confidence),
-        **{name: plain(value) for name, value in vars(observation.metrics).items()},
+        **{name: plain(values) for name, values in vars(observation.metrics).items()},
     }

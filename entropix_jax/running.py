@@ -13,11 +13,10 @@ from entropix_jax.decode_state import (
     WAITS_FOR_TEXT,
     BranchLog,
     Recording,
-    StepRecord,
 )
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
-from entropix_jax.records import branch_records, differ, futures_of, token_record, two_best
+from entropix_jax.records import Outcome, branch_records, differ, futures_of, two_best
 from entropix_jax.results import Event, Piece, Request, Row
 from entropix_jax.sampler.arms import BRANCH, INJECT
 from entropix_jax.sampler.params import SamplerParams
@@ -94,33 +93,33 @@ class RunningRow:
         return len(self.row.tokens) + (self._held is not None)
 
     def take(
-        self, record: StepRecord, entry: BranchLog | None, stopping: Callable[[], bool]
+        self, outcome: Outcome, entry: BranchLog | None, stopping: Callable[[], bool]
     ) -> Iterator[Event]:
         """What a step did to the row: tokens, one of them perhaps in the place of the last, an end,
         or a question, whose `answer` then waits to be fetched.
 
-        `record` holds scalars, `entry` is one row of the log. `stopping` tells whether the run is
-        to end: then nobody is asked any more.
+        `entry` is one row of the branch log. `stopping` tells whether the run is to end: then
+        nobody is asked any more.
         """
-        if record.finish == FINISHED_ERROR:
+        token, finish = outcome.token, outcome.finish
+        if finish == FINISHED_ERROR:
             yield from self._release()
             if self.running:  # no stop string
                 self.row.error = (
-                    f"row {self.number}: NaN or infinite logits at position {record.position}"
+                    f"row {self.number}: NaN or infinite logits at position {token.position}"
                 )
                 yield self._end("error")
             return
         decode_text = self._tokenizer.decode
         futures = [] if entry is None else futures_of(entry.branches, decode_text)
-        if record.finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
+        if finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
             # Who is asked has seen the whole text: nothing takes its last token back any more.
             yield from self._release()
             if not self.running or stopping():
                 return
-            if record.finish == WAITS_FOR_TEXT:
+            if finish == WAITS_FOR_TEXT:
                 return self._answer_with_text()
             return self._answer_with_branch(futures)
-        token = token_record(self.number, record, self._recording, decode_text)
         held = self._held
         if token.action == "backspace" and held is not None:
             # Drawn from the same distribution, not from the one that was just read.
@@ -139,8 +138,8 @@ class RunningRow:
         if not self.running:
             return  # a stop string
         self._held = token
-        if not record.may_return:
-            reason = _FINISH.get(int(record.finish))
+        if not outcome.may_return:
+            reason = _FINISH.get(finish)
             if reason == "length" and self.budget < self.row.request.max_new_tokens:
                 reason = "context"
             yield from self._release(reason)

@@ -74,10 +74,10 @@ class TokenRecord:
 def plain(value: Any) -> Any:
     """Arrays as Python numbers and lists; a float32 becomes the shortest decimal that means it."""
     array = np.asarray(value)
-    if array.ndim:
-        return [plain(v) for v in array]
+    if array.dtype.kind != "f":
+        return array.tolist()
     # Plus 0: a sum over nothing but certainty comes out as -0.
-    return float(str(array)) + 0.0 if array.dtype.kind == "f" else array.item()
+    return (array.astype(str).astype(np.float64) + 0.0).tolist()
 
 
 def header(
