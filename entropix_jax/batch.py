@@ -127,11 +127,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     _check(arguments)
     from entropix_jax.batches.merging import merge, part_address
+    from entropix_jax.batches.source import check_input
     from entropix_jax.batches.store import Store, check_output
 
     if arguments.merge is not None:
         merge(arguments.output, arguments.merge, input=arguments.input)
         return EXIT_OK
+    check_input(arguments.input)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.batches.run import BatchRun, Defaults
     from entropix_jax.decode_state import Recording

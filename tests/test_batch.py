@@ -14,12 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import jax
 import pytest
 
 from entropix_jax import batch
+from entropix_jax.batches import sinks
 from entropix_jax.batches.run import count_records, file_name
+from entropix_jax.batches.store import Store
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
@@ -27,10 +31,12 @@ from entropix_jax.loading import load
 from entropix_jax.memory import check_memory, plan_memory
 from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
+from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import config_of_folder, poisoned, write_model
 from tests.test_main import Json, Result, shared_cache  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
+PATIENCE = 300.0  # seconds, for what hangs: the compiler of a busy machine takes a minute
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
@@ -360,6 +366,18 @@ def test_count_of_records(tmp_path: Path) -> None:
     assert count_records(str(source)) == 6
     assert count_records("s3://bucket/key.jsonl") is None
     assert count_records("-") is None
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert count_records(str(pipe)) is None  # or else a run would find it empty
+
+
+def test_from_a_pipe(command: Callable[..., Result], tmp_path: Path) -> None:
+    pipe, source = tmp_path / "pipe", write_input(tmp_path / "in.jsonl", records(3))
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cp", source, pipe]):
+        status = command("--input", pipe, "--output", tmp_path / "out.jsonl").status
+    assert status == EXIT_OK
+    assert len(read(tmp_path / "out.jsonl")) == 3
 
 
 # Memory
@@ -436,7 +454,8 @@ def start(
 
 def wait_for(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
     """Until a file has so many lines, or the process has ended."""
-    for _ in range(6000):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         if process.poll() is not None:
             return
         if path.exists() and path.read_bytes().count(b"\n") >= lines:
@@ -462,7 +481,7 @@ def test_a_signal_ends_the_run_with_what_is_complete(
     process = start(*LONG)
     wait_for(output, 3, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == status
     assert out == b""
     assert b"Traceback" not in err
@@ -490,13 +509,13 @@ def test_a_run_that_is_killed_goes_on(
         done = output.read_bytes().count(b"\n")
     assert 0 < done < 60
     process = start(*LONG)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     resumed = without_timings(read(output))
     output.unlink()
     (tmp_path / "out.jsonl.run.json").unlink()
     process = start(*LONG)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert resumed == without_timings(read(output))
 
@@ -506,10 +525,53 @@ def test_two_runs_at_once(start: Callable[..., subprocess.Popen[bytes]], tmp_pat
     first = start(*LONG)
     wait_for(tmp_path / "out.jsonl", 1, first)
     second = start(*LONG)
-    _, err = second.communicate(timeout=60)
+    _, err = second.communicate(timeout=PATIENCE)
     assert second.returncode == 2
     assert b"another run is writing to it" in err
     assert first.poll() is None
+
+
+# Buckets
+
+
+def test_from_a_bucket_to_a_bucket(
+    command: Callable[..., Result],
+    s3: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Ended on the way, and gone on with: the same results as from a file to a file."""
+    source = write_input(tmp_path / "in.jsonl", [*records(20), BAD[0][0]])
+    files = fsspec.filesystem("s3")
+    files.put_file(source, f"{s3}/in.jsonl")
+    monkeypatch.setattr(sinks, "PART_RECORDS", 4)
+    write, written = Store.write, 0
+
+    def ended_after_nine(*arguments: Any) -> None:
+        nonlocal written
+        write(*arguments)
+        written += 1
+        if written == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    run = ("--input", f"{s3}/in.jsonl", "--output", f"{s3}/out.jsonl", "--max-new-tokens", 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", ended_after_nine)
+        assert command(*run).status == 143
+    files.invalidate_cache()
+    assert not files.exists(f"{s3}/out.jsonl")
+    assert len(files.ls(f"{s3}/out.jsonl.parts")) == 3
+    assert "note: 9 records are done already" in command(*run).err
+    files.invalidate_cache()
+    assert not files.exists(f"{s3}/out.jsonl.parts")
+    files.get_file(f"{s3}/out.jsonl", tmp_path / "theirs.jsonl")
+    alone = tmp_path / "out.jsonl"
+    assert command("--input", source, "--output", alone, *run[4:]).status == EXIT_OK
+    results = without_timings(read(tmp_path / "theirs.jsonl"))
+    assert len(results) == 21
+    assert results == without_timings(read(alone))
+    refused = command("--input", f"{s3}/none.jsonl", *run[2:])
+    assert (refused.status, refused.err.count("\n")) == (EXIT_USAGE, 1)
 
 
 # Several hosts
@@ -527,7 +589,7 @@ def test_two_processes_do_what_one_does(
     shared = ("--max-new-tokens", 8, "--distributed", "--coordinator", address, "--processes", 2)
     processes = [start(*shared, "--process", i) for i in range(2)]
     for process in processes:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
     parts = sorted(tmp_path.glob("out.part-*.jsonl"))
     assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]

@@ -13,20 +13,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import fsspec
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 
 from entropix_jax.batches import sinks as sinks_module
 from entropix_jax.batches.merging import merge, part_address
 from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.batches.store import Store, check_output
 from entropix_jax.errors import UserError
+from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 
 RUN = {"model": "tiny", "sampler": {"name": "entropix", "seed": 0}, "input": "in.jsonl"}
 
@@ -97,32 +97,6 @@ def parts(address: str) -> list[str]:
 
 def names(numbers: range) -> list[str]:
     return [f"r{number}" for number in numbers]
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[None]:
-    """An S3 server on this machine."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "none")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "none")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield
-        s3fs.S3FileSystem.clear_instance_cache()
-        server.stop()
-
-
-@pytest.fixture
-def s3(s3_server: None, request: pytest.FixtureRequest) -> str:
-    """The address of an empty folder of a bucket."""
-    fs = fsspec.filesystem("s3")
-    if not fs.exists("bucket"):
-        fs.mkdir("bucket")
-    return f"s3://bucket/{abs(hash(request.node.name))}"
 
 
 @pytest.fixture

@@ -251,7 +251,8 @@ def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
     """How many records a share of a file has, for a display; None where that would take long to
     know."""
     try:
-        if not 0 <= Path(address).stat().st_size <= _COUNTED_BYTES:
+        path = Path(address)
+        if not path.is_file() or path.stat().st_size > _COUNTED_BYTES:  # a pipe is read once
             return None
     except (OSError, ValueError):  # not a file of this machine
         return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 import fsspec.core
@@ -478,6 +478,21 @@ def opened(address: str) -> Iterator[BinaryIO]:
         with reaching(address):
             plain = compr[compression](file, mode="rb")
         yield plain
+
+
+def check_input(address: str) -> None:
+    """Looks whether an input can be read. A pipe is left alone: it opens once.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if address == "-":
+        return
+    fs, path = located(address)
+    if is_local(fs) and Path(path).is_fifo():
+        return
+    with opened(address):
+        pass
 
 
 def _guarded(address: str, lines: Any) -> Iterator[Any]:
