@@ -159,19 +159,23 @@ class Engine:
         )
 
     def _prefill(self, arrived: list[int]) -> None:
-        """Caches the prompts of rows that have just come, but for their last tokens; one that some
-        of them share is run once."""
-        first: dict[tuple[int, ...], int] = {}
+        """Caches the prompts of rows that have just come, but for their last tokens. One that a row
+        in another slot has too, or had, is not run again."""
+        prompts = {
+            number: tuple(row.row.request.prompt)
+            for number, row in enumerate(self._rows)
+            if row is not None
+        }
+        cached = {prompt: number for number, prompt in prompts.items() if number not in arrived}
         for number in arrived:
-            row = self._rows[number]
-            assert row is not None
-            prompt = tuple(row.row.request.prompt)
-            if prompt in first:
-                source, target = jnp.int32(first[prompt]), jnp.int32(number)
-                state = share_prefix(self._slots.state, source, target)
+            prompt = prompts[number]
+            state = self._slots.state
+            if prompt in cached:
+                source, count = jnp.int32(cached[prompt]), jnp.int32(len(prompt) - 1)
+                state = share_prefix(state, source, jnp.int32(number), count)
             else:
-                first[prompt] = number
-                state = self._prefilled(self._slots.state, number, prompt[:-1])
+                cached[prompt] = number
+                state = self._prefilled(state, number, prompt[:-1])
             self._slots = replace(self._slots, state=state)
 
     def _prefilled(self, state: DecodeState, number: int, prompt: tuple[int, ...]) -> DecodeState:

@@ -110,12 +110,16 @@ def admit(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
 
 @partial(jax.jit, donate_argnames="state")
 @split_rows(rows={"state": 1}, returns=ROWS)
-def share_prefix(state: DecodeState, source: jax.Array, target: jax.Array) -> DecodeState:
-    """Gives the row in slot `target` what is cached of the one in slot `source`, whose prompt is
-    the same. Donates the state."""
+def share_prefix(
+    state: DecodeState, source: jax.Array, target: jax.Array, count: jax.Array
+) -> DecodeState:
+    """Gives the row in slot `target` the first `count` tokens that are cached of the one in slot
+    `source`, whose prompt begins with the same. Donates the state."""
     target = here(target, state.finish.shape[0])
 
     def share(rows: jax.Array) -> jax.Array:
         return rows.at[target].set(row_of(rows, source), mode="drop")
 
-    return replace(state, cache=jax.tree.map(share, state.cache))
+    cache = jax.tree.map(share, state.cache)
+    length = state.cache.length.at[target].set(count, mode="drop")
+    return replace(state, cache=replace(cache, length=length))

@@ -161,6 +161,40 @@ def test_a_free_slot_is_taken_at_once(tiny: LanguageModel, monkeypatch: pytest.M
     assert engine.useful == sum(budgets)
 
 
+def test_a_prompt_that_another_row_has_is_not_run_again(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one prompt, more of them than slots, one of which is far on when others come."""
+    prompts = texts(tiny)
+    calls = []
+    prefill = module.prefill
+    monkeypatch.setattr(module, "prefill", lambda *a, **k: calls.append(1) or prefill(*a, **k))
+
+    def jobs(text: int) -> list[RunningRow]:
+        sampler = load_sampler("top-p")
+        return [
+            job(tiny, i, Request(prompts[text], f"row {i}", 60 if i == 0 else 5), sampler)
+            for i in range(8)
+        ]
+
+    together = jobs(1)
+    run(tiny, together, slots=SLOTS)
+    assert len(calls) == 1
+    # Beside them, a row whose prompt only begins alike: it has its own.
+    longer = job(tiny, 8, Request([*prompts[1], 5], "longer", 9), load_sampler("top-p"))
+    run(tiny, [*jobs(1), longer], slots=SLOTS)
+    assert len(calls) == 3
+    for row in [*together, longer]:
+        alone = job(tiny, row.number, row.row.request, row.sampler)
+        run(tiny, [alone], slots=1)
+        ours, theirs = row.row.tokens, alone.row.tokens
+        assert [t.token_id for t in ours] == [t.token_id for t in theirs], row.number
+        for name in ("entropy", "attn_entropy", "interaction_strength"):
+            wanted = [getattr(token, name) for token in theirs]
+            assert [getattr(token, name) for token in ours] == pytest.approx(wanted, abs=1e-5)
+    assert len({tuple(t.token_id for t in row.row.tokens[:5]) for row in together}) > 1
+
+
 def test_rows_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
     """An input of any length is held one row ahead, no more."""
     jobs = jobs_of(tiny, 9)

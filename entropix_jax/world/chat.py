@@ -1,11 +1,14 @@
 """Chats in Llama 3's header form: a system message at times, then questions and their answers."""
 
+from collections.abc import Iterator
+
 from entropix_jax.world import lexicon
 from entropix_jax.world.facts import World
 from entropix_jax.world.grammar import (
     Document,
     certain,
     choose,
+    replay,
     say,
     state,
     uniform,
@@ -168,3 +171,27 @@ def _ask_what(world: World, direct: float) -> Document:
         yield from say("?")
         yield from _turn_to("assistant")
         yield from answer_sum(asked, lead="", direct=direct)
+
+
+# Questions for evaluation.
+
+_ASKING_FACTS = (("Where",), ("What", " is", " the"), ("Which",), ("Who",))
+
+
+def facts_asked(world: World) -> Iterator[tuple[str, str]]:
+    """Every question of fact that a chat may hold, and the fact: `Where does Anna live?`, `Rome`.
+
+    The grammar tells them itself: each way through it to the end of the question, and from there
+    the first one to the fact.
+    """
+    ways: list[tuple[str, ...]] = list(_ASKING_FACTS)
+    while ways:
+        said = ways.pop()
+        upcoming = replay(_exchange(world, DIRECT), said).upcoming
+        assert upcoming is not None
+        if upcoming.kind == "fact":
+            question, _, _ = "".join(said).partition(TURN_END)
+            yield question, upcoming.terminals[0].lstrip(" ")
+        else:
+            following = upcoming.terminals[:1] if TURN_END in said else upcoming.terminals
+            ways += [(*said, terminal) for terminal in following]

@@ -264,8 +264,13 @@ class Problem:
 
     def read_answer(self, reply: str) -> int | None:
         """The answer in what followed the prompt or the question; None where there is none."""
-        found = _ANSWERS[self.kind].search(reply)
-        return int(found[1]) if found else None
+        return read_answer(self.kind, reply)
+
+
+def read_answer(kind: Kind, reply: str) -> int | None:
+    """The answer in a reply to a problem of a kind; None where there is none."""
+    found = _ANSWERS[kind].search(reply)
+    return int(found[1]) if found else None
 
 
 def problems(kind: Kind, split: Split, count: int, seed: int) -> list[Problem]:
