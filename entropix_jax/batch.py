@@ -7,7 +7,6 @@ if __name__ == "__main__":  # before the imports, which take a while
 
     exit_at_once()
 
-import hashlib
 import itertools
 import signal
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from entropix_jax import __version__
+from entropix_jax.batches.identity import fingerprint
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 _MAX_CONTEXT = 2048  # unless another number is asked for
-_SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
 
 
 @dataclass(frozen=True)
@@ -320,29 +319,6 @@ def _identity(
         "input": arguments.input,
         "version": __version__,
     }
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash that tells a model's folder from another: of its small files, and of the size and both
-    ends of each file of weights.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    hashed = hashlib.sha256()
-    try:
-        for path in sorted(folder.iterdir()):
-            if not path.is_file() or path.suffix not in (".json", ".safetensors"):
-                continue
-            size = path.stat().st_size
-            hashed.update(f"{path.name}\0{size}\0".encode())
-            with path.open("rb") as file:
-                hashed.update(file.read(_SAMPLED_BYTES))
-                file.seek(max(size - _SAMPLED_BYTES, 0))
-                hashed.update(file.read())
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read: {error.strerror}") from None
-    return hashed.hexdigest()[:16]
 
 
 if __name__ == "__main__":
