@@ -1,0 +1,123 @@
+"""GSM8K: grade-school word problems, from their own JSON Lines files.
+
+A problem is an object with the texts `question` and `answer`; the answer's last line is `#### 18`.
+Eight exemplars, which are this project's own and lie in a file of the same form, stand before each
+question and show how to work step by step (Cobbe et al. 2021, arXiv:2110.14168; Wei et al. 2022,
+arXiv:2201.11903).
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from entropix_jax.errors import UserError
+from entropix_jax.tasks.task import Item, Prompt, Split, Task
+
+EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
+
+# A minus after a word or a number is no sign. `\$` is how LaTeX writes a dollar.
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_NUMBER = rf"((?<![\w)])\\?\$?[-−])?\\?\$?({_DIGITS})"
+_ANYWHERE = re.compile(_NUMBER)
+_MARKED = re.compile(rf"####[^\w\n]*?{_NUMBER}")
+
+
+class _Solved(NamedTuple):
+    line: int
+    question: str
+    solution: str
+    answer: str
+
+
+class Gsm8k(Task):
+    """The problems of one file as the test split and, if given, those of another as the tuning
+    split.
+    """
+
+    name = "gsm8k"
+    chat = None
+    stop = ("\nQuestion:",)
+    max_new_tokens = 512
+
+    def __init__(self, test: Path, tuning: Path | None = None) -> None:
+        self._test = test
+        self._tuning = tuning
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        path = self._test if split == "test" else self._tuning
+        if path is None:
+            raise UserError(
+                f"gsm8k:{self._test}: tuning needs problems of its own: give a second file, "
+                f"gsm8k:{self._test},TUNING.jsonl"
+            )
+        return self._items(path, split, chat)
+
+    def _items(self, path: Path, split: Split, chat: bool) -> Iterator[Item]:
+        exemplars = list(_read(EXEMPLARS))
+        for line, question, _, answer in _read(path):
+            yield Item(f"gsm8k-{split}-{line}", _prompt(exemplars, question, chat), answer)
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """The number after the last `####`, or without one the last number of all."""
+        return read_number(text)
+
+
+def _prompt(exemplars: list[_Solved], question: str, chat: bool) -> Prompt:
+    """The exemplars, solved, and the question: turns of a chat, or blocks of a text."""
+    if not chat:
+        blocks = [f"Question: {each.question}\nAnswer: {each.solution}" for each in exemplars]
+        return "\n\n".join([*blocks, f"Question: {question}\nAnswer:"])
+    turns = [
+        {"role": role, "content": content}
+        for each in exemplars
+        for role, content in (("user", each.question), ("assistant", each.solution))
+    ]
+    return (*turns, {"role": "user", "content": question})
+
+
+def read_number(text: str) -> str | None:
+    """The number after the last `####` of a solution, or without one the last number of all.
+
+    A text that corrects itself means what it says last. Units, thousands' commas and zeros that
+    change nothing are left out: `#### -$1,080.50` is `-1080.5`.
+    """
+    *_, last = (None, *(_MARKED.findall(text) or _ANYWHERE.findall(text)))
+    if last is None:
+        return None
+    sign, digits = last
+    number = Decimal(digits.replace(",", "")).normalize()
+    return f"{(-number if sign else number) + 0:f}"
+
+
+def _read(path: Path) -> Iterator[_Solved]:
+    """A file's problems, line by line. Blank lines are none."""
+    empty = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    empty = False
+                    yield _parse(line, path, number)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if empty:
+        raise UserError(f"{path}: holds no problems")
+
+
+def _parse(line: bytes, path: Path, number: int) -> _Solved:
+    where = f"{path}:{number}"
+    try:
+        problem = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}") from None
+    match problem:
+        case {"question": str(question), "answer": str(solution)} if question.strip():
+            if not _MARKED.search(solution):
+                raise UserError(f"{where}: the answer does not end in '#### NUMBER'")
+            answer = read_number(solution)
+            assert answer is not None
+            return _Solved(number, question, solution, answer)
+    raise UserError(f"{where}: a problem is an object with the texts 'question' and 'answer'")

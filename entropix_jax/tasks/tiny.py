@@ -1,0 +1,178 @@
+"""Tasks in the tiny world, whose answers are known by construction.
+
+None of them needs a stop text: a chat's answers end with the turn, and a fork's is its first word.
+The budgets hold the longest answers that the world itself gives, and a thought besides that a
+sampler puts in.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from hashlib import sha256
+from random import Random
+
+from entropix_jax.tasks.task import Item, Prompt, Split, Task
+from entropix_jax.world import facts
+from entropix_jax.world.chat import facts_asked
+from entropix_jax.world.grammar import Choice, Document, choose, sample, say, uniform, weighted
+from entropix_jax.world.lexicon import PAUSE, PEOPLE, WAIT
+from entropix_jax.world.problems import Kind, problems, read_answer
+from entropix_jax.world.prose import tell_story, write_diary, write_profile
+
+
+@cache
+def _world() -> facts.World:
+    """The one that the embedded model knows."""
+    return facts.create(0)
+
+
+def _digest(text: str) -> bytes:
+    return sha256(text.encode()).digest()
+
+
+def _split_of(text: str) -> Split:
+    """Either split, each as likely."""
+    return "test" if _digest(text)[0] % 2 else "tuning"
+
+
+def _asked(question: str) -> Prompt:
+    return ({"role": "user", "content": question},)
+
+
+class _Problems(Task):
+    """Sums or word problems. The sum that decides one occurs in no training text, nor in the other
+    split.
+    """
+
+    chat = True
+
+    def __init__(
+        self, name: str, kind: Kind, sizes: Mapping[Split, int], max_new_tokens: int
+    ) -> None:
+        self.name = name
+        self.max_new_tokens = max_new_tokens
+        self._kind = kind
+        self._sizes = sizes
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        posed = problems(self._kind, split, self._sizes[split], seed=0)
+        for number, problem in enumerate(posed, 1):
+            yield Item(
+                f"{self.name}-{split}-{number}", _asked(problem.question), str(problem.answer)
+            )
+
+    def extract(self, item: Item, text: str) -> str | None:
+        answer = read_answer(self._kind, text)
+        return None if answer is None else str(answer)
+
+
+class _Facts(Task):
+    """Every question of fact that a chat of the world asks.
+
+    The training text tells all facts, so the splits share out the questions, not the knowledge: a
+    stable hash of its text puts a question into either half.
+    """
+
+    name = "facts"
+    chat = True
+    max_new_tokens = 24
+
+    # `Anna lives in Rome.`, however the speaker hesitates: who it is about, and the fact.
+    _STATEMENT = re.compile(r"(\w+) (?:[a-z]+ |\.\.\. )+(\w+)(?:,|\.(?!\.))")
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        asked = sorted(facts_asked(_world()), key=lambda pair: _digest(pair[0]))
+        kept = (pair for pair in asked if _split_of(pair[0]) == split)
+        for number, (question, fact) in enumerate(kept, 1):
+            yield Item(f"facts-{split}-{number}", _asked(question), fact)
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """The fact in the first statement, if that is about who or what was asked for."""
+        assert not isinstance(item.prompt, str)
+        statement = self._STATEMENT.search(text)
+        subjects = re.findall(r"\w+", item.prompt[-1]["content"])
+        return statement[2] if statement and statement[1] in subjects else None
+
+
+class _Forks(Task):
+    """Stories, diaries and profiles, broken off where several things may happen next.
+
+    Each comes from a document of its own, and a stable hash of its text puts it into either split.
+    """
+
+    name = "forks"
+    chat = False
+    max_new_tokens = 12
+
+    _SIZE = 400  # of each split
+    _FUTURES = range(2, 7)
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        rng = Random("forks 0")
+        found: set[str] = set()
+        while len(found) < self._SIZE:
+            prompt, truth = rng.choice(list(self._forks(rng)))
+            if prompt not in found and _split_of(prompt) == split:
+                found.add(prompt)
+                yield Item(f"forks-{split}-{len(found)}", prompt, "", truth)
+
+    def _forks(self, rng: Random) -> Iterator[tuple[str, dict[str, float]]]:
+        """Each fork of a new document, which has at least one: the text before it, its futures."""
+        text = ""
+        for position in sample(_tell(_world()), rng):
+            futures = _futures(position.choice)
+            if len(futures) in self._FUTURES:
+                yield text, futures
+            text += position.terminal
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """The future that a completion begins with, at once or after a hesitation."""
+        assert item.truth is not None
+        hesitation = r"(?: \.\.\.| ?Wait\.\.\.(?: \w+)*?\.?)*?"
+        future = re.match(rf"{hesitation} ?({'|'.join(item.truth)})\b", text)
+        return future[1] if future else None
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """1 for a possible future."""
+        assert item.truth is not None
+        return float(answer in item.truth)
+
+
+_TOLD = weighted(
+    "document", {"Once": 0.5, "On": 0.25, **{name: 0.25 / len(PEOPLE) for name in PEOPLE}}
+)
+_ABOUT = uniform("document", (" lives", " is", " has", " trusts"))
+
+
+def _tell(world: facts.World) -> Document:
+    """A story, a diary or a profile, as often as makes the forks various."""
+    first = yield from choose(_TOLD)
+    if first == "Once":
+        yield from tell_story(world)
+    elif first == "On":
+        yield from write_diary(world)
+    else:
+        verb = yield from choose(_ABOUT)
+        if verb == "has":
+            yield from say(" a")
+        yield from write_profile(world, first, verb)
+
+
+def _futures(choice: Choice) -> dict[str, float]:
+    """The words that may come at a fork, and how likely: empty of anything but a fork of words.
+
+    A speaker who hesitates chooses anew, as if nothing had been said: that is no future.
+    """
+    chances = zip(choice.terminals, choice.probabilities, strict=True)
+    futures = {word.lstrip(" "): p for word, p in chances if word not in (PAUSE, WAIT)}
+    if choice.kind != "fork" or not all(word.isalpha() for word in futures):
+        return {}
+    total = math.fsum(futures.values())
+    return {word: p / total for word, p in futures.items()}
+
+
+SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # every one that there is
+WORD_PROBLEMS = _Problems("word-problems", "word", {"tuning": 500, "test": 500}, 48)
+FACTS = _Facts()
+FORKS = _Forks()
