@@ -229,7 +229,8 @@ def row_of(rows: jax.Array, number: jax.Array) -> jax.Array:
         return rows[number]
     own = here(number, rows.shape[0])
     row = jnp.where(own < rows.shape[0], rows[own], jnp.zeros((), rows.dtype))
-    return lax.psum(row, DATA)
+    # XLA fails on a sum over one shard beside an axis that is its own to split.
+    return row if lax.axis_size(DATA) == 1 else lax.psum(row, DATA)
 
 
 def where_any(ours: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> _Tree:

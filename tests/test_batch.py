@@ -154,6 +154,26 @@ def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_pat
         assert result.get("token_ids") == alone[name].get("token_ids"), name
 
 
+@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+def test_one_prompt_many_times_on_two_devices(
+    command: Callable[..., Result], tmp_path: Path, mesh: str
+) -> None:
+    """It is cached once, and shared from where it lies."""
+    tiny = ROOT / "weights" / "tiny"
+    same = [{"id": f"r{i}", "prompt": "Guests:", "seed": i} for i in range(6)]
+    source, output = write_input(tmp_path / "in.jsonl", same), tmp_path / "out.jsonl"
+    run = ("--input", source, "--output", output, "--mesh", mesh, "--max-new-tokens", 12)
+    result = command(*run, model=str(tiny))
+    assert result.status == EXIT_OK, result.err
+    model = load(str(tiny))
+    prompt = model.tokenizer.encode("Guests:", add_bos=True)
+    found = {name: one["token_ids"] for name, one in read(output).items()}
+    for i in range(6):
+        (row,) = Generation(model, [Request(prompt, f"r{i}", 12)], seed=i).run()
+        assert found[f"r{i}"] == [token.token_id for token in row.tokens]
+    assert len({tuple(ids) for ids in found.values()}) > 1
+
+
 def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", records(6))
     arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 5)
