@@ -13,6 +13,8 @@ _COMMANDS = {
     "generate": ("main", "text from a prompt, and its uncertainty"),
     "batch": ("batch", "texts for a file of prompts, many at a time, resumed at will"),
     "inspect": ("inspect", "the uncertainty of a given text, nothing generated"),
+    "ablate": ("ablate", "many settings of a sampler on tasks, in one compiled program"),
+    "evaluate": ("evaluate", "samplers against each other, each tuned by the same effort"),
     "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
 }
 

@@ -1,0 +1,55 @@
+"""`python -m entropix_jax.ablate`: many settings of a sampler, in one compiled program."""
+
+import sys
+
+if __name__ == "__main__":  # before the imports, which take a while
+    from entropix_jax.interrupts import exit_at_once
+
+    exit_at_once()
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from entropix_jax.commandline import Count, Dtype, Model, parse, run_command
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Runs the settings of a sweep file on its tasks, and writes tables, plots and a summary."""
+
+    sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")]
+    """A sweep file, or the name of one of configs/ablations/."""
+    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """A folder for all that comes of it. The same command goes on where it was left."""
+    model: Model = None
+    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    slots: Count = 64
+    """Rows that run side by side."""
+    dtype: Dtype = None
+    """Type of the weights in memory (default: as in the checkpoint)."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.ablate") -> int:
+    """Runs the command and returns its exit status."""
+    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+
+
+def _main(arguments: Arguments) -> int:
+    from entropix_jax.studies.command import run_study
+    from entropix_jax.studies.sweep import find_sweep, read_sweep
+
+    return run_study(
+        read_sweep(find_sweep(arguments.sweep)),
+        Path(arguments.output),
+        model=arguments.model,
+        slots=arguments.slots,
+        dtype=arguments.dtype,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

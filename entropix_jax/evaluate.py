@@ -1,0 +1,107 @@
+"""`python -m entropix_jax.evaluate`: samplers against each other, each tuned by the same effort."""
+
+import sys
+
+if __name__ == "__main__":  # before the imports, which take a while
+    from entropix_jax.interrupts import exit_at_once
+
+    exit_at_once()
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from entropix_jax.commandline import Count, Dtype, Model, Texts, parse, run_command
+from entropix_jax.errors import UserError
+
+_Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Evaluates samplers on tasks. The first one's samples, and majorities of them, are what the
+    others are held against."""
+
+    task: _Names
+    """sums, word-problems, facts, forks (for the embedded model), gsm8k:TEST.jsonl[,TUNING.jsonl],
+    or one of your own, module:attribute or file.py:attribute."""
+    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """A folder for all that comes of it. The same command goes on where it was left."""
+    sampler: _Names = (("temperature", "greedy", "entropix"),)
+    """Presets or files."""
+    items: Count = 100
+    """Items of each task, 0 for all of them."""
+    seeds: Count = 3
+    """Samples of each item."""
+    tune: Count = 0
+    """Settings of each sampler that are tried on the tuning split first, its own values among them
+    (0: no sampler is tuned)."""
+    tune_items: Count = 50
+    """Items of each task that settings are tried on."""
+    max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Most tokens of an answer (default: the task's own)."""
+    model: Model = None
+    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    slots: Count = 64
+    """Rows that run side by side."""
+    dtype: Dtype = None
+    """Type of the weights in memory (default: as in the checkpoint)."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.evaluate") -> int:
+    """Runs the command and returns its exit status."""
+    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+
+
+def _main(arguments: Arguments) -> int:
+    for name, value, least in (
+        ("--items", arguments.items, 0),
+        ("--seeds", arguments.seeds, 1),
+        ("--tune", arguments.tune, 0),
+        ("--tune-items", arguments.tune_items, 1),
+        ("--max-new-tokens", arguments.max_new_tokens or 1, 1),
+    ):
+        if value < least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
+    from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.studies.command import run_study
+    from entropix_jax.studies.sweep import TUNED, Setting, Sweep, tuning_of
+
+    names = list(dict.fromkeys(itertools.chain(*arguments.sampler)))
+    tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
+    settings: tuple[Setting, ...] = ()
+    tuning = None
+    if arguments.tune:
+        tuning = tuning_of(names, settings=arguments.tune, items=arguments.tune_items, seeds=[0])
+        baseline = next(iter(tuning.candidates)) + TUNED
+    else:
+        samplers = [load_sampler(name) for name in names]
+        settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
+        baseline = settings[0].name
+    sweep = Sweep(
+        description=f"{', '.join(names)} on {', '.join(tasks)}",
+        tasks=tasks,
+        prompts=None,
+        items=arguments.items,
+        seeds=tuple(range(arguments.seeds)),
+        split="test",
+        max_new_tokens=arguments.max_new_tokens,
+        settings=settings,
+        tuning=tuning,
+        baseline=baseline,
+    )
+    return run_study(
+        sweep,
+        Path(arguments.output),
+        model=arguments.model,
+        slots=arguments.slots,
+        dtype=arguments.dtype,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

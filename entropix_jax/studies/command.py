@@ -1,0 +1,72 @@
+"""A study as a command runs it: progress, Ctrl-C, and what was found on the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from entropix_jax.batches.progress import ProgressView, Standing
+from entropix_jax.commandline import EXIT_OK
+from entropix_jax.errors import UserError
+from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
+from entropix_jax.loading import check_backend, load, use_compilation_cache
+from entropix_jax.studies.study import Study
+from entropix_jax.studies.sweep import Sweep
+
+if TYPE_CHECKING:
+    from entropix_jax.batches.store import Store
+    from entropix_jax.studies.trials import TrialRun
+
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+def run_study(
+    sweep: Sweep, folder: Path, *, model: str | None, slots: int, dtype: str | None
+) -> int:
+    """Runs a study, tells what it found, and returns the exit status.
+
+    Raises:
+        UserError: whatever a user can mend.
+    """
+    if slots < 1:
+        raise UserError(f"--slots must be at least 1, not {slots}")
+    check_backend()
+    use_compilation_cache()
+    loaded = load(model, dtype)
+    study = Study(loaded, sweep, folder, slots=slots)
+
+    @contextmanager
+    def watch(phase: str, number: int, store: Store, run: TrialRun) -> Iterator[Callable[[], None]]:
+        done = f", {store.done} of them are done already" if store.done else ""
+        print(f"{phase}: {number} rows{done}", file=sys.stderr)
+
+        def standing() -> Standing:
+            engine = run.engine
+            used = engine.useful / max(engine.steps * min(slots, number), 1)
+            return Standing(store.done, run.tokens, used)
+
+        with ProgressView(standing, number) as view:
+            yield view.looked
+
+    with deferred_interrupts(study.stop, (signal.SIGINT, signal.SIGTERM)) as pressed:
+        findings = study.run(watch)
+    if pressed:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPT if pressed[0] == signal.SIGINT else _EXIT_TERMINATED
+    assert findings is not None
+    page = (folder / "summary.md").read_text(encoding="utf-8")
+    text = page.partition("\n![")[0]
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text)
+    print(f"written: {folder}/ (summary.md, results.csv, results.parquet, plots/)", file=sys.stderr)
+    return EXIT_OK

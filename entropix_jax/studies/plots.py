@@ -1,0 +1,182 @@
+"""A study's results as pictures, each as PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from entropix_jax.files import replacing
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.studies.summary import Findings, Line
+
+# Drawn into files alone, the same bytes each time.
+matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "entropix_jax"
+from matplotlib import pyplot  # noqa: E402
+
+# Okabe and Ito's palette, which the colour-blind can tell apart.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+_REGIME_COLOURS = dict(
+    zip(REGIMES, ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#BBBBBB"), strict=True)
+)
+_MARKERS = "osD^vP*X"
+
+
+def draw_plots(findings: Findings, folder: Path) -> list[str]:
+    """Draws what the findings allow, and gives the names of the pictures without their suffixes.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    names = []
+    if findings.lines:
+        names.append(_scores(findings, folder))
+        names += _responses(findings, folder)
+    names.append(_regimes(findings, folder))
+    if findings.bins:
+        names.append(_reliability(findings, folder))
+    if findings.truth:
+        names.append(_truth(findings, folder))
+    return names
+
+
+def _scores(findings: Findings, folder: Path) -> str:
+    """Score against forward passes; votes of the baseline's samples as a line."""
+    lines = findings.lines
+    with _figure(folder, "scores", height=max(4.5, 0.24 * len(lines))) as axes:
+        for number, line in enumerate(lines):
+            _point(axes, number, line, float(np.mean(line.setting.cost())))
+        base = findings.digest.settings[findings.baseline]
+        votes = findings.votes[findings.baseline]
+        if len(votes) > 1:
+            costs = [float(np.mean(base.cost(k))) for k in findings.sizes]
+            values = [vote.value for vote in votes]
+            bounds = [vote.low for vote in votes], [vote.high for vote in votes]
+            axes.plot(costs, values, color="#888888", label=f"majorities of {base.name} samples")
+            axes.fill_between(costs, *bounds, color="#888888", alpha=0.15, linewidth=0)
+        axes.set_xscale("log")
+        axes.set_xlabel("forward passes an answer, beyond the prompt")
+        axes.set_ylabel("score")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    return "scores"
+
+
+def _point(axes: Any, number: int, line: Line, cost: float) -> None:
+    score = line.score
+    axes.errorbar(
+        cost,
+        score.value,
+        yerr=[[score.value - score.low], [score.high - score.value]],
+        fmt=_MARKERS[number // len(_COLOURS) % len(_MARKERS)],
+        color=_COLOURS[number % len(_COLOURS)],
+        label=line.setting.name,
+        capsize=2,
+        markersize=5,
+        linewidth=1,
+    )
+
+
+def _responses(findings: Findings, folder: Path) -> list[str]:
+    """For each key that is varied: the score against its value, all else as it was drawn."""
+    keys = sorted({key for line in findings.lines for key in line.setting.varied})
+    names = []
+    for key in keys:
+        points = [line for line in findings.lines if key in line.setting.varied]
+        values = [line.setting.varied[key] for line in points]
+        if len({str(value) for value in values}) < 2:
+            continue
+        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        places = values if numeric else [str(value) for value in values]
+        scores = [line.score for line in points]
+        error = [
+            [s.value - s.low for s in scores],
+            [s.high - s.value for s in scores],
+        ]
+        name = f"response-{key}"
+        with _figure(folder, name, width=6) as axes:
+            values_of = [s.value for s in scores]
+            axes.errorbar(
+                places, values_of, yerr=error, fmt="o", color=_COLOURS[0], capsize=2, alpha=0.7
+            )
+            means: dict[Any, list[float]] = {}
+            for place, value in zip(places, values_of, strict=True):
+                means.setdefault(place, []).append(value)
+            if numeric and len(means) < len(points):  # a grid: the mean over the other axes
+                line = sorted((place, float(np.mean(found))) for place, found in means.items())
+                axes.plot(*zip(*line, strict=True), color=_COLOURS[4], label="mean")
+                axes.legend(frameon=False)
+            axes.set_xlabel(key)
+            axes.set_ylabel("score")
+        names.append(name)
+    return names
+
+
+def _regimes(findings: Findings, folder: Path) -> str:
+    """The shares of the regimes, setting by setting."""
+    settings = list(findings.digest.settings.values())
+    with _figure(folder, "regimes", height=1.2 + 0.26 * len(settings)) as axes:
+        left = np.zeros(len(settings))
+        for regime in REGIMES:
+            shares = np.array([100 * s.regimes[regime] / max(s.tokens, 1) for s in settings])
+            names = [s.name for s in settings]
+            axes.barh(names, shares, left=left, color=_REGIME_COLOURS[regime], label=regime.upper())
+            left += shares
+        axes.invert_yaxis()
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("share of the tokens, %")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    return "regimes"
+
+
+def _reliability(findings: Findings, folder: Path) -> str:
+    """How many answers are right, by the mean entropy of their text."""
+    with _figure(folder, "reliability", width=6) as axes:
+        for number, (name, bins) in enumerate(findings.bins.items()):
+            axes.plot(
+                [b.mean for b in bins],
+                [b.right for b in bins],
+                marker=_MARKERS[number % len(_MARKERS)],
+                color=_COLOURS[number % len(_COLOURS)],
+                label=name,
+            )
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel("mean entropy of the text, bits (ten equal bins)")
+        axes.set_ylabel("share of right answers")
+        axes.legend(frameon=False, fontsize=8)
+    return "reliability"
+
+
+def _truth(findings: Findings, folder: Path) -> str:
+    """True and model's entropy by regime."""
+    places = np.arange(len(findings.truth))
+    with _figure(folder, "truth", width=6) as axes:
+        true = [float(t.true_entropy.mean()) for t in findings.truth]
+        model = [float(t.model_entropy.mean()) for t in findings.truth]
+        axes.bar(places - 0.2, true, 0.4, color="#888888", label="true")
+        axes.bar(places + 0.2, model, 0.4, color=_COLOURS[0], label="model's")
+        axes.set_xticks(places, [t.regime.upper() for t in findings.truth])
+        axes.set_ylabel("mean entropy, bits")
+        axes.legend(frameon=False)
+    return "truth"
+
+
+@contextmanager
+def _figure(folder: Path, name: str, *, width: float = 9.0, height: float = 4.5) -> Iterator[Any]:
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    try:
+        yield axes
+        metadata: Mapping[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None}}
+        for suffix, nothing in metadata.items():
+            with replacing(folder / f"{name}.{suffix}") as scratch:
+                figure.savefig(scratch, format=suffix, dpi=150, metadata=nothing)
+    finally:
+        pyplot.close(figure)

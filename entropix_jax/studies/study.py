@@ -1,0 +1,301 @@
+"""A whole study: samplers are tuned on one split, all settings are run on the other, and what came
+of them is written down.
+
+Everything lies in one folder and is resumed from there: `tuning.jsonl` and `test.jsonl` grow row by
+row, the rest is made from them at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from entropix_jax import __version__
+from entropix_jax.batches.identity import fingerprint
+from entropix_jax.batches.store import Store
+from entropix_jax.errors import UserError
+from entropix_jax.files import replacing
+from entropix_jax.loading import LanguageModel
+from entropix_jax.resources import resource_folder
+from entropix_jax.studies.digest import Digest, digest_of
+from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
+from entropix_jax.studies.sweep import BASE, TUNED, Setting, Sweep
+from entropix_jax.studies.tables import Results, write_tables
+from entropix_jax.studies.trials import (
+    Prompts,
+    Question,
+    TrialRun,
+    capacity_of,
+    questions_of,
+    trials_of,
+)
+from entropix_jax.studies.truth import hold_against_truth
+from entropix_jax.tasks.registry import find_task
+from entropix_jax.tasks.task import Split, Task
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
+_VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples of a vote, odd: two that differ are no majority
+_TRUTH_TEXTS = 40
+
+
+class Study:
+    """One study on one model. `run` may be called again after `stop`: it goes on."""
+
+    def __init__(self, model: LanguageModel, sweep: Sweep, folder: Path, *, slots: int) -> None:
+        """Checks what can be checked before anything is computed.
+
+        Raises:
+            UserError: an unknown task, a sampler that does not fit the model, or a folder that
+                cannot be made.
+        """
+        self._model = model
+        self._sweep = sweep
+        self._folder = folder
+        self._slots = slots
+        self._run: TrialRun | None = None
+        self._stopping = False
+        if sweep.prompts is None:
+            self._tasks: list[Task] = [find_task(name) for name in sweep.tasks]
+        else:
+            self._tasks = [Prompts(sweep.prompts)]
+        names = [task.name for task in self._tasks]
+        if len(set(names)) < len(names):
+            raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be made a folder: {error.strerror}") from None
+
+    def stop(self) -> None:
+        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        self._stopping = True
+        if self._run is not None:
+            self._run.stop()
+
+    def run(self, watch: Callable[[str, int, Store, TrialRun], Any]) -> Findings | None:
+        """Runs what is not done yet, and writes tables, pictures and the summary.
+
+        Args:
+            watch: is given a phase, how many rows it has, its store and its run, and returns a
+                context manager whose value is called after each token: a view of the progress.
+
+        Returns:
+            The findings; None where the run was stopped before its end.
+
+        Raises:
+            UserError: the folder holds another study, or cannot be written.
+        """
+        sweep = self._sweep
+        settings, tuned = list(sweep.settings), []
+        if sweep.tuning is not None:
+            tuning = sweep.tuning
+            candidates = [one for group in tuning.candidates.values() for one in group]
+            results = self._phase("tuning", "tuning", candidates, tuning.items, tuning.seeds, watch)
+            if results is None:
+                return None
+            digest = digest_of(results, self._judge("tuning", tuning.items), sizes=(1,))
+            for name, group in tuning.candidates.items():
+                chosen, how = _best(digest, name, group)
+                settings.append(chosen)
+                tuned.append(how)
+        results = self._phase("test", sweep.split, settings, sweep.items, sweep.seeds, watch)
+        if results is None:
+            return None
+        sizes = [k for k in _VOTES if k <= len(sweep.seeds)]
+        digest = digest_of(results, self._judge(sweep.split, sweep.items), sizes=sizes)
+        return self._write(results, digest, settings, sizes, tuned)
+
+    def _phase(
+        self,
+        phase: str,
+        split: Split,
+        settings: Sequence[Setting],
+        items: int,
+        seeds: Sequence[int],
+        watch: Callable[[str, int, Store, TrialRun], Any],
+    ) -> Results | None:
+        """Runs the rows of a phase that are not done; None where that was stopped."""
+
+        def questions() -> Iterator[Question]:
+            for task in self._tasks:
+                yield from questions_of(self._model, task, split, items, self._sweep.max_new_tokens)
+
+        number = sum(1 for _ in questions()) * len(settings) * len(seeds)
+        self._run = TrialRun(
+            self._model,
+            settings,
+            slots=min(self._slots, number),
+            capacity=capacity_of(self._model, questions()),
+        )
+        path = self._folder / f"{phase}.jsonl"
+        with Store.open(str(path), self._identity(phase, split, settings, items, seeds)) as store:
+            if store.done < number and not self._stopping:
+                with watch(phase, number, store, self._run) as looked:
+                    trials = trials_of(phase, questions(), settings, seeds)
+                    self._run.run(trials, store, looked)
+        return None if self._stopping else Results(path, number)
+
+    def _judge(self, split: Split, items: int) -> dict[str, tuple[Task, dict[str, Any]]]:
+        """Each task and its items by id."""
+        model, most = self._model, self._sweep.max_new_tokens
+        return {
+            task.name: (
+                task,
+                {q.item.id: q.item for q in questions_of(model, task, split, items, most)},
+            )
+            for task in self._tasks
+        }
+
+    def _identity(
+        self,
+        phase: str,
+        split: Split,
+        settings: Sequence[Setting],
+        items: int,
+        seeds: Sequence[int],
+    ) -> dict[str, Any]:
+        model = self._model
+        return {
+            "model_fingerprint": fingerprint(model.folder),
+            "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
+            "phase": phase,
+            "tasks": list(self._sweep.tasks),
+            "prompts": self._sweep.prompts,
+            "split": split,
+            "items": items,
+            "seeds": list(seeds),
+            "max_new_tokens": self._sweep.max_new_tokens,
+            "settings": {
+                setting.name: dict(setting.sampler.calibrated(model.folder).values)
+                for setting in settings
+            },
+            "version": __version__,
+        }
+
+    def _write(
+        self,
+        results: Results,
+        digest: Digest,
+        settings: Sequence[Setting],
+        sizes: Sequence[int],
+        tuned: Sequence[Tuned],
+    ) -> Findings:
+        from entropix_jax.studies.plots import draw_plots
+
+        sweep, folder = self._sweep, self._folder
+        base = next((s for s in settings if s.name in (BASE, "entropix")), settings[0])
+        watched = list(dict.fromkeys((base.name, sweep.baseline)))
+        truth = []
+        if _speaks_of_the_world(self._tasks):
+            truth = hold_against_truth(self._model, base.sampler, texts=_TRUTH_TEXTS)
+        findings = findings_of(digest, sweep.baseline, sizes, watched, truth, tuned)
+        varied = sorted({key for setting in settings for key in setting.varied})
+        write_tables(results, varied, folder, "results")
+        about = self._about(settings, len(results))
+        _write_json(folder / "study.json", about | {"settings": self._parameters(settings)})
+        lines = {name: _line(value) for name, value in about.items()}
+        pictures = draw_plots(findings, folder / "plots")
+        page = summary(findings, lines) + "".join(
+            f"\n![{name}](plots/{name}.png)\n" for name in pictures
+        )
+        with replacing(folder / "summary.md") as scratch:
+            scratch.write_text(page, encoding="utf-8", errors="backslashreplace")
+        return findings
+
+    def _about(self, settings: Sequence[Setting], rows: int) -> dict[str, Any]:
+        """What was run, and with what."""
+        sweep, model = self._sweep, self._model
+        return {
+            "description": sweep.description,
+            "model": f"{model.folder.name} ({fingerprint(model.folder)})",
+            "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
+            "tasks": list(sweep.tasks) or [sweep.prompts],
+            "split": sweep.split,
+            "items of each task": sweep.items or "all",
+            "seeds": list(sweep.seeds),
+            "settings": len(settings),
+            "rows": rows,
+            "versions": {
+                "entropix_jax": __version__,
+                **{name: version(name) for name in _PACKAGES},
+                "python": platform.python_version(),
+            },
+            "commit": _commit(),
+            "hardware": (
+                f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores, "
+                f"{platform.machine()}"
+            ),
+        }
+
+    def _parameters(self, settings: Sequence[Setting]) -> dict[str, Any]:
+        """Each setting's sampler in full."""
+        return {
+            setting.name: {
+                "sampler": setting.sampler.name,
+                "varied": dict(setting.varied),
+                "parameters": dict(
+                    sorted(setting.sampler.calibrated(self._model.folder).values.items())
+                ),
+            }
+            for setting in settings
+        }
+
+
+def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting, Tuned]:
+    """The candidate with the highest score; of equal ones the cheaper, then the first."""
+    strata = np.asarray(digest.strata)
+
+    def score(setting: Setting) -> float:
+        scores = digest.settings[setting.name].score()
+        tasks = range(len(digest.tasks))
+        return float(np.mean([scores[strata == task].mean() for task in tasks]))
+
+    def merit(setting: Setting) -> tuple[float, float]:
+        return round(score(setting), 9), -float(digest.settings[setting.name].cost().mean())
+
+    best = max(group, key=merit)
+    how = Tuned(name, len(group), score(best), score(group[0]), best.varied)
+    return replace(best, name=f"{name}{TUNED}", varied={}), how
+
+
+def _speaks_of_the_world(tasks: Sequence[Task]) -> bool:
+    return any(type(task).__module__ == "entropix_jax.tasks.tiny" for task in tasks)
+
+
+def _line(value: Any) -> str:
+    """A value as a line of the summary."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, where the package is run from a repository."""
+    root = resource_folder("configs").parent
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    found = subprocess.run(
+        [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    return found.stdout.strip() or None
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with replacing(path) as scratch:
+        scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,231 @@
+"""The rows of a study: each setting on each item with each seed, side by side in one batch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from entropix_jax.api import encode_prompt
+from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.batches.store import Store
+from entropix_jax.decode_state import Recording
+from entropix_jax.engine import Engine
+from entropix_jax.errors import UserError
+from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import sampler_params
+from entropix_jax.results import Request, Row
+from entropix_jax.running import RunningRow, budget_of
+from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.studies.measures import measures_of
+from entropix_jax.studies.sweep import Setting
+from entropix_jax.tasks.task import Item, Split, Task
+
+_SLOT_STEP = 64  # a row's cache slots are a multiple of it
+
+
+@dataclass(frozen=True)
+class Question:
+    """An item of a task, as a model is given it."""
+
+    task: Task
+    item: Item
+    prompt: tuple[int, ...]
+    ends: tuple[int, ...]  # the tokens that end an answer
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One row: a setting on a question with a seed. `number` counts them from 0."""
+
+    number: int
+    phase: str
+    question: Question
+    setting: Setting
+    seed: int
+
+    @property
+    def id(self) -> str:
+        """A name that no other row of the study has."""
+        question = self.question
+        setting = self.setting.name
+        return f"{self.phase}/{question.task.name}/{question.item.id}/{setting}/{self.seed}"
+
+    @property
+    def record(self) -> Record:
+        """What a store knows the row by."""
+        text = f"{self.id} {self.question.prompt}"
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 4
+        return Record(line=self.number + 1, id=self.id, digest=digest)
+
+
+class Prompts(Task):
+    """A file of prompts: questions without answers. It is read again for each look at it."""
+
+    name = "prompts"
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        """The prompts, whatever the split."""
+        for record in read_records(self._address):
+            if isinstance(record, BadRecord):
+                raise UserError(f"{self._address}:{record.line}: {record.error}")
+            yield Item(record.id, record.prompt or record.messages or (), "")
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """Nothing: nobody asked."""
+        return None
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """Neither right nor wrong."""
+        return math.nan
+
+
+def questions_of(
+    model: LanguageModel, task: Task, split: Split, items: int, max_new_tokens: int | None = None
+) -> Iterator[Question]:
+    """The first `items` items of a split, all of them where that is 0, as token ids.
+
+    Raises:
+        UserError: there is none, or one cannot be put as the task wants it.
+    """
+    chat = model.is_chat_model if task.chat is None else task.chat
+    ends = tuple(model.turn_end_ids if chat else model.generation.eos_ids)
+    found = False
+    for item in islice(task.items(split, chat=chat), items or None):
+        found = True
+        as_chat = chat or not isinstance(item.prompt, str)
+        prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
+        yield Question(task, item, prompt, ends, max_new_tokens or task.max_new_tokens)
+    if not found:
+        raise UserError(f"task '{task.name}': no items in its split '{split}'")
+
+
+def trials_of(
+    phase: str, questions: Iterable[Question], settings: Sequence[Setting], seeds: Sequence[int]
+) -> Iterator[Trial]:
+    """The rows in order: question by question, setting by setting, seed by seed. So those of one
+    prompt come together, and it is read once."""
+    number = 0
+    for question in questions:
+        for setting in settings:
+            for seed in seeds:
+                yield Trial(number, phase, question, setting, seed)
+                number += 1
+
+
+def capacity_of(model: LanguageModel, questions: Iterable[Question]) -> int:
+    """Cache slots enough for the longest question and its answer, within the model's positions."""
+    longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
+    return min(-(-longest // _SLOT_STEP) * _SLOT_STEP, model.config.max_positions)
+
+
+class TrialRun:
+    """Runs trials through one batch, whatever their settings, and stores what came of each."""
+
+    def __init__(
+        self, model: LanguageModel, settings: Sequence[Setting], slots: int, capacity: int
+    ):
+        """Checks the samplers.
+
+        Raises:
+            UserError: a sampler that does not fit the model.
+        """
+        self._model = model
+        self._capacity = capacity
+        self._samplers = {setting.name: self._prepared(setting.sampler) for setting in settings}
+        sampler, params = next(iter(self._samplers.values()))
+        self.tokens = 0
+        self.engine = Engine(
+            model, params, sampler.arms, slots=slots, capacity=capacity, recording=Recording()
+        )
+
+    def run(
+        self, trials: Iterable[Trial], store: Store, looked: Callable[[], None] = lambda: None
+    ) -> None:
+        """Runs the trials that the store has no result of. `looked` is called after each token."""
+        running: dict[int, tuple[Trial, RunningRow, float]] = {}
+
+        def rows() -> Iterator[RunningRow]:
+            for trial in trials:
+                if store.is_done(trial.record):
+                    continue
+                try:
+                    row = self._row(trial)
+                except UserError as error:  # a prompt that is too long
+                    nothing = Row(Request(trial.question.prompt, "", 1), finish_reason="error")
+                    nothing.error = str(error)
+                    store.write(trial.record, result_of(trial, nothing, 0.0))
+                    continue
+                running[trial.number] = trial, row, time.perf_counter()
+                yield row
+
+        for event in self.engine.run(rows()):
+            self.tokens += event.token is not None and not event.retracted
+            trial, row, started = running[event.row]
+            if not row.running:
+                seconds = time.perf_counter() - started
+                store.write(trial.record, result_of(trial, row.row, seconds))
+                del running[event.row]
+            looked()
+
+    def stop(self) -> None:
+        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        self.engine.stop()
+
+    def _prepared(self, sampler: Sampler) -> tuple[Sampler, SamplerParams]:
+        calibrated = sampler.calibrated(self._model.folder)
+        return calibrated, sampler_params(self._model, calibrated)
+
+    def _row(self, trial: Trial) -> RunningRow:
+        question = trial.question
+        # The random numbers of an item are the same in all settings: what differs is the sampler.
+        name = f"{question.task.name}/{question.item.id}"
+        request = Request(question.prompt, name, question.max_new_tokens)
+        sampler, params = self._samplers[trial.setting.name]
+        return RunningRow(
+            trial.number,
+            Row(request),
+            self._model,
+            sampler,
+            params,
+            budget=budget_of(self._model, request, self._capacity),
+            seed=trial.seed,
+            eos_ids=question.ends,
+            stop=question.task.stop,
+            recording=Recording(),
+        )
+
+
+def result_of(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
+    """A row of the study's table."""
+    task, item = trial.question.task, trial.question.item
+    answer = task.extract(item, row.text) if row.error is None else None
+    score = task.score(item, answer)
+    told = row.to_json()
+    regimes, actions = told.pop("regimes"), told.pop("actions")
+    return {
+        "phase": trial.phase,
+        "task": task.name,
+        "item": item.id,
+        "setting": trial.setting.name,
+        "sampler": trial.setting.sampler.name,
+        "varied": dict(trial.setting.varied),
+        "seed": trial.seed,
+        "score": None if math.isnan(score) else score,
+        "answer": answer,
+        "expected": item.answer,
+        **told,
+        "regimes": regimes,
+        "actions": actions,
+        **measures_of(row),
+        "timings": {"seconds": round(seconds, 4)},
+    }
