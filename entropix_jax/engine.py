@@ -6,7 +6,7 @@ already runs the next.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -16,8 +16,6 @@ import numpy as np
 from entropix_jax.decode import answer, decode, prefill
 from entropix_jax.decode_state import (
     FINISHED_STOP,
-    RUNNING,
-    WAITS_FOR_TEXT,
     BranchLog,
     DecodeState,
     Recording,
@@ -25,7 +23,7 @@ from entropix_jax.decode_state import (
 )
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import MAX_PREFILL, MIN_WINDOW, bucket, chunk_size
-from entropix_jax.records import outcomes
+from entropix_jax.records import branchings, outcomes
 from entropix_jax.results import Event
 from entropix_jax.running import RunningRow
 from entropix_jax.sampler.arms import Arm
@@ -117,15 +115,20 @@ class Engine:
             rules=self._model.rules,
         )
         in_flight: deque[_Chunk] = deque()
+        moved = True
         while True:
             self._fill(source)
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
             if not in_flight:
                 return
-            yield from self._read(in_flight.popleft())
+            before, moved = moved, (yield from self._read(in_flight.popleft()))
             if self._stopping:
                 return
+            # One chunk may come back as it went: the one before it has ended rows, or has filled
+            # the window. The next one was given with that in mind.
+            if not (moved or before):
+                raise RuntimeError("rows are running, but no step is made")
 
     def _fill(self, source: Iterator[RunningRow]) -> None:
         """Puts rows into the slots that are free, as long as there are more of them."""
@@ -241,12 +244,14 @@ class Engine:
         longest = max(row.known for row in self._rows if row is not None)
         return min(bucket(longest, _MIN_WINDOW), self._capacity)
 
-    def _read(self, chunk: _Chunk) -> Iterator[Event]:
-        """What a chunk did, once it has come back."""
+    def _read(self, chunk: _Chunk) -> Generator[Event, None, bool]:
+        """What a chunk did, once it has come back. Returns whether it did a step at all."""
         asked = time.perf_counter()
         log = chunk.log if int(chunk.log.count) else None
         records, log = jax.device_get((chunk.records, log))
         self._pace(time.perf_counter() - asked)
+        decode_text = self._model.tokenizer.decode
+        branched = [] if log is None else branchings(log, self._recording, decode_text)
         live = records.live
         self.steps += int(live.any(axis=-1).sum())
         rows = [chunk.rows[number] for number in np.nonzero(live)[1]]
@@ -254,24 +259,24 @@ class Engine:
             [row.number for row in rows if row is not None],
             jax.tree.map(lambda x: x[live], records),
             self._recording,
-            self._model.tokenizer.decode,
+            decode_text,
         )
         for row, outcome in zip(rows, happened, strict=True):
             if row is None or not row.running:
                 continue
             self.useful += 1
-            entry = None
-            if log is not None and outcome.branch >= 0:
-                committed = replace(log, count=log.committed)
-                entry = jax.tree.map(lambda x: x[outcome.branch], committed)  # noqa: B023
-            for event in row.take(outcome, entry, lambda: self._stopping):
+            branching = branched[outcome.branch] if outcome.branch >= 0 else None
+            for event in row.take(outcome, branching, lambda: self._stopping):
                 yield event
                 # What took a token's place comes next, and belongs to it.
                 if self._stopping and not event.retracted:
-                    return
+                    return True
+        return bool(live.any())
 
     def _with_answers(self, slots: Slots) -> Slots:
-        """Tells the device what the host knows: rows that a stop string has ended, and answers."""
+        """Tells the device what the host knows: answers, and rows that have ended. One that a stop
+        string has ended may have gone on meanwhile, to wait or to an end of its own; of one that
+        failed all tokens are cached, the last one too. Neither is to fill the window."""
         state = slots.state
         for number, row in enumerate(self._rows):
             if row is None or row.answer is None:
@@ -288,12 +293,11 @@ class Engine:
                 jnp.int32(action),
                 jnp.int32(max(row.sampler.values["inject.cooldown"], 1)),
             )
-        ended = [row is not None and row.row.finish_reason == "stop" for row in self._rows]
+        ended = [
+            row is not None and row.row.finish_reason in ("stop", "error") for row in self._rows
+        ]
         if any(ended):
-            # One that had gone on to wait gets no answer any more.
-            goes_on = (state.finish == RUNNING) | (state.finish >= WAITS_FOR_TEXT)
-            finish = jnp.where(np.array(ended) & goes_on, FINISHED_STOP, state.finish)
-            state = replace(state, finish=finish)
+            state = replace(state, finish=jnp.where(np.array(ended), FINISHED_STOP, state.finish))
         return replace(slots, state=state)
 
     def _pace(self, waited: float) -> None:

@@ -24,6 +24,7 @@ from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import admit
+from tests.folders import poisoned
 
 CAPACITY = 512
 SLOTS = 4  # one number for all, so that few programs are compiled
@@ -72,7 +73,15 @@ def engine_of(model: LanguageModel, row: RunningRow, slots: int = SLOTS) -> Engi
 
 
 def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[Engine, list[Event]]:
+    """Runs rows; an engine that is asked for chunks without end is stuck."""
     engine = engine_of(model, jobs[0], slots)
+    dispatch, chunks = engine._dispatch, itertools.count()
+
+    def counted() -> Any:
+        assert next(chunks) < 1000, "stuck"
+        return dispatch()
+
+    engine._dispatch = counted  # type: ignore[method-assign]
     return engine, list(engine.run(jobs))
 
 
@@ -226,6 +235,63 @@ def test_a_stop_string_frees_its_slot(tiny: LanguageModel) -> None:
     assert {row.row.finish_reason for row in stopped} == {"stop", "length"}
     for cut, full in zip(stopped, whole, strict=True):
         assert cut.row.text == full.row.text.partition(stop)[0]
+
+
+def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has run it to its budget, which fills the window, before the host saw the text."""
+    monkeypatch.setattr(module, "_MIN_WINDOW", 64)
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
+    greedy = load_sampler("greedy")
+    long, short = texts(tiny)[0], texts(tiny)[4][:2]
+    budget = 65 - len(long)
+
+    def jobs(stop: Sequence[str]) -> list[RunningRow]:
+        requests = Request(long, "long", budget), Request(short, "short", 80)
+        return [job(tiny, i, one, greedy, stop=stop) for i, one in enumerate(requests)]
+
+    whole = jobs([])
+    run(tiny, whole, slots=SLOTS)
+    text = whole[0].row.text
+    end = len(text) - len("".join(token.text for token in whole[0].row.tokens[-4:]))
+    (stop, *_) = (
+        text[start:end]
+        for start in range(end - 3, 0, -1)
+        if text.find(text[start:end]) == start and text[start:end] not in whole[1].row.text
+    )
+    stopped = jobs([stop])
+    run(tiny, stopped, slots=SLOTS)
+    assert [row.row.finish_reason for row in stopped] == ["stop", "length"]
+    assert len(stopped[0].row.tokens) < budget
+    assert records(stopped[1]) == records(whole[1])
+
+
+def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MIN_WINDOW", 64)
+    good, bad = texts(tiny)[0][:2]
+    params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
+    model = replace(tiny, params=params)
+    greedy = load_sampler("greedy")
+    jobs = [
+        job(model, 0, Request([good] * 63 + [bad], "fails", 9), greedy),
+        job(model, 1, Request([good], "other", 20), greedy),
+    ]
+    run(model, jobs, slots=SLOTS)
+    assert [row.row.finish_reason for row in jobs] == ["error", "length"]
+
+
+def test_a_run_that_does_not_move_is_an_error(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never an endless loop."""
+    monkeypatch.setattr(Engine, "_window", lambda self: 64)
+    prompt = texts(tiny)[2]
+    assert len(prompt) > 65
+    with pytest.raises(RuntimeError, match="no step is made"):
+        run(tiny, [job(tiny, 0, Request(prompt, "0", 9), load_sampler("greedy"))], slots=SLOTS)
 
 
 def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
