@@ -15,30 +15,37 @@ from types import FrameType
 EXIT_INTERRUPT = 130
 
 
-def exit_at_once() -> None:
-    """From here on Ctrl-C ends the process, quietly. For a program's start, never for a library."""
-    if _arrive():
-        signal.signal(signal.SIGINT, lambda signum, frame: os._exit(EXIT_INTERRUPT))
+def exit_at_once(*signals: signal.Signals) -> None:
+    """From here on Ctrl-C ends the process, quietly, and so do the other `signals`. For a program's
+    start, never for a library."""
+    for number in (signal.SIGINT, *signals):
+        if _arrives(number):
+            signal.signal(number, lambda signum, frame: os._exit(exit_status(signum)))
+
+
+def exit_status(signum: int) -> int:
+    """The exit status of a process that a signal has ended."""
+    return 128 + signum
 
 
 @contextlib.contextmanager
 def deferred_interrupts(
     stop: Callable[[], None], signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
 ) -> Iterator[list[int]]:
-    """Within, a first Ctrl-C only calls `stop`; a second one raises KeyboardInterrupt. So do the
-    other `signals`. Gives the list of those that came."""
+    """Within, the first of the `signals` only calls `stop`; a second one raises KeyboardInterrupt,
+    or SystemExit with its own status where it is not Ctrl-C. Gives the list of those that came."""
     pressed: list[int] = []
-    if not _arrive():
-        yield pressed
-        return
 
     def press(signum: int, frame: FrameType | None) -> None:
         pressed.append(signum)
-        if len(pressed) > 1:
+        if len(pressed) == 1:
+            stop()
+        elif signum == signal.SIGINT:
             raise KeyboardInterrupt
-        stop()
+        else:
+            raise SystemExit(exit_status(signum))
 
-    before = {number: signal.signal(number, press) for number in signals}
+    before = {number: signal.signal(number, press) for number in signals if _arrives(number)}
     try:
         yield pressed
     finally:
@@ -50,7 +57,7 @@ def deferred_interrupts(
 def undeferred_interrupts() -> Iterator[None]:
     """Within `deferred_interrupts`, for a wait that a person may want to leave: Ctrl-C ends it with
     an EOFError, and counts as pressed."""
-    if not _arrive():
+    if not _arrives(signal.SIGINT):
         yield
         return
     before = signal.getsignal(signal.SIGINT)
@@ -67,8 +74,9 @@ def undeferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _arrive() -> bool:
-    """Whether interrupts reach this thread: the main one, unless the shell has them ignored."""
+def _arrives(number: signal.Signals) -> bool:
+    """Whether a signal reaches this thread: the main one, unless the signal is ignored, as a shell
+    has it with Ctrl-C for what it starts in the background of a script."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    return signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None)
+    return signal.getsignal(number) not in (signal.SIG_IGN, None)

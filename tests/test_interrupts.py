@@ -34,6 +34,23 @@ def test_the_first_is_noted_and_the_second_strikes() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_each_signal_is_deferred_or_ignored_by_itself() -> None:
+    """SIGTERM comes through in the background of a script, where Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    calls: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    with interrupts.deferred_interrupts(lambda: calls.append(1), signals) as pressed:
+        press()
+        assert calls == []
+        signal.raise_signal(signal.SIGTERM)
+        assert (calls, pressed) == ([1], [signal.SIGTERM])
+        with pytest.raises(SystemExit) as end:
+            signal.raise_signal(signal.SIGTERM)
+    assert end.value.code == 143
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_elsewhere_than_in_the_main_thread() -> None:
     done = []
 
@@ -60,6 +77,10 @@ def test_ignored_interrupts_stay_ignored() -> None:
 def test_a_program_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    interrupts.exit_at_once()
-    press()
-    assert ends == [130]
+    try:
+        interrupts.exit_at_once(signal.SIGTERM)
+        press()
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert ends == [130, 143]
