@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
+import jax
 import numpy as np
 
 from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
@@ -11,19 +13,32 @@ from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.branch import Branches
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.sample import Observation
-from entropix_jax.trace import TokenRecord, plain
+from entropix_jax.trace import plain
 
 Decode = Callable[..., str]  # a tokenizer's
+
+
+# The fields of a token's record, but for its text: that is known once nothing takes it back.
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one step did to one row."""
 
-    token: TokenRecord  # its text yet to come; means nothing where the row waits or failed
+    token: Fields  # mean nothing where the row waits or failed
     finish: int  # see `decode_state`
     may_return: bool  # the next step may take the token back
     branch: int  # which record of the branch log belongs to it; -1: none
+
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """What one row did where it branched."""
+
+    futures: list[dict[str, Any]]  # every branch, as the trace holds it
+    path: list[Fields]  # of the committed tokens, what differs from the step's own
+    close: bool  # the two best scores are closer than the margin
 
 
 def outcomes(
@@ -51,38 +66,48 @@ def outcomes(
         may_return=plain(records.may_return),
         branch=plain(records.branch),
     )
+    return [Outcome(token, **end) for token, end in zip(tokens, ends, strict=True)]
+
+
+def branchings(log: BranchLog, recording: Recording, decode: Decode) -> list[Branching]:
+    """What the log tells, in its order."""
+    number = int(log.count)
+    log = jax.tree.map(lambda x: x[:number], replace(log, count=log.committed))
+    branches, depths = log.branches, np.arange(log.branches.logprobs.shape[1])
+    taken = depths[None, :] < log.committed[:, None]  # [n, R]
+    best = branches.tokens[np.arange(number), branches.best]
+    observation, notes = jax.tree.map(lambda x: x[taken], (branches.observation, branches.notes))
+    tokens = iter(
+        each(
+            token_id=plain(best[taken]),
+            logprob=plain(branches.logprobs[taken]),
+            sequence_varentropy=plain(log.sequence_varentropy[taken]),
+            **_observed(observation),
+            **extras_fields(notes, recording, decode),
+        )
+    )
     return [
-        Outcome(TokenRecord(**token, text=""), **end)
-        for token, end in zip(tokens, ends, strict=True)
+        Branching(
+            futures=_futures(jax.tree.map(lambda x: x[i], branches), decode),  # noqa: B023
+            path=list(islice(tokens, int(log.committed[i]))),
+            close=bool(branches.ambiguous[i]),
+        )
+        for i in range(number)
     ]
 
 
-def branch_records(
-    first: TokenRecord,
-    futures: list[dict[str, Any]],
-    entry: BranchLog,
-    recording: Recording,
-    decode: Decode,
-) -> list[TokenRecord]:
-    """The records of a branch's committed tokens; the first one holds all branches.
-
-    `first` is the step's record, `entry` one row of the log.
-    """
-    branches = entry.branches
-    path = each(
-        position=[first.position + depth for depth in range(len(branches.logprobs))],
-        token_id=plain(branches.tokens[branches.best]),
-        logprob=plain(branches.logprobs),
-        sequence_varentropy=plain(entry.sequence_varentropy),
-        **_observed(branches.observation),
-        **extras_fields(branches.notes, recording, decode),
-    )
-    tokens = [replace(first, **fields) for fields in path[: int(entry.committed)]]
-    close = bool(branches.ambiguous) and differ(futures)
-    return [replace(tokens[0], branches=futures, ambiguous=close), *tokens[1:]]
+def branch_records(first: Fields, branching: Branching) -> list[Fields]:
+    """The committed tokens of a branch; the first one holds all branches. `first` is the step's."""
+    tokens = [
+        {**first, **fields, "position": first["position"] + depth}
+        for depth, fields in enumerate(branching.path)
+    ]
+    tokens[0]["branches"] = branching.futures
+    tokens[0]["ambiguous"] = branching.close and differ(branching.futures)
+    return tokens
 
 
-def futures_of(branches: Branches, decode: Decode) -> list[dict[str, Any]]:
+def _futures(branches: Branches, decode: Decode) -> list[dict[str, Any]]:
     """One row's branches as the trace holds them."""
     futures = []
     for i in np.flatnonzero(branches.length):

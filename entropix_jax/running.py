@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from entropix_jax.decode_state import (
@@ -11,12 +10,11 @@ from entropix_jax.decode_state import (
     FINISHED_LENGTH,
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
-    BranchLog,
     Recording,
 )
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
-from entropix_jax.records import Outcome, branch_records, differ, futures_of, two_best
+from entropix_jax.records import Branching, Fields, Outcome, branch_records, differ, two_best
 from entropix_jax.results import Event, Piece, Request, Row
 from entropix_jax.sampler.arms import BRANCH, INJECT
 from entropix_jax.sampler.params import SamplerParams
@@ -61,6 +59,7 @@ class RunningRow:
         self.budget = budget
         self.seed = seed
         self.eos_ids = eos_ids
+        self.started: float | None = None  # when it got its slot, by `time.perf_counter`
         self.waited = 0.0  # seconds in which a person was asked
         self.answer: tuple[list[int], int] | None = None  # tokens and action, on their way
         self.retrieve = retrieve
@@ -69,7 +68,7 @@ class RunningRow:
         self._recording = recording
         self._stop = StopFilter[TokenRecord](stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
-        self._held: TokenRecord | None = None
+        self._held: Fields | None = None
         self._chosen: list[dict[str, Any]] | None = None
         self._retrieved = 0
 
@@ -93,25 +92,22 @@ class RunningRow:
         return len(self.row.tokens) + (self._held is not None)
 
     def take(
-        self, outcome: Outcome, entry: BranchLog | None, stopping: Callable[[], bool]
+        self, outcome: Outcome, branching: Branching | None, stopping: Callable[[], bool]
     ) -> Iterator[Event]:
         """What a step did to the row: tokens, one of them perhaps in the place of the last, an end,
         or a question, whose `answer` then waits to be fetched.
 
-        `entry` is one row of the branch log. `stopping` tells whether the run is to end: then
-        nobody is asked any more.
+        `stopping` tells whether the run is to end: then nobody is asked any more.
         """
         token, finish = outcome.token, outcome.finish
         if finish == FINISHED_ERROR:
             yield from self._release()
             if self.running:  # no stop string
                 self.row.error = (
-                    f"row {self.number}: NaN or infinite logits at position {token.position}"
+                    f"row {self.number}: NaN or infinite logits at position {token['position']}"
                 )
                 yield self._end("error")
             return
-        decode_text = self._tokenizer.decode
-        futures = [] if entry is None else futures_of(entry.branches, decode_text)
         if finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
             # Who is asked has seen the whole text: nothing takes its last token back any more.
             yield from self._release()
@@ -119,21 +115,22 @@ class RunningRow:
                 return
             if finish == WAITS_FOR_TEXT:
                 return self._answer_with_text()
-            return self._answer_with_branch(futures)
+            assert branching is not None
+            return self._answer_with_branch(branching.futures)
         held = self._held
-        if token.action == "backspace" and held is not None:
+        if token["action"] == "backspace" and held is not None:
             # Drawn from the same distribution, not from the one that was just read.
-            token = replace(token, top=held.top, layers=held.layers)
+            token |= {name: held[name] for name in ("top", "layers") if name in held}
             yield self._retract(held)
         else:
             yield from self._release()
-        if entry is not None:
-            *earlier, token = branch_records(token, futures, entry, self._recording, decode_text)
+        if branching is not None:
+            *earlier, token = branch_records(token, branching)
             for one in earlier:
                 self._held = one
                 yield from self._release()
-        elif token.action == "branch" and self._chosen is not None:
-            token = replace(token, branches=self._chosen, ambiguous=differ(self._chosen))
+        elif token["action"] == "branch" and self._chosen is not None:
+            token |= {"branches": self._chosen, "ambiguous": differ(self._chosen)}
             self._chosen = None
         if not self.running:
             return  # a stop string
@@ -153,14 +150,14 @@ class RunningRow:
     def _release(self, reason: str | None = None) -> Iterator[Event]:
         """Adds the token that was held back to the row, for good, and ends the row where it ends:
         for `reason`, or by a stop string."""
-        token, row = self._held, self.row
-        if token is None or not self.running:
+        held, row = self._held, self.row
+        if held is None or not self.running:
             return
         self._held = None
-        text = self._stream.push(token.token_id)
+        text = self._stream.push(held["token_id"])
         if reason is not None:
             text += self._stream.flush()
-        token = replace(token, text=text)
+        token = TokenRecord(**held, text=text)
         row.tokens.append(token)
         pieces = tuple(Piece(text, source) for text, source in self._stop.push(token.text, token))
         row.text += "".join(piece.text for piece in pieces)
@@ -168,12 +165,12 @@ class RunningRow:
             pieces += self._end("stop" if self._stop.stopped else str(reason)).pieces
         yield Event(self.number, token, pieces)
 
-    def _retract(self, token: TokenRecord) -> Event:
+    def _retract(self, held: Fields) -> Event:
         """Drops the token that was held back: another one takes its place."""
         self._held = None
         self.row.retracted += 1
-        text = self._stream.peek(token.token_id)
-        return Event(self.number, replace(token, text=text), (), retracted=True)
+        token = TokenRecord(**held, text=self._stream.peek(held["token_id"]))
+        return Event(self.number, token, (), retracted=True)
 
     def _end(self, reason: str) -> Event:
         """Ends the row, and gives the text that had been held back."""
