@@ -15,6 +15,7 @@ _COMMANDS = {
     "inspect": ("inspect", "the uncertainty of a given text, nothing generated"),
     "ablate": ("ablate", "many settings of a sampler on tasks, in one compiled program"),
     "evaluate": ("evaluate", "samplers against each other, each tuned by the same effort"),
+    "harness": ("harness", "tasks of EleutherAI's lm-evaluation-harness"),
     "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
 }
 
