@@ -73,7 +73,7 @@ class Engine:
         capacity: int,
         recording: Recording,
     ) -> None:
-        """Nothing is allocated before the first row comes.
+        """Nothing is allocated before `run`.
 
         Args:
             params: any row's; they say what shapes the others' have.
@@ -93,6 +93,8 @@ class Engine:
         self._rows: list[RunningRow | None] = [None] * slots
         self._capacity = capacity
         self._recording = recording
+        self._source: Iterator[RunningRow | None] = iter(())
+        self._more = True
         self._next: RunningRow | None = None
         self._chunk_steps = 1
         self._stopping = False
@@ -101,11 +103,14 @@ class Engine:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
         self._stopping = True
 
-    def run(self, rows: Iterable[RunningRow]) -> Iterator[Event]:
+    def run(self, rows: Iterable[RunningRow | None]) -> Iterator[Event]:
         """Runs rows to their ends and gives the events, step by step. A row is fetched when there
-        is a slot for it."""
-        source = iter(rows)
-        self._next = next(source, None)
+        is a slot for it, or soon will be.
+
+        Where `rows` gives None the next row is not there yet: those that are go on meanwhile, and
+        it is asked again. So it should wait a moment where there are none.
+        """
+        self._source = iter(rows)
         self._slots = empty_slots(
             self._model.config,
             len(self._rows),
@@ -116,32 +121,42 @@ class Engine:
         )
         in_flight: deque[_Chunk] = deque()
         moved = True
-        while True:
-            self._fill(source)
+        while not self._stopping:
+            self._fill()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
-            if not in_flight:
+            if in_flight:
+                before, moved = moved, (yield from self._read(in_flight.popleft()))
+                # One chunk may come back as it went: the one before it has ended rows, or filled
+                # the window. The next one was given with that in mind.
+                if not (moved or before):
+                    raise RuntimeError("rows are running, but no step is made")
+            elif not self._more:
                 return
-            before, moved = moved, (yield from self._read(in_flight.popleft()))
-            if self._stopping:
-                return
-            # One chunk may come back as it went: the one before it has ended rows, or has filled
-            # the window. The next one was given with that in mind.
-            if not (moved or before):
-                raise RuntimeError("rows are running, but no step is made")
 
-    def _fill(self, source: Iterator[RunningRow]) -> None:
+    def _fetch(self) -> RunningRow | None:
+        """The row that comes next, if it is there."""
+        if self._next is None and self._more:
+            try:
+                self._next = next(self._source)
+            except StopIteration:
+                self._more = False
+        return self._next
+
+    def _fill(self) -> None:
         """Puts rows into the slots that are free, as long as there are more of them."""
         arrived = []
         for number, row in enumerate(self._rows):
-            if self._next is None or self._stopping:
-                break
             if row is not None and row.running:
                 continue
-            self._rows[number] = self._next
-            self._next = next(source, None)
+            if self._stopping or (fresh := self._fetch()) is None:
+                break
+            fresh.started = time.perf_counter()
+            self._rows[number], self._next = fresh, None
             self._slots = admit(self._slots, jnp.int32(number), self._arrival(number))
             arrived.append(number)
+        else:  # whether another one waits says when the device is to come back
+            self._fetch()
         self._prefill(arrived)
 
     def _arrival(self, number: int) -> Arrival:
