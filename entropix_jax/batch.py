@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the imports, which take a while
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +31,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
+from entropix_jax.interrupts import deferred_interrupts, exit_status
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from entropix_jax.batches.store import Store
     from entropix_jax.loading import LanguageModel
 
-_EXIT_TERMINATED = 128 + signal.SIGTERM
 _MAX_CONTEXT = 2048  # unless another number is asked for
 
 
@@ -134,7 +133,7 @@ def _main(arguments: Arguments) -> int:
         return EXIT_OK
     check_input(arguments.input)
     # JAX takes most of a second to import: not before the command line is known to be good.
-    from entropix_jax.batches.run import BatchRun, Defaults
+    from entropix_jax.batches.run import BatchRun, Defaults, count_records
     from entropix_jax.decode_state import Recording
     from entropix_jax.distributed import join
     from entropix_jax.loading import load, use_compilation_cache
@@ -171,34 +170,33 @@ def _main(arguments: Arguments) -> int:
     )
     for note in defaults.sampler.calibrated(model.folder).notes:
         print(f"note: {note}", file=sys.stderr)
+    # Long files take a while to read. Up to here there is nothing to lose: a signal ends it all.
+    total = count_records(arguments.input, share)
     identity = _identity(arguments, defaults, model, context)
-    with (
-        deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed,
-        Store.open(output, identity, mix=arguments.mix) as store,
-    ):
-        _run(arguments, run, store, share)
+    store = Store.open(output, identity, mix=arguments.mix)
+    with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:
+        _run(arguments, run, store, share, total)
         if not pressed:
             store.finish()
-    if not pressed:
-        return EXIT_OK
+            return EXIT_OK
     print("interrupted: the same command goes on from here", file=sys.stderr)
-    return EXIT_INTERRUPT if pressed[0] == signal.SIGINT else _EXIT_TERMINATED
+    return exit_status(pressed[0])
 
 
-def _run(arguments: Arguments, run: "BatchRun", store: "Store", share: tuple[int, int]) -> None:
+def _run(
+    arguments: Arguments,
+    run: "BatchRun",
+    store: "Store",
+    share: tuple[int, int],
+    total: int | None,
+) -> None:
     from entropix_jax.batches.progress import ProgressView, Standing
-    from entropix_jax.batches.run import count_records
     from entropix_jax.batches.source import read_records
 
     progress, engine = run.progress, run.engine
     progress.done = store.done
     if store.done:
         print(f"note: {store.done} records are done already", file=sys.stderr)
-
-    def records() -> "Iterator[Record | BadRecord]":
-        for record in read_records(arguments.input, share=share):
-            if not store.is_done(record):
-                yield record
 
     def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
         # A record that cannot be run is told from a row that failed by its having no text.
@@ -211,9 +209,9 @@ def _run(arguments: Arguments, run: "BatchRun", store: "Store", share: tuple[int
         return Standing(progress.done, progress.tokens, used)
 
     started = time.perf_counter()
-    total = count_records(arguments.input, share)
+    records = read_records(arguments.input, share=share)
     with ProgressView(standing, total) as view:
-        run.run(records(), write, view.looked)
+        run.run(records, write, store.is_done, view.looked)
     seconds = time.perf_counter() - started
     end = standing()
     failed = f" ({progress.failed} of them with an error)" if progress.failed else ""

@@ -15,10 +15,10 @@ from types import FrameType
 EXIT_INTERRUPT = 130
 
 
-def exit_at_once(*signals: signal.Signals) -> None:
-    """From here on Ctrl-C ends the process, quietly, and so do the other `signals`. For a program's
-    start, never for a library."""
-    for number in (signal.SIGINT, *signals):
+def exit_at_once() -> None:
+    """From here on Ctrl-C and SIGTERM end the process, quietly. For a program's start, never for a
+    library."""
+    for number in (signal.SIGINT, signal.SIGTERM):
         if _arrives(number):
             signal.signal(number, lambda signum, frame: os._exit(exit_status(signum)))
 

@@ -11,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,17 @@ import pytest
 
 from entropix_jax import batch
 from entropix_jax.batches import sinks
-from entropix_jax.batches.run import count_records, file_name
+from entropix_jax.batches.run import BatchRun, Defaults, count_records, file_name
+from entropix_jax.batches.source import BadRecord, Record
 from entropix_jax.batches.store import Store
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
-from entropix_jax.loading import load
+from entropix_jax.loading import LanguageModel, load
 from entropix_jax.memory import check_memory, plan_memory
 from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
+from entropix_jax.sampler.presets import load_sampler
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import config_of_folder, poisoned, write_model
 from tests.test_main import Json, Result, shared_cache  # noqa: F401 (a fixture)
@@ -381,11 +384,12 @@ def test_mistakes(
     assert "out.jsonl" not in left or not (tmp_path / "out.jsonl").read_bytes()
 
 
-def test_count_of_records(tmp_path: Path) -> None:
+def test_count_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_input(tmp_path / "in.jsonl", [*records(5), "", BAD[0][0]])
     assert count_records(str(source)) == 6
     assert count_records("s3://bucket/key.jsonl") is None
-    assert count_records("-") is None
+    monkeypatch.chdir(write_input(tmp_path / "-", records(2)).parent)
+    assert count_records("-") is None  # standard input, whatever files there are
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert count_records(str(pipe)) is None  # or else a run would find it empty
@@ -398,6 +402,98 @@ def test_from_a_pipe(command: Callable[..., Result], tmp_path: Path) -> None:
         status = command("--input", pipe, "--output", tmp_path / "out.jsonl").status
     assert status == EXIT_OK
     assert len(read(tmp_path / "out.jsonl")) == 3
+
+
+# Ends of a run that is asked to stop, and times
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> LanguageModel:
+    return load(folder)
+
+
+def batch_run(model: LanguageModel, slots: int = 2) -> BatchRun:
+    own = Defaults(load_sampler("greedy"), max_new_tokens=9, chat=False, ignore_eos=True)
+    return BatchRun(model, own, slots=slots, capacity=64)
+
+
+def good(number: int) -> Record:
+    return Record(number, f"r{number}", number, prompt="Once upon a time")
+
+
+@pytest.mark.parametrize("what", ["refused", "done"])
+def test_a_run_stops_among_records_that_run_nothing(model: LanguageModel, what: str) -> None:
+    """And looks on while it goes through them."""
+    run, looks, left = batch_run(model), 0, 0
+
+    def looked() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 50:
+            run.stop()
+
+    def source() -> Iterator[Record | BadRecord]:
+        for number in range(10_000):
+            yield good(number) if what == "done" else BadRecord(number, None, 0, "bad")
+
+    def is_done(record: Record | BadRecord) -> bool:
+        nonlocal left
+        left += 1
+        return what == "done"
+
+    run.run(source(), lambda record, result: None, is_done, looked)
+    assert left < 50 <= looks < 60
+
+
+def test_rows_go_on_while_the_next_record_does_not_come(model: LanguageModel) -> None:
+    """Each record comes once the one before it has its result, and not sooner."""
+    results: dict[str | None, Mapping[str, Any]] = {}
+    arrived = threading.Semaphore(1)
+
+    def source() -> Iterator[Record]:
+        for number in range(3):
+            assert arrived.acquire(timeout=PATIENCE)
+            yield good(number)
+
+    def write(record: Record | BadRecord, result: Mapping[str, Any]) -> None:
+        results[record.id] = result
+        arrived.release()
+
+    batch_run(model).run(source(), write)
+    assert [(name, result["tokens"]) for name, result in results.items()] == [
+        (f"r{number}", 9) for number in range(3)
+    ]
+
+
+def test_an_input_that_breaks_off_is_told(model: LanguageModel) -> None:
+    results: list[str | None] = []
+
+    def source() -> Iterator[Record]:
+        yield good(0)
+        raise UserError("broken off")
+
+    with pytest.raises(UserError, match="broken off"):
+        batch_run(model).run(source(), lambda record, result: results.append(record.id))
+
+
+def test_a_row_s_time_begins_with_its_slot(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with its record, which is read ahead. On a clock that only a token moves."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    run, found = batch_run(model, slots=1), []
+
+    def looked() -> None:
+        nonlocal now
+        now = float(run.progress.tokens)
+
+    def write(record: Record | BadRecord, result: Mapping[str, Any]) -> None:
+        found.append(result["timings"]["seconds"])
+
+    run.run((good(number) for number in range(3)), write, looked=looked)
+    assert len(found) == 3
+    assert max(found) <= 9
 
 
 # Memory
@@ -454,12 +550,15 @@ def start(
     running: list[subprocess.Popen[bytes]] = []
 
     def popen(*arguments: object, slots: int = 4) -> subprocess.Popen[bytes]:
-        own = ["--input", "in.jsonl", "--output", "out.jsonl", "--model", folder, "--slots", slots]
+        own = ["--output", "out.jsonl", "--model", folder, "--slots", slots]
+        if "--input" not in arguments:
+            own += ["--input", "in.jsonl"]
         command = [sys.executable, "-m", "entropix_jax.batch", *own, *arguments]
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=tmp_path,
             env={"PYTHONPATH": str(ROOT), **os.environ, **own_cache},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -538,6 +637,29 @@ def test_a_run_that_is_killed_goes_on(
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert resumed == without_timings(read(output))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_an_input_that_does_not_come_holds_nothing_up(
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    """Neither the rows that are there, nor the end."""
+    process = start("--input", "-", "--max-new-tokens", "5")
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(records(1)[0]).encode() + b"\n")
+    process.stdin.flush()
+    wait_for(tmp_path / "out.jsonl", 1, process)
+    process.send_signal(number)
+    assert process.wait(PATIENCE) == status
+    assert process.stderr is not None
+    assert b"Traceback" not in (err := process.stderr.read())
+    assert err.endswith(b"interrupted: the same command goes on from here\n")
+    assert list(read(tmp_path / "out.jsonl")) == ["r0"]
 
 
 def test_two_runs_at_once(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from entropix_jax import interrupts
 
 
 @pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def handlers() -> Iterator[None]:
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def press() -> None:
@@ -77,10 +79,7 @@ def test_ignored_interrupts_stay_ignored() -> None:
 def test_a_program_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    try:
-        interrupts.exit_at_once(signal.SIGTERM)
-        press()
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    interrupts.exit_at_once()
+    press()
+    signal.raise_signal(signal.SIGTERM)
     assert ends == [130, 143]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from urllib.parse import quote
 
 from entropix_jax import __version__
 from entropix_jax.api import encode_prompt
+from entropix_jax.batches.ahead import Ahead
 from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -27,6 +30,7 @@ from entropix_jax.slots import padded_ids
 from entropix_jax.trace import TraceWriter, footer, header
 
 _COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
+_PATIENCE = 0.02  # seconds to wait for a record while the device works, too
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
 
@@ -58,7 +62,6 @@ class _Job:
 
     record: Record
     row: RunningRow
-    started: float
     first_token: float | None = None
     events: list[Event] = field(default_factory=list)  # for its trace
 
@@ -90,6 +93,7 @@ class BatchRun:
             UserError: a sampler, a recording or end tokens that do not fit the model.
         """
         self.progress = Progress()
+        self._stopping = False
         self._model = model
         self._defaults = defaults
         self._capacity = capacity
@@ -111,6 +115,7 @@ class BatchRun:
         self,
         records: Iterable[Record | BadRecord],
         write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
+        is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
         """Runs the records and gives `write` each result as it comes, not in their order.
@@ -119,30 +124,49 @@ class BatchRun:
         their way have none.
 
         Args:
-            looked: is called after each token.
+            records: are read in a thread of their own. While they do not come, what is there runs.
+            is_done: whether a record has its result already.
+            looked: is called after each token and each record, and while nothing comes.
         """
-        for event in self.engine.run(self._rows(records, write)):
-            job = self._jobs[event.row]
-            if event.token is not None:
-                if job.first_token is None:
-                    job.first_token = time.perf_counter()
-                self.progress.tokens += 1 if not event.retracted else 0
-                if self._traces is not None:
-                    job.events.append(event)
-            if not job.row.running:
-                self._end(job, write)
-            looked()
+        with Ahead(records) as ahead:
+            for event in self.engine.run(self._rows(ahead, write, is_done, looked)):
+                job = self._jobs[event.row]
+                if event.token is not None:
+                    if job.first_token is None:
+                        job.first_token = time.perf_counter()
+                    self.progress.tokens += 1 if not event.retracted else 0
+                    if self._traces is not None:
+                        job.events.append(event)
+                if not job.row.running:
+                    self._end(job, write)
+                looked()
 
     def stop(self) -> None:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        self._stopping = True
         self.engine.stop()
 
     def _rows(
         self,
-        records: Iterable[Record | BadRecord],
+        records: Ahead[Record | BadRecord],
         write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
-    ) -> Iterator[RunningRow]:
-        for number, record in enumerate(records):
+        is_done: Callable[[Record | BadRecord], bool],
+        looked: Callable[[], None],
+    ) -> Iterator[RunningRow | None]:
+        """The rows of the records that have no result, None while the next one does not come."""
+        for number in itertools.count():
+            looked()
+            if self._stopping:
+                return
+            try:
+                record = records.get(_PATIENCE)
+            except queue.Empty:
+                yield None
+                continue
+            if record is None:
+                return
+            if is_done(record):
+                continue
             try:
                 if isinstance(record, BadRecord):
                     raise UserError(record.error)
@@ -152,7 +176,7 @@ class BatchRun:
                 self.progress.failed += 1
                 write(record, {"error": str(error), "finish_reason": "error"})
                 continue
-            self._jobs[number] = _Job(record, row, time.perf_counter())
+            self._jobs[number] = _Job(record, row)
             yield row
 
     def _row(self, number: int, record: Record) -> RunningRow:
@@ -193,11 +217,11 @@ class BatchRun:
         self, job: _Job, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
     ) -> None:
         """Gives out the result of a record whose row has ended."""
-        row = job.row.row
-        now = time.perf_counter()
-        timings = {"seconds": now - job.started}
+        row, started = job.row.row, job.row.started
+        assert started is not None
+        timings = {"seconds": time.perf_counter() - started}
         if job.first_token is not None:
-            timings["first_token"] = job.first_token - job.started
+            timings["first_token"] = job.first_token - started
         timings = {name: round(seconds, 4) for name, seconds in timings.items()}
         if self._traces is not None:
             self._write_trace(self._traces, job, timings)
@@ -249,10 +273,12 @@ class BatchRun:
 
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
     """How many records a share of a file has, for a display; None where that would take long to
-    know."""
+    know. A pipe is left alone: it is read once."""
+    if address == "-":  # whatever files there are
+        return None
     try:
         path = Path(address)
-        if not path.is_file() or path.stat().st_size > _COUNTED_BYTES:  # a pipe is read once
+        if not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
             return None
     except (OSError, ValueError):  # not a file of this machine
         return None

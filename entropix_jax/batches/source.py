@@ -457,7 +457,14 @@ def opened(address: str) -> Iterator[BinaryIO]:
     if address == "-":
         if sys.stdin is None:
             raise UserError("standard input is closed")
-        yield cast(BinaryIO, sys.stdin.buffer)
+        # Through a buffer of its own: Python takes the lock of standard input's as it ends, and
+        # would abort where a thread still waits in it for a line.
+        raw: Any = sys.stdin.buffer
+        lines = io.BufferedReader(getattr(raw, "raw", raw))
+        try:
+            yield lines
+        finally:
+            lines.detach()
         return
     fs, path = located(address)
     with reaching(address):
