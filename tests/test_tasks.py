@@ -7,6 +7,7 @@ from decimal import Decimal
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,11 +17,12 @@ from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Split, Task
 from entropix_jax.tokenizer import Tokenizer, load_tokenizer
 from entropix_jax.world import lexicon
-from entropix_jax.world.documents import document
+from entropix_jax.world.documents import document, stream
 from entropix_jax.world.facts import create
 from entropix_jax.world.grammar import Document, certain, replay
-from entropix_jax.world.lexicon import BEGIN, PAUSE, TURN_END
+from entropix_jax.world.lexicon import BEGIN, END, PAUSE, TURN_END
 from entropix_jax.world.problems import Kind, Sum, answer_sum, answer_word_problem, problems
+from entropix_jax.world.prose import LISTS
 
 TINY = Path(__file__).parent.parent / "weights" / "tiny"
 WORLD = create(0)
@@ -97,6 +99,7 @@ def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[st
         ("word-problems", (500, 500), "dd513ba89c97623b"),
         ("facts", (144, 136), "1145601b9d884101"),
         ("forks", (400, 400), "51adc258f160cf1d"),
+        ("documents", (300, 300), "1fc06de43fe90600"),
     ],
 )
 def test_items_never_change(name: str, sizes: tuple[int, int], digest: str):
@@ -107,7 +110,7 @@ def test_items_never_change(name: str, sizes: tuple[int, int], digest: str):
     assert sha256(json.dumps(content).encode()).hexdigest()[:16] == digest
 
 
-@pytest.mark.parametrize("name", ["sums", "word-problems", "facts", "forks"])
+@pytest.mark.parametrize("name", ["sums", "word-problems", "facts", "forks", "documents"])
 def test_splits_share_no_item(name: str):
     tuning, test = (items_of(find_task(name), split) for split in SPLITS)
     ids = {item.id for item in (*tuning, *test)}
@@ -173,6 +176,11 @@ def test_the_world_s_own_answers_are_right_and_fit(
         ("forks", " the park"),
         ("forks", " Wait..."),
         ("forks", ""),
+        ("documents", " Xyz"),
+        ("documents", " Zürich"),
+        ("documents", "12345 # %"),
+        ("documents", " Wait... ..."),
+        ("documents", ""),
     ],
 )
 def test_other_answers_are_wrong(name: str, wrong: str):
@@ -192,7 +200,7 @@ def test_a_fact_about_somebody_else_is_no_answer():
     assert task.extract(item, "Bob lives in Rome.") is None
 
 
-@pytest.mark.parametrize("name", ["sums", "word-problems", "facts", "forks"])
+@pytest.mark.parametrize("name", ["sums", "word-problems", "facts", "forks", "documents"])
 def test_prompts_are_words_of_the_world(name: str, tokenizer: Tokenizer):
     known = {tokenizer.encode(terminal, add_bos=False)[0] for terminal in lexicon.TERMINALS}
     task = find_task(name)
@@ -242,6 +250,164 @@ def test_a_future_is_the_first_thing_said(text: str, future: str | None):
     task = find_task("forks")
     assert task.extract(item, text) == future
     assert task.score(item, task.extract(item, text)) == (future is not None)
+
+
+# Documents.
+
+THOUGHT = " Wait..."  # what the sampler puts in
+
+
+def continuations(length: int = 48, hesitant: float = 0.0) -> Iterator[tuple[Item, list[str]]]:
+    """Every test item and what the world itself goes on to write, `length` terminals, but no
+    chats: hesitating this often where it may, besides as often as it does.
+    """
+    rng = Random("continuations")
+    for item in items_of(find_task("documents"), "test"):
+        going = stream(WORLD)
+        choice = next(going)
+        for terminal in lexicon.terminals_of(f"{BEGIN}{item.prompt}"):
+            choice = going.send(terminal)
+        terminals: list[str] = []
+        for _ in range(length):
+            own = [t for t in choice.terminals if t in (" Wait", PAUSE)]
+            terminal = rng.choice(own) if own and rng.random() < hesitant else choice.draw(rng)
+            terminals.append("Once" if terminal == lexicon.HEADER else terminal)
+            choice = going.send(terminals[-1])
+        yield item, terminals
+
+
+def judged(item: Item, text: str) -> float:
+    task = find_task("documents")
+    return task.score(item, task.extract(item, text))
+
+
+def test_beginnings_are_of_all_kinds_and_lengths():
+    for split in SPLITS:
+        prompts = [question_of(item) for item in items_of(find_task("documents"), split)]
+        told = [lexicon.terminals_of(prompt) for prompt in prompts]
+        assert {len(terminals) for terminals in told} == set(range(1, 13))
+        patterns = [
+            f"({'|'.join(LISTS)})",
+            "On",
+            "Once",
+            rf"({'|'.join(lexicon.PEOPLE)})($|:)",
+            rf"({'|'.join(lexicon.PEOPLE)})($| (lives|is|trusts|has)($| [^0-9]))",
+            r"\d+",
+        ]
+        for index, prompt in enumerate(prompts):
+            assert re.match(patterns[index % 6], prompt), prompt
+
+
+def test_a_document_s_beginning_is_no_end():
+    for item in (item for split in SPLITS for item in items_of(find_task("documents"), split)):
+        upcoming = replay(document(WORLD), lexicon.terminals_of(f"{BEGIN}{item.prompt}")).upcoming
+        assert upcoming is not None
+        assert END not in upcoming.terminals
+
+
+@pytest.mark.parametrize("hesitant", [0.0, 0.3])
+def test_what_the_world_writes_is_possible_wherever_it_is_cut(hesitant: float):
+    """Into the documents that follow, and within a terminal as between two."""
+    task = find_task("documents")
+    specials = re.compile("|".join(map(re.escape, lexicon.SPECIALS)))
+    for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
+        text = "".join(terminals)
+        within = {i for m in specials.finditer(text) for i in range(m.start() + 1, m.end())}
+        ends = range(1, len(text) + 1) if index < 24 else (len(text) * index // 300, len(text))
+        for end in ends:
+            if end and end not in within:
+                answer = task.extract(item, text[:end])
+                assert task.score(item, answer) == float(answer is not None), text[:end]
+                assert answer is not None or terminals[0] in (" Wait", PAUSE)
+
+
+@pytest.mark.parametrize("hesitant", [0.0, 0.3])
+def test_a_thought_may_stand_anywhere(hesitant: float):
+    """Also within what the world restates after a hesitation of its own, and cut."""
+    rng = Random("thoughts")
+    for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
+        for place in range(49) if index < 24 else rng.sample(range(49), 2):
+            before, after = "".join(terminals[:place]), "".join(terminals[place:])
+            assert judged(item, f"{before}{THOUGHT}{after}") == 1.0, (before, after)
+            if place and terminals[0] not in (" Wait", PAUSE):
+                cut = rng.randrange(1, len(THOUGHT))
+                assert judged(item, f"{before}{THOUGHT[:cut]}") == 1.0
+        every = "".join(t + rng.choice(["", "", PAUSE, THOUGHT]) for t in terminals)
+        assert judged(item, every) == 1.0, every
+
+
+def test_thoughts_leave_no_trace():
+    """Where the world itself does not hesitate, a text without them is what it was."""
+    task = find_task("documents")
+    for item, terminals in continuations(24):
+        if {" Wait", PAUSE}.isdisjoint(terminals):
+            text = "".join(terminals)
+            for place in range(25):
+                thinking = "".join((*terminals[:place], THOUGHT, *terminals[place:]))
+                assert task.extract(item, thinking) == text
+
+
+@pytest.mark.parametrize("wrong", [" Xyz", " Berlins", " #", " user"])
+def test_the_share_before_the_first_wrong_word(wrong: str):
+    rng = Random(wrong)
+    for item, terminals in continuations():
+        if {" Wait", PAUSE}.isdisjoint(terminals):
+            place = rng.randrange(47)
+            text = "".join((*terminals[:place], wrong, *terminals[place + 1 :]))
+            assert judged(item, text) == place / len(lexicon.pieces_of(text)), text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "told", "share"),
+    [
+        # A word that is restated, as the world does.
+        ("On", " Monday Wait... On Monday Anna", " Monday Anna", 1.0),
+        ("On Monday", " Wait... On Monday Anna", " Anna", 1.0),
+        ("Once", " upon a time Wait... Once upon a time Anna", " upon a time Anna", 1.0),
+        ("Guests:", " Anna, Wait... Bob, ... Carl", " Anna, Bob, Carl", 1.0),
+        ("12 +", " 7 = Wait... 12 + 7 = 19.", " 7 = 19.", 1.0),
+        ("38 -", " 19 = Wait... 38 - 19 = 19.", " 19 = 19.", 1.0),
+        ("Anna", ":\n Wait... Hello", ":\n Hello", 1 / 3),
+        # One that the world would not restate there.
+        ("12 + 7 =", " 19. 22 + Wait... 22 + 22 = 44.", " 19. 22 + 22 = 44.", 1.0),
+        ("Guests:", " Anna, Wait... Anna, Bob", " Anna, Anna, Bob", 2 / 5),
+        # Restated up to where the budget ends.
+        ("12 + 7 =", " 19. 22 + Wait... 22 +", " 19. 22 +", 1.0),
+        ("On", " Monday Wait... On Mon", " Monday", 1.0),
+        ("On", " Monday Wait.", " Monday Wait.", 1.0),
+        # Something else.
+        ("On Monday", " Wait... On Friday Anna", " On Friday Anna", 0.0),
+        # A remark that tells more than what it leads back to.
+        (
+            "Anna has 20 pens. Anna loses 5 pens. Anna loses 5 pens. How many pens does Anna have?",
+            " Answer: Wait... 20 - 5 = 15. 15 - 5 = 10. Answer: 10.",
+            " Answer: 10.",
+            1.0,
+        ),
+        # The next document.
+        ("12 + 7 =", f" 19.{END}{BEGIN}Guests: Anna", f" 19.{END}{BEGIN}Guests: Anna", 1.0),
+        ("12 + 7 =", f" 19.{END}Guests: Anna", f" 19.{END}Guests: Anna", 3 / 6),
+        # A sum that no training text holds, and a wrong result.
+        ("10 +", " 4 = 14.", " 4 = 14.", 1.0),
+        ("12 + 7 =", " 18.", " 18.", 0.0),
+    ],
+)
+def test_what_is_judged(prompt: str, text: str, told: str, share: float):
+    item = Item("documents-test-1", prompt, "")
+    task = find_task("documents")
+    assert task.extract(item, text) == told
+    assert task.score(item, told) == share
+
+
+def test_many_thoughts_are_judged_at_once():
+    """What a text with a thought after each word costs."""
+    item = Item("documents-test-1", "On Monday", "")
+    assert judged(item, " Wait... On Monday" * 16) == 0.0
+    assert judged(item, f"{' Wait... On Monday' * 16} Anna") == 1.0
+    assert judged(item, " Wait..." * 24) == 0.0
+    asked = "Anna: Hello, Bob.\nBob: Hello, Anna.\nAnna: Where do you live?\nBob:"
+    assert judged(Item("documents-test-2", asked, ""), f"{' Wait... ...' * 20} x") == 0.0
+    assert judged(item, " Wait... Anna Anna" * 16) == 1 / 32
 
 
 # GSM8K.

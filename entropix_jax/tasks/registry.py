@@ -13,7 +13,8 @@ from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Task
 
 _BUILT_IN: dict[str, Task] = {
-    task.name: task for task in (tiny.SUMS, tiny.WORD_PROBLEMS, tiny.FACTS, tiny.FORKS)
+    task.name: task
+    for task in (tiny.SUMS, tiny.WORD_PROBLEMS, tiny.FACTS, tiny.FORKS, tiny.DOCUMENTS)
 }
 _GSM8K = "gsm8k:TEST.jsonl[,TUNING.jsonl]"
 _MEMBERS = ("name", "chat", "stop", "max_new_tokens", "items", "extract", "score")
@@ -23,7 +24,7 @@ def find_task(name: str) -> Task:
     """The task of a name.
 
     Args:
-        name: `sums`, `word-problems`, `facts` or `forks`, of the tiny world;
+        name: `sums`, `word-problems`, `facts`, `forks` or `documents`, of the tiny world;
             `gsm8k:TEST.jsonl[,TUNING.jsonl]`; or a task of one's own, `some.module:attribute` or
             `path/to/file.py:attribute`, whose code is run.
 

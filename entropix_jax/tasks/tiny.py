@@ -1,24 +1,28 @@
 """Tasks in the tiny world, whose answers are known by construction.
 
-None of them needs a stop text: a chat's answers end with the turn, and a fork's is its first word.
-The budgets hold the longest answers that the world itself gives, and a thought besides that a
+None of them needs a stop text: a chat's answers end with the turn, a fork's is its first word, and
+a document goes on to its end or until its budget is spent.
+The other budgets hold the longest answers that the world itself gives, and a thought besides that a
 sampler puts in.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
+from itertools import islice
 from random import Random
 
+from entropix_jax.tasks.judge import PAUSED, WAITED, leave_out_hesitations, share_possible
 from entropix_jax.tasks.task import Item, Prompt, Split, Task
 from entropix_jax.world import facts
 from entropix_jax.world.chat import facts_asked
+from entropix_jax.world.documents import document
 from entropix_jax.world.grammar import Choice, Document, choose, sample, say, uniform, weighted
-from entropix_jax.world.lexicon import PAUSE, PEOPLE, WAIT
-from entropix_jax.world.problems import Kind, problems, read_answer
-from entropix_jax.world.prose import tell_story, write_diary, write_profile
+from entropix_jax.world.lexicon import END, PAUSE, PEOPLE, WAIT
+from entropix_jax.world.problems import FIRST_OPERANDS, Kind, problems, read_answer
+from entropix_jax.world.prose import LISTS, tell_story, write_diary, write_profile
 
 
 @cache
@@ -129,7 +133,7 @@ class _Forks(Task):
     def extract(self, item: Item, text: str) -> str | None:
         """The future that a completion begins with, at once or after a hesitation."""
         assert item.truth is not None
-        hesitation = r"(?: \.\.\.| ?Wait\.\.\.(?: \w+)*?\.?)*?"
+        hesitation = rf"(?:{PAUSED}|{WAITED}(?: \w+)*?\.?)*?"
         future = re.match(rf"{hesitation} ?({'|'.join(item.truth)})\b", text)
         return future[1] if future else None
 
@@ -172,7 +176,73 @@ def _futures(choice: Choice) -> dict[str, float]:
     return {word: p / total for word, p in futures.items()}
 
 
+class _Documents(Task):
+    """Open writing: the beginnings of documents, of each kind but chats and word problems as many.
+
+    What is right is whatever could have been written in the world. A document may end anywhere, for
+    its budget ends it as well; but none is broken off where it could have ended already, so that an
+    empty continuation is wrong. Each beginning comes from a document of its own, and a stable hash
+    of its text puts it into either split.
+    """
+
+    name = "documents"
+    chat = False
+    max_new_tokens = 48
+
+    _SIZE = 300  # of each split
+    _KINDS = ("list", "diary", "story", "dialogue", "profile", "sums")  # in turn
+    _LONGEST = 12  # terminals of a beginning
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        rng = Random("documents 0")
+        found: set[str] = set()
+        while len(found) < self._SIZE:
+            kind = self._KINDS[len(found) % len(self._KINDS)]
+            prompt = self._beginning(kind, rng)
+            if prompt and prompt not in found and _split_of(prompt) == split:
+                found.add(prompt)
+                yield Item(f"documents-{split}-{len(found)}", prompt, "")
+
+    def _beginning(self, kind: str, rng: Random) -> str:
+        """That of the next document of a kind; empty if it hesitates or could end there."""
+        count = rng.randint(1, self._LONGEST)
+        while True:
+            positions = list(islice(sample(document(_world()), rng), 1, self._LONGEST + 2))
+            said = [position.terminal for position in positions]
+            if _kind_of(said) == kind:
+                break
+        hesitates = not {PAUSE, WAIT}.isdisjoint(said[:count])
+        if hesitates or len(said) <= count or END in positions[count].choice.terminals:
+            return ""
+        return "".join(said[:count])
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """What is judged: the text without its hesitations. A majority of such has no meaning."""
+        assert isinstance(item.prompt, str)
+        return leave_out_hesitations(_world(), item.prompt, text) or None
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """The share of the words before the first that is impossible; 0 if nothing was written."""
+        assert isinstance(item.prompt, str)
+        return share_possible(_world(), item.prompt, answer or "")
+
+
+def _kind_of(said: Sequence[str]) -> str:
+    """What kind of a document begins with these terminals."""
+    first, second, third, *_ = said
+    if first in PEOPLE:
+        if second == ":":
+            return "dialogue"
+        return "problem" if second == " has" and third != " a" else "profile"
+    if first in LISTS:
+        return "list"
+    return (
+        "sums" if first in FIRST_OPERANDS else {"On": "diary", "Once": "story"}.get(first, "chat")
+    )
+
+
 SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # every one that there is
 WORD_PROBLEMS = _Problems("word-problems", "word", {"tuning": 500, "test": 500}, 48)
 FACTS = _Facts()
 FORKS = _Forks()
+DOCUMENTS = _Documents()

@@ -8,6 +8,7 @@ from entropix_jax.world.lexicon import BEGIN, END, HEADER
 from entropix_jax.world.problems import (
     FIRST_OPERANDS,
     START,
+    Split,
     answer_word_problem,
     pose_word_problem,
     write_sums,
@@ -38,8 +39,10 @@ _AFTER_NAME = weighted(
 _AFTER_HAS = weighted("fork", {" a": 0.2, **{f" {n}": 0.8 / len(START) for n in START}})
 
 
-def document(world: World) -> Document:
-    """One document, from its begin to its end token. Its problems are of the training split."""
+def document(world: World, split: Split | None = "train") -> Document:
+    """One document, from its begin to its end token. Its problems are of a split, or None: of all,
+    but those of its chats are of the training split.
+    """
     yield certain("fixed", BEGIN)
     first = yield _FIRST
     if first == HEADER:
@@ -52,18 +55,18 @@ def document(world: World) -> Document:
     elif first in LISTS:
         yield from write_list(LISTS[first])
     elif first in FIRST_OPERANDS:
-        yield from write_sums(int(first))
+        yield from write_sums(int(first), split)
     else:
-        yield from _write_about(world, first)
+        yield from _write_about(world, first, split)
 
 
-def stream(world: World) -> Document:
+def stream(world: World, split: Split | None = "train") -> Document:
     """Documents one after the other, without end."""
     while True:
-        yield from document(world)
+        yield from document(world, split)
 
 
-def _write_about(world: World, name: str) -> Document:
+def _write_about(world: World, name: str, split: Split | None) -> Document:
     """A document that begins with a name: a dialogue, a profile or a word problem."""
     verb = yield _AFTER_NAME
     if verb == ":":
@@ -72,7 +75,7 @@ def _write_about(world: World, name: str) -> Document:
     if verb == " has":
         owned = yield _AFTER_HAS
         if owned != " a":
-            steps = yield from pose_word_problem(name, int(owned), "train")
+            steps = yield from pose_word_problem(name, int(owned), split)
             yield from answer_word_problem(steps)
             yield certain("fixed", END)
             return

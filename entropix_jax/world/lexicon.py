@@ -113,10 +113,16 @@ def terminals_of(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: a piece is no terminal of the world.
     """
-    terminals: list[str] = []
+    pieces = pieces_of(text)
+    for piece in pieces:
+        if piece not in _KNOWN:
+            raise ValueError(f"{piece!r} is no terminal of the world")
+    return pieces
+
+
+def pieces_of(text: str) -> tuple[str, ...]:
+    """Divides any text where terminals would divide; its pieces may be none of them."""
+    pieces: list[str] = []
     for stretch in _SPECIAL.split(text):
-        terminals += [stretch] if stretch in SPECIALS else _WORD.findall(stretch)
-    for terminal in terminals:
-        if terminal not in _KNOWN:
-            raise ValueError(f"{terminal!r} is no terminal of the world")
-    return tuple(terminals)
+        pieces += [stretch] if stretch in SPECIALS else _WORD.findall(stretch)
+    return tuple(pieces)

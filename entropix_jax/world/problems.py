@@ -82,27 +82,29 @@ class NoSuchProblem(ValueError):
 
 
 @cache
-def _operand(first: int, sign: Sign, allowed: range, split: Split) -> Choice:
-    """The second operand: any that puts the sum into the split and keeps it within 0 to 99."""
+def _operand(first: int, sign: Sign, allowed: range, split: Split | None) -> Choice:
+    """The second operand: any that puts the sum into the split, if any, and keeps it within 0 to
+    99.
+    """
     sums = (Sum(first, sign, second) for second in allowed)
-    operands = [f" {s.second}" for s in sums if s.split == split and 0 <= s.value <= 99]
+    operands = [f" {s.second}" for s in sums if split in (None, s.split) and 0 <= s.value <= 99]
     if not operands:
         raise NoSuchProblem(f"no operand puts {first} {sign} ... into the split {split!r}")
     return uniform("number", operands)
 
 
-def pose_sum(first: int, split: Split) -> Part[Sum]:
+def pose_sum(first: int, split: Split | None) -> Part[Sum]:
     """` + 7`, after the first operand."""
     sign: Sign = "+" if (yield from choose(_SIGN)) == "+" else "-"
     second = int((yield from choose(_operand(first, sign, _SECOND, split))))
     return Sum(first, sign, second)
 
 
-def pose_word_problem(name: str, first: int, split: Split) -> Part[tuple[Sum, Sum]]:
+def pose_word_problem(name: str, first: int, split: Split | None) -> Part[tuple[Sum, Sum]]:
     """` apples. ... How many apples does Anna have?`, after `Anna has 12`; returns its two sums."""
     goods = yield from choose(_GOODS)
     yield from say(".")
-    one = yield from _step(name, goods, first, "train")
+    one = yield from _step(name, goods, first, split and "train")
     two = yield from _step(name, goods, one.value, split)
     yield from say(f" How many {goods} does {name} have?")
     return one, two
@@ -123,7 +125,7 @@ def _receiver(name: str) -> Choice:
     return uniform("name", _others(name))
 
 
-def _step(name: str, goods: str, held: int, split: Split) -> Part[Sum]:
+def _step(name: str, goods: str, held: int, split: Split | None) -> Part[Sum]:
     """` Bob gives Anna 5 apples.` or ` Anna loses 5 apples.`"""
     actor = yield from choose(_actor(name))
     sign: Sign = "+"
@@ -162,10 +164,10 @@ def answer_sum(asked: Sum, *, lead: str = " ", direct: float = DIRECT) -> Docume
         yield from say(".")
 
 
-def write_sums(first: int) -> Document:
+def write_sums(first: int, split: Split | None = "train") -> Document:
     """` + 7 = 19. 30 - 4 = 26.` and so on to the end token, after the first operand."""
     while True:
-        asked = yield from pose_sum(first, "train")
+        asked = yield from pose_sum(first, split)
         yield from say(" =")
         yield from _recall(asked.value, (asked,))
         number = yield _NEXT_SUM
