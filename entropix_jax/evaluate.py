@@ -18,6 +18,7 @@ import tyro
 from entropix_jax.commandline import Count, Dtype, Model, Texts, parse, run_command
 from entropix_jax.errors import UserError
 
+_SAMPLERS = ("temperature", "greedy", "entropix")
 _Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
 
 
@@ -27,12 +28,12 @@ class Arguments:
     others are held against."""
 
     task: _Names
-    """sums, word-problems, facts, forks (for the embedded model), gsm8k:TEST.jsonl[,TUNING.jsonl],
-    or one of your own, module:attribute or file.py:attribute."""
+    """sums, word-problems, facts, forks, documents (for the embedded model),
+    gsm8k:TEST.jsonl[,TUNING.jsonl], or one of your own, module:attribute or file.py:attribute."""
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """A folder for all that comes of it. The same command goes on where it was left."""
-    sampler: _Names = (("temperature", "greedy", "entropix"),)
-    """Presets or files."""
+    sampler: _Names = ()
+    """Presets or files (default: temperature greedy entropix)."""
     items: Count = 100
     """Items of each task, 0 for all of them."""
     seeds: Count = 3
@@ -58,30 +59,29 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 
 def _main(arguments: Arguments) -> int:
+    most = arguments.max_new_tokens
     for name, value, least in (
         ("--items", arguments.items, 0),
         ("--seeds", arguments.seeds, 1),
         ("--tune", arguments.tune, 0),
         ("--tune-items", arguments.tune_items, 1),
-        ("--max-new-tokens", arguments.max_new_tokens or 1, 1),
+        ("--max-new-tokens", 1 if most is None else most, 1),
     ):
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.studies.command import run_study
-    from entropix_jax.studies.sweep import TUNED, Setting, Sweep, tuning_of
+    from entropix_jax.studies.sweep import Setting, Sweep, names_of, tuning_of
 
-    names = list(dict.fromkeys(itertools.chain(*arguments.sampler)))
+    names = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
     tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
+    samplers = [load_sampler(name) for name in names]
     settings: tuple[Setting, ...] = ()
     tuning = None
     if arguments.tune:
         tuning = tuning_of(names, settings=arguments.tune, items=arguments.tune_items, seeds=[0])
-        baseline = next(iter(tuning.candidates)) + TUNED
     else:
-        samplers = [load_sampler(name) for name in names]
         settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
-        baseline = settings[0].name
     sweep = Sweep(
         description=f"{', '.join(names)} on {', '.join(tasks)}",
         tasks=tasks,
@@ -89,10 +89,10 @@ def _main(arguments: Arguments) -> int:
         items=arguments.items,
         seeds=tuple(range(arguments.seeds)),
         split="test",
-        max_new_tokens=arguments.max_new_tokens,
+        max_new_tokens=most,
         settings=settings,
         tuning=tuning,
-        baseline=baseline,
+        baseline=names_of(settings, tuning)[0],
     )
     return run_study(
         sweep,

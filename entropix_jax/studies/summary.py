@@ -100,7 +100,7 @@ def findings_of(
         one = digest.settings[name]
         right = np.asarray(one.right)
         items = np.asarray(one.row_items)
-        if right.min(initial=1.0) == right.max(initial=1.0):
+        if len(np.unique(right)) < 2:
             continue  # all right or all wrong: nothing to predict
         predictors[name] = {
             key: auroc_interval(np.asarray(one.predictors[key]), right < 0.5, items)
