@@ -266,8 +266,13 @@ class Engine:
         records, log = jax.device_get((chunk.records, log))
         self._pace(time.perf_counter() - asked)
         decode_text = self._model.tokenizer.decode
-        branched = [] if log is None else branchings(log, self._recording, decode_text)
         live = records.live
+        branched = {}
+        if log is not None:  # each data shard's part of it has room that is not used
+            used = np.unique(records.branch[live & (records.branch >= 0)])
+            log = jax.tree.map(lambda x: x[used], replace(log, count=log.committed))
+            log = replace(log, count=np.int32(len(used)))
+            branched = dict(zip(used, branchings(log, self._recording, decode_text), strict=True))
         self.steps += int(live.any(axis=-1).sum())
         rows = [chunk.rows[number] for number in np.nonzero(live)[1]]
         happened = outcomes(
