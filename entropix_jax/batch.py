@@ -30,6 +30,7 @@ from entropix_jax.commandline import (
     parse,
     run_command,
 )
+from entropix_jax.distributed import check_place, join
 from entropix_jax.errors import UserError
 from entropix_jax.interrupts import deferred_interrupts, exit_status
 
@@ -135,7 +136,6 @@ def _main(arguments: Arguments) -> int:
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.batches.run import BatchRun, Defaults, count_records
     from entropix_jax.decode_state import Recording
-    from entropix_jax.distributed import join
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.sampler.presets import choose_sampler
 
@@ -236,9 +236,10 @@ def _check(arguments: Arguments) -> None:
             raise UserError(f"{name} must be at least {least}, not {value}")
     if arguments.merge is not None and arguments.merge < 1:
         raise UserError(f"--merge must be at least 1, not {arguments.merge}")
-    apart = (arguments.coordinator, arguments.processes, arguments.process)
-    if not arguments.distributed and any(given is not None for given in apart):
+    place = (arguments.coordinator, arguments.processes, arguments.process)
+    if not arguments.distributed and any(given is not None for given in place):
         raise UserError("--coordinator, --processes and --process need --distributed")
+    check_place(*place)
     if arguments.distributed and arguments.input == "-":
         raise UserError("--distributed: each process reads all of --input: give a file, not -")
     if not all(map(all, arguments.stop)):

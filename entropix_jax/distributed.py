@@ -1,14 +1,26 @@
 """Several hosts: who is who among the processes of one run.
 
 Rows do not meet across hosts, so JAX's multi-controller runtime is needed for one thing alone: it
-tells each process its number and connects the hosts' devices as the hardware wants it. After that
-each process works by itself, and one that dies takes no other with it.
+tells each process its number and, on TPUs, connects the hosts' devices as the hardware wants it.
+After that each process works by itself, and one that dies takes no other with it.
+
+Where others do not come JAX ends the whole process, and devices that were made as part of a whole
+look for the others for good. So the processes meet through children of theirs, but for those with
+TPUs, which meet over their own wires.
 """
 
-import jax
-from jax.extend.backend import clear_backends
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 from entropix_jax.errors import UserError
+
+PATIENCE = 300  # seconds to wait for the others
 
 
 def join(
@@ -26,18 +38,105 @@ def join(
         UserError: the environment says nothing, or the others do not come.
     """
     try:
-        jax.distributed.initialize(coordinator, processes, process)
-        index, count = jax.process_index(), jax.process_count()
-        platform = jax.default_backend()
-        jax.distributed.shutdown()
+        if _has_tpu():
+            return _meet(coordinator, processes, process, PATIENCE)
+        return _sent(coordinator, processes, process, PATIENCE)
     except (ValueError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"--distributed: the processes do not meet: {first} (outside a TPU VM or Slurm give "
-            "--coordinator, --processes and --process)"
+            f"--distributed: the processes do not meet: {_first_line(error)} (outside a TPU VM or "
+            "Slurm give --coordinator, --processes and --process)"
         ) from None
-    if platform != "tpu":
-        # Devices that were made as part of the whole would look for the others when they first
-        # meet each other. A TPU's meet over their own wires.
-        clear_backends()
+
+
+def check_place(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Looks whether what a user says of the processes can be; arguments as of `join`.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if coordinator is not None:
+        match = re.fullmatch(r"(?:[^\s:]+|\[[^\s\]]+\]):([0-9]{1,5})", coordinator)
+        if match is None or not 1 <= int(match[1]) <= 65535:
+            raise UserError(
+                f"--coordinator {coordinator}: must be HOST:PORT, the port from 1 to 65535"
+            )
+    if processes is not None and processes < 1:
+        raise UserError(f"--processes must be at least 1, not {processes}")
+    if process is not None and not 0 <= process < (processes or process + 1):
+        most = "" if processes is None else f" and under --processes {processes}"
+        raise UserError(f"--process must be at least 0{most}, not {process}")
+
+
+def _meet(
+    coordinator: str | None, processes: int | None, process: int | None, patience: int
+) -> tuple[int, int]:
+    """The meeting, in this process."""
+    import jax
+
+    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=patience)
+    place = jax.process_index(), jax.process_count()
+    jax.distributed.shutdown()
+    return place
+
+
+def _sent(*arguments: str | int | None) -> tuple[int, int]:
+    """The meeting, in a child process, which ends with this one, whatever ends it.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-m", "entropix_jax.distributed", json.dumps(arguments)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,  # left open: it ends with this process
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with child:
+        try:
+            assert child.stdout is not None
+            told = child.stdout.read()
+        except BaseException:
+            child.kill()
+            raise
+    if not told:
+        raise RuntimeError(f"not all had come after {arguments[-1]} s, or one was lost")
+    place = json.loads(told)
+    if isinstance(place, str):
+        raise RuntimeError(place)
+    index, count = place
     return index, count
+
+
+def _attend() -> None:
+    """What the child does: says on standard output who it is, or why that is not known."""
+
+    def end_with_parent() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    place: tuple[int, int] | str
+    try:
+        place = _meet(*json.loads(sys.argv[1]))
+    except (ValueError, RuntimeError) as error:
+        place = _first_line(error)
+    print(json.dumps(place), flush=True)
+    os._exit(0)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _has_tpu() -> bool:
+    """Whether JAX would take a TPU. To ask JAX itself would take it."""
+    if importlib.util.find_spec("libtpu") is None:
+        return False
+    wanted = os.environ.get("JAX_PLATFORMS") or "tpu"
+    chips = (*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*"))
+    return "tpu" in wanted and bool(chips)
+
+
+if __name__ == "__main__":
+    _attend()

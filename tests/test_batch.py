@@ -19,9 +19,10 @@ from typing import Any
 
 import fsspec
 import jax
+import psutil
 import pytest
 
-from entropix_jax import batch
+from entropix_jax import batch, distributed
 from entropix_jax.batches import sinks
 from entropix_jax.batches.run import BatchRun, Defaults, count_records, file_name
 from entropix_jax.batches.source import BadRecord, Record
@@ -352,6 +353,17 @@ def test_names_of_files() -> None:
         (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
         (["--distributed", "--input", "-"], "each process reads all of --input"),
         (["--distributed"], "--distributed: the processes do not meet: "),
+        (
+            ["--distributed", "--coordinator", "nonsense"],
+            "--coordinator nonsense: must be HOST:PORT",
+        ),
+        (["--distributed", "--coordinator", "host:0"], "the port from 1 to 65535"),
+        (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
+        (["--distributed", "--processes", "0"], "--processes must be at least 1, not 0"),
+        (
+            ["--distributed", "--processes", "2", "--process", "2"],
+            "--process must be at least 0 and under --processes 2, not 2",
+        ),
         (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
         (["--mesh", "rows=2"], "rows"),
         (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
@@ -719,16 +731,52 @@ def test_from_a_bucket_to_a_bucket(
 # Several hosts
 
 
+def meeting() -> tuple[str, ...]:
+    """Options of two processes that meet on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return "--distributed", "--coordinator", address, "--processes", "2"
+
+
+def test_others_that_do_not_come(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "PATIENCE", 1)
+    source = write_input(tmp_path / "in.jsonl", records(1))
+    own = ("--input", source, "--output", tmp_path / "out.jsonl")
+    for process in (0, 1):
+        alone = command(*own, *meeting(), "--process", process)
+        assert (alone.status, alone.err.count("\n")) == (EXIT_USAGE, 1)
+        assert alone.err.startswith("error: --distributed: the processes do not meet: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_wait_for_others_ends_at_once(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, number: signal.Signals
+) -> None:
+    """And leaves nobody behind."""
+    write_input(tmp_path / "in.jsonl", records(1))
+    process = start(*meeting(), "--process", 0)
+    end = time.monotonic() + PATIENCE
+    while not (children := psutil.Process(process.pid).children()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(number)
+    status = process.wait(10)
+    assert status == (128 + number if number != signal.SIGKILL else -number)
+    psutil.wait_procs(children, 10)
+    assert not any(child.is_running() for child in children)
+
+
 def test_two_processes_do_what_one_does(
     command: Callable[..., Result],
     start: Callable[..., subprocess.Popen[bytes]],
     tmp_path: Path,
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", [*records(9), BAD[0][0]])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    shared = ("--max-new-tokens", 8, "--distributed", "--coordinator", address, "--processes", 2)
+    shared = ("--max-new-tokens", 8, *meeting())
     processes = [start(*shared, "--process", i) for i in range(2)]
     for process in processes:
         _, err = process.communicate(timeout=PATIENCE)
