@@ -32,13 +32,17 @@ A sweep file is TOML:
     seeds = [0]
     [tuning.over.top-p]           # else as in configs/ablations/ranges.toml
     "base.top_p" = { from = 0.5, to = 1.0 }
+
+Files in it are named from its own folder.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,12 +53,15 @@ from entropix_jax.errors import UserError
 from entropix_jax.files import read_text
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler, nearest
+from entropix_jax.sampler.settings import Sampler, check_key, check_values, nearest
+from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Split
 
 BASE = "base"  # the setting that changes nothing
 TUNED = " (tuned)"
 _MOST_SETTINGS = 100_000
+_MOST_SEED = 2**63 - 1  # which a table can hold
+_MOST_TRIES = 1000  # for one draw that is to be another than those before
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
     *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
@@ -133,6 +140,20 @@ def find_sweep(name: str) -> Path:
     return resource_folder("configs") / "ablations" / f"{name}.toml"
 
 
+def names_of(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
+    """The names of a study's settings, tuned ones included, in order.
+
+    Raises:
+        UserError: two are the same.
+    """
+    names = [setting.name for setting in settings]
+    names += [f"{name}{TUNED}" for name in (tuning.candidates if tuning else ())]
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise UserError(f"two settings are called '{name}'")
+    return names
+
+
 def tuning_of(
     samplers: Sequence[str],
     *,
@@ -140,7 +161,6 @@ def tuning_of(
     items: int,
     seeds: Sequence[int],
     over: Mapping[str, Mapping[str, Any]] | None = None,
-    where: str = "tuning",
 ) -> Tuning:
     """Candidates for each sampler: its own values, then random draws from its ranges.
 
@@ -152,19 +172,27 @@ def tuning_of(
         over: ranges by sampler and key; those of `configs/ablations/ranges.toml` for the others.
 
     Raises:
-        UserError: an unknown sampler or key, or a range that is none.
+        UserError: an unknown sampler or key, one name for two samplers, or a range that is none or
+            too small.
     """
-    ranges = {**_shipped_ranges(), **(over or {})}
-    candidates = {}
-    for name in samplers:
-        sampler = load_sampler(name)
-        own = ranges.get(sampler.name, {})
-        found = [Setting(f"{sampler.name} #1", sampler)]
-        rng = Random(f"tuning {sampler.name}")
-        for number in range(2, settings + 1 if own else 2):
-            drawn = _draw(own, rng, sampler, f"{where}: {sampler.name}")
-            found.append(Setting(f"{sampler.name} #{number}", sampler.with_values(drawn), drawn))
-        candidates[sampler.name] = tuple(found)
+    over = over or {}
+    ranges = {**_shipped_ranges(), **over}
+    candidates: dict[str, tuple[Setting, ...]] = {}
+    for sampler in map(load_sampler, samplers):
+        name = sampler.name
+        if name in candidates:
+            raise UserError(f"samplers: two are called '{name}'")
+        found = [Setting(f"{name} #1", sampler)]
+        if own := ranges.get(name):
+            draws = _draws(own, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}")
+            found += [
+                Setting(f"{name} #{number}", changed, drawn)
+                for number, (drawn, changed) in enumerate(draws, 2)
+            ]
+        candidates[name] = tuple(found)
+    for name in over:
+        if name not in candidates:
+            raise UserError(f"over.{name}: not among the samplers{nearest(name, [*candidates])}")
     return Tuning(candidates, items, tuple(seeds))
 
 
@@ -196,24 +224,29 @@ class _Reader:
         if split not in get_args(Split):
             raise self._error(f"split = {split!r}: must be one of {', '.join(get_args(Split))}")
         tuning = self._tuning()
+        if tuning and prompts is not None:
+            raise self._error("tuning: 'prompts' have no answers to tune by")
+        if tuning and split == "tuning":
+            raise self._error("split = 'tuning': settings are tuned on it, so test on the other")
         settings = tuple(self._settings(tuning))
-        tuned = [f"{name}{TUNED}" for name in (tuning.candidates if tuning else ())]
-        names = [*(setting.name for setting in settings), *tuned]
-        for name in names:
-            if names.count(name) > 1:
-                raise self._error(f"two settings are called '{name}'")
+        try:
+            names = names_of(settings, tuning)
+        except UserError as error:
+            raise self._error(str(error)) from None
         baseline = self._text("baseline") or names[0]
         if baseline not in names:
             raise self._error(f"baseline = '{baseline}': no such setting{nearest(baseline, names)}")
-        most = raw.get("max_new_tokens")
+        most = None
+        if "max_new_tokens" in raw:
+            most = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
         return Sweep(
             description=self._text("description") or "",
-            tasks=tasks,
-            prompts=None if prompts is None else str(self._folder / prompts),
+            tasks=tuple(map(self._task, tasks)),
+            prompts=None if prompts is None else self._file(prompts),
             items=self._count(raw, "items", "items", default=100, least=0),
             seeds=self._seeds(raw, ""),
             split="tuning" if split == "tuning" else "test",
-            max_new_tokens=None if most is None else self._count(raw, "max_new_tokens", "", 1, 1),
+            max_new_tokens=most,
             settings=settings,
             tuning=tuning,
             baseline=baseline,
@@ -222,11 +255,11 @@ class _Reader:
     def _settings(self, tuning: Tuning | None) -> Iterator[Setting]:
         raw = self._raw
         common = self._values(raw.get("set", {}), "set")
-        base = self._sampler(self._text("base") or "entropix", common, "set")
+        base = self._sampler(self._text("base") or "entropix", common, "base")
         named = self._table(raw, "settings", "settings")
         grid = self._table(raw, "grid", "grid")
         random = self._table(raw, "random", "random")
-        if "base" in raw or grid or random or not (named or tuning):
+        if not raw.keys().isdisjoint(("base", "grid", "random")) or not (named or tuning):
             yield Setting(BASE, base)
         for name, changes in named.items():
             if not isinstance(changes, dict):
@@ -245,6 +278,8 @@ class _Reader:
 
     def _grid(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
         axes = _flatten_values(table)
+        if "grid" in self._raw and not axes:
+            raise self._error("grid: no key to give values of")
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise self._error(f"grid: {key}: must be a list of values")
@@ -253,10 +288,11 @@ class _Reader:
             raise self._error(f"grid: {number} settings, at most {_MOST_SETTINGS} are possible")
         if axes:
             for values in itertools.product(*axes.values()):
-                yield self._point(base, dict(zip(axes, values, strict=True)), "grid")
+                point = dict(zip(axes, values, strict=True))
+                yield Setting(_name_of(point), self._changed(base, point, "grid"), point)
 
     def _random(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
-        if not table:
+        if "random" not in self._raw:
             return
         self._check_keys(table, ("settings", "seed", "over"), "random: ")
         number = self._count(table, "settings", "random.settings", 16, 1, _MOST_SETTINGS)
@@ -264,32 +300,30 @@ class _Reader:
         ranges = _flatten_values(self._table(table, "over", "random.over"))
         if not ranges:
             raise self._error("random.over: no key to draw values of")
-        for _ in range(number):
-            yield self._point(
-                base, _draw(ranges, rng, base, f"{self._where}: random.over"), "random"
-            )
-
-    def _point(self, base: Sampler, values: dict[str, Any], where: str) -> Setting:
-        name = " ".join(f"{key}={_short(value)}" for key, value in values.items())
-        return Setting(name, self._changed(base, values, where), values)
+        try:
+            for drawn, sampler in _draws(ranges, rng, base, number, "random.over"):
+                yield Setting(_name_of(drawn), sampler, drawn)
+        except UserError as error:
+            raise self._error(str(error)) from None
 
     def _tuning(self) -> Tuning | None:
-        table = self._table(self._raw, "tuning", "tuning")
-        if not table:
+        if "tuning" not in self._raw:
             return None
+        table = self._table(self._raw, "tuning", "tuning")
         self._check_keys(table, ("samplers", "settings", "items", "seeds", "over"), "tuning: ")
         over = self._table(table, "over", "tuning.over")
         samplers = table.get("samplers")
         if not _is_list(samplers, str) or not samplers:
             raise self._error("tuning.samplers: must be a list of samplers")
-        return tuning_of(
-            [self._place(name) for name in samplers],
-            settings=self._count(table, "settings", "tuning.settings", 8, 1, 1000),
-            items=self._count(table, "items", "tuning.items", 50, 0),
-            seeds=self._seeds(table, "tuning."),
-            over={name: _flatten_values(ranges) for name, ranges in over.items()},
-            where=f"{self._where}: tuning",
-        )
+        settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
+        items = self._count(table, "items", "tuning.items", 50, 0)
+        seeds = self._seeds(table, "tuning.")
+        ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
+        places = [self._place(name) for name in samplers]
+        try:
+            return tuning_of(places, settings=settings, items=items, seeds=seeds, over=ranges)
+        except UserError as error:
+            raise self._error(f"tuning: {error}") from None
 
     def _sampler(self, name: str, common: Mapping[str, Any], where: str) -> Sampler:
         try:
@@ -299,12 +333,23 @@ class _Reader:
         return self._changed(sampler, common, "set")
 
     def _place(self, name: str) -> str:
-        """A sampler file is named from the sweep's own folder."""
-        return str(self._folder / name) if name.endswith(".toml") else name
+        """Where a sampler is."""
+        return self._file(name) if name.endswith(".toml") else name
+
+    def _task(self, name: str) -> str:
+        """A task's name, with its files where they are."""
+        kind, _, files = name.partition(":")
+        if kind == Gsm8k.name and files:
+            return f"{kind}:{','.join(map(self._file, files.split(',')))}"
+        return self._file(name) if name.rpartition(":")[0].endswith(".py") else name
+
+    def _file(self, name: str) -> str:
+        """A file is named from the sweep's own folder, or by a URL."""
+        return name if "://" in name else str(self._folder / name)
 
     def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
         try:
-            return sampler.with_values(values) if values else sampler
+            return _with(sampler, values) if values else sampler
         except UserError as error:
             raise self._error(f"{where}: {error}") from None
 
@@ -321,8 +366,8 @@ class _Reader:
 
     def _seeds(self, raw: Mapping[str, Any], within: str) -> tuple[int, ...]:
         seeds = raw.get("seeds", [0])
-        if not _is_list(seeds, int) or not seeds or min(seeds) < 0:
-            raise self._error(f"{within}seeds: must be a list of integers from 0")
+        if not _is_list(seeds, int) or not seeds or not 0 <= min(seeds) <= max(seeds) <= _MOST_SEED:
+            raise self._error(f"{within}seeds: must be a list of integers from 0 to {_MOST_SEED}")
         if len(set(seeds)) < len(seeds):
             raise self._error(f"{within}seeds: one stands there twice")
         return tuple(seeds)
@@ -338,7 +383,7 @@ class _Reader:
     ) -> int:
         value = raw.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self._error(f"{where or key} = {value!r}: must be an integer from {least}")
+            raise self._error(f"{where} = {value!r}: must be an integer from {least} to {most}")
         return value
 
     def _text(self, key: str) -> str | None:
@@ -365,7 +410,7 @@ class _Reader:
 
 
 def _is_range(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) <= {"from", "to", "scale"} and bool(value)
+    return isinstance(value, dict) and set(value) <= {"from", "to", "scale"}
 
 
 def _flatten_values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -379,43 +424,121 @@ def _flatten_values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     return flat
 
 
-def _draw(ranges: Mapping[str, Any], rng: Random, sampler: Sampler, where: str) -> dict[str, Any]:
-    """A value for each key: one of a list, or a number of a range; whole where the sampler's is."""
-    drawn: dict[str, Any] = {}
-    for key, values in ranges.items():
-        if isinstance(values, list) and values:
-            drawn[key] = rng.choice(values)
-            continue
-        ends = _ends(values)
-        if ends is None:
+def _with(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
+    """The sampler with other values. Two thresholds that do not go together are refused even where
+    the model's own are still to come: these two stand above them."""
+    changed = sampler.with_values(values)
+    for ends in (("h1", "h2"), ("u1", "u2")):
+        low, high = (changed.changes.get(f"thresholds.{name}") for name in ends)
+        if low is not None and high is not None and low > high:
             raise UserError(
-                f"{where}: {key}: must be a list of values, or"
-                ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
+                f"{sampler.name}: thresholds.{ends[0]} = {low} is above "
+                f"thresholds.{ends[1]} = {high}"
             )
-        scale = values.get("scale")
-        low, high = map(math.log if scale == "log" else float, ends)
-        number = rng.uniform(low, high)
-        number = math.exp(number) if scale == "log" else number
-        whole = isinstance(sampler.values.get(key), int)
-        drawn[key] = round(number) if whole else float(f"{number:.4g}")
-    return drawn
+    return changed
 
 
-def _ends(values: Any) -> tuple[float, float] | None:
-    """Where a range begins and ends; None where it is no range."""
+def _draws(
+    ranges: Mapping[str, Any], rng: Random, sampler: Sampler, number: int, where: str
+) -> Iterator[tuple[dict[str, Any], Sampler]]:
+    """So many draws, each another one, and the sampler with each. What does not go together, two
+    thresholds say, is drawn anew.
+
+    Raises:
+        UserError: a key or a value that no sampler has, or no more draws to be had.
+    """
+    axes = {key: _axis(key, values, sampler, where) for key, values in ranges.items()}
+    before: set[str] = set()
+    problem = ""
+    tries = 0
+    while len(before) < number:
+        if tries == _MOST_TRIES:
+            raise UserError(f"{where}: {len(before)} draws and no more, of {number}: {problem}")
+        tries += 1
+        drawn = {key: _draw(axis, rng) for key, axis in axes.items()}
+        name = _name_of(drawn)
+        if name in before:
+            problem = "what is drawn was drawn before"
+            continue
+        try:
+            changed = _with(sampler, drawn)
+        except UserError as error:
+            problem = str(error)
+            continue
+        before.add(name)
+        tries = 0
+        yield drawn, changed
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Numbers from `low` to `high`, drawn evenly or, where `log`, evenly in their logarithms."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+
+def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _Range:
+    """What a key's values are drawn from. It is whole numbers where the sampler's own is one.
+
+    Raises:
+        UserError: it is neither a list nor a range, or holds what cannot be a value of the key.
+    """
+    check_key(key, where)
+    axis = values if isinstance(values, list) and values else _range(values)
+    if axis is None:
+        raise UserError(
+            f"{where}: {key}: must be a list of values, or"
+            ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
+        )
+    if isinstance(axis, list):
+        ends = axis
+    else:
+        if isinstance(sampler.values.get(key), int):
+            axis = _Range(math.ceil(axis.low), math.floor(axis.high), axis.log, True)
+            if axis.low > axis.high:
+                raise UserError(f"{where}: {key}: no whole number lies in the range")
+        ends = [axis.low, axis.high]
+    for value in ends:
+        check_values({key: value}, where, sampler.arms)
+    return axis
+
+
+def _range(values: Any) -> _Range | None:
+    """The range that a table describes; None where it is none."""
     if not _is_range(values):
         return None
     low, high, scale = values.get("from"), values.get("to"), values.get("scale", "linear")
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (low, high))
-    if not numbers or scale not in ("linear", "log") or not low < high:
+    if not _is_list([low, high], int | float) or scale not in ("linear", "log"):
         return None
-    return None if scale == "log" and low <= 0 else (low, high)
+    if not -sys.float_info.max <= low < high <= sys.float_info.max:  # nor is NaN
+        return None
+    return None if scale == "log" and low <= 0 else _Range(low, high, scale == "log", False)
 
 
-def _is_list(value: Any, kind: type) -> bool:
+def _draw(axis: list[Any] | _Range, rng: Random) -> Any:
+    """A value: one of a list, or a number of a range, of four digits."""
+    if isinstance(axis, list):
+        return rng.choice(axis)
+    if axis.log:
+        number = math.exp(rng.uniform(math.log(axis.low), math.log(axis.high)))
+    else:
+        number = rng.uniform(axis.low, axis.high)
+    rounded = round(number) if axis.whole else float(f"{number:.4g}")
+    return min(max(rounded, axis.low), axis.high)
+
+
+def _is_list(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(v, kind) and not isinstance(v, bool) for v in value
     )
+
+
+def _name_of(values: Mapping[str, Any]) -> str:
+    """What a setting is called by its values."""
+    return " ".join(f"{key}={_short(value)}" for key, value in values.items())
 
 
 def _short(value: Any) -> str:
