@@ -233,14 +233,10 @@ def budget_of(model: LanguageModel, request: Request, capacity: int | None = Non
         raise UserError(f"the prompt holds {strange[0]}, which is no token")
     if request.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-    if prompt >= positions:
+    room = positions if capacity is None else min(positions, capacity)
+    if prompt >= room:
+        limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"
         raise UserError(
-            f"the prompt has {prompt} tokens, the model {positions} positions: "
-            f"at most {positions - 1} leave room for an answer"
+            f"the prompt has {prompt} tokens, {limit}: at most {room - 1} leave room for an answer"
         )
-    if capacity is not None and prompt >= capacity:
-        raise UserError(
-            f"the prompt has {prompt} tokens, a row has room for {capacity}: "
-            f"at most {capacity - 1} leave room for an answer"
-        )
-    return min(request.max_new_tokens, min(positions, capacity or positions) - prompt)
+    return min(request.max_new_tokens, room - prompt)

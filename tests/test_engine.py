@@ -366,6 +366,7 @@ def test_a_run_that_is_asked_to_stop(tiny: LanguageModel) -> None:
         (99, 5, 100, 1),
         (100, 5, 100, "the prompt has 100 tokens, a row has room for 100: at most 99 leave room"),
         (4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
+        (4802, 5, 2048, "a row has room for 2048: at most 2047 leave room"),
         (0, 5, 100, "the prompt is empty"),
         (10, 0, 100, "max_new_tokens must be at least 1, not 0"),
     ],
