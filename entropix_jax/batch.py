@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from entropix_jax.batches.run import BatchRun, Defaults
     from entropix_jax.batches.source import BadRecord, Record
     from entropix_jax.batches.store import Store
+    from entropix_jax.decode_state import Recording
     from entropix_jax.loading import LanguageModel
 
+_LARGEST = 2**31 - 1  # of what is counted
 _MAX_CONTEXT = 2048  # unless another number is asked for
 
 
@@ -113,7 +115,8 @@ class Arguments:
     merge: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Run nothing: join the parts of N processes, once each record has its result."""
     strict: Flag = False
-    """End at the first record that cannot be run, instead of giving it an error for its result."""
+    """End at the first record that cannot be run, instead of giving it an error for its result. One
+    that has an error from an earlier run is done."""
     mix: Flag = False
     """Go on with an output whatever run it is of."""
 
@@ -154,18 +157,18 @@ def _main(arguments: Arguments) -> int:
         share = join(arguments.coordinator, arguments.processes, arguments.process)
         output = part_address(output, *share)
     check_output(output, input=arguments.input)
-    traces = _trace_folder(arguments)
     use_compilation_cache()
     mesh = _mesh(arguments)
-    context = _check_memory(arguments, mesh)
+    recording = Recording(top=arguments.trace_top, layers=arguments.trace_layers)
+    context = _check_memory(arguments, mesh, recording)
     model = load(arguments.model, arguments.dtype, mesh if mesh.size > 1 else None)
     run = BatchRun(
         model,
         defaults,
         slots=arguments.slots,
         capacity=context,
-        recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
-        traces=traces,
+        recording=recording,
+        traces=None if arguments.trace is None else Path(arguments.trace),
         name=arguments.model or "weights/tiny",
     )
     for note in defaults.sampler.calibrated(model.folder).notes:
@@ -193,6 +196,8 @@ def _run(
     from entropix_jax.batches.progress import ProgressView, Standing
     from entropix_jax.batches.source import read_records
 
+    if arguments.trace is not None:
+        _make_folder(Path(arguments.trace))
     progress, engine = run.progress, run.engine
     progress.done = store.done
     if store.done:
@@ -234,6 +239,8 @@ def _check(arguments: Arguments) -> None:
     ):
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+        if value > _LARGEST:
+            raise UserError(f"{name} must be at most {_LARGEST}, not {value}")
     if arguments.merge is not None and arguments.merge < 1:
         raise UserError(f"--merge must be at least 1, not {arguments.merge}")
     place = (arguments.coordinator, arguments.processes, arguments.process)
@@ -246,17 +253,15 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--stop: an empty text ends nothing")
     if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
         raise UserError("--trace-top and --trace-layers need --trace DIR")
+    if "://" in (arguments.trace or ""):
+        raise UserError(f"--trace {arguments.trace}: traces need a folder on this machine")
 
 
-def _trace_folder(arguments: Arguments) -> Path | None:
-    if arguments.trace is None:
-        return None
-    folder = Path(arguments.trace)
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made a folder: {error.strerror}") from None
-    return folder
 
 
 def _mesh(arguments: Arguments) -> "Mesh":
@@ -269,7 +274,7 @@ def _mesh(arguments: Arguments) -> "Mesh":
     return parse_mesh(arguments.mesh, jax.local_devices())
 
 
-def _check_memory(arguments: Arguments, mesh: "Mesh") -> int:
+def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") -> int:
     """The cache slots of a row, once it is told and known that the batch fits."""
     from entropix_jax.config import load_model_config
     from entropix_jax.loading import resolve_model, weights_dtype
@@ -293,6 +298,7 @@ def _check_memory(arguments: Arguments, mesh: "Mesh") -> int:
         capacity=context,
         data=mesh.shape[DATA],
         model=mesh.shape[MODEL],
+        recording=recording,
     )
     print(told, file=sys.stderr)
     return context

@@ -1,22 +1,31 @@
 """What a batch will take of each device's memory, told before any of it is taken."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import psutil
+from jax.sharding import AbstractMesh
 
 from entropix_jax.branching import lanes_of
 from entropix_jax.config import ModelConfig
+from entropix_jax.decode_state import Recording
+from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
-from entropix_jax.params import count_params
+from entropix_jax.params import param_specs
 from entropix_jax.precision import Precision
 from entropix_jax.preparation import MAX_PREFILL, MIN_WINDOW, bucket, chunk_size
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sharding import DATA, MODEL, rules_for
 
 # Float32 arrays of a vocabulary for each row: the last token's logits, and what a step makes of
 # this one's on the way to a draw.
 _LOGITS = 8
+_BRANCHES = 4  # a step, that the log of branches has room for, beyond those of a last step
+_CHUNKS = 2  # of steps whose records are there at a time
+_NOTHING = Recording()
 
 
 @dataclass(frozen=True)
@@ -27,16 +36,18 @@ class MemoryPlan:
     cache: int
     logits: int
     working: int  # a prefill's scores, or the branches' own slots
+    records: int = 0  # of what each step did besides the choice
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.cache + self.logits + self.working
+        return self.weights + self.cache + self.logits + self.working + self.records
 
     def __str__(self) -> str:
+        records = f", records {_size(self.records)}" if self.records else ""
         return (
             f"weights {_size(self.weights)}, cache {_size(self.cache)}, "
-            f"logits {_size(self.logits)}, working space {_size(self.working)}"
+            f"logits {_size(self.logits)}, working space {_size(self.working)}{records}"
         )
 
 
@@ -48,12 +59,25 @@ def plan_memory(
     capacity: int,
     data: int = 1,
     model: int = 1,
+    recording: Recording = _NOTHING,
 ) -> MemoryPlan:
     """What a batch of `slots` rows with `capacity` cache slots each takes per device, where `data`
     devices share the rows and `model` devices share each row's heads and matrices.
 
     An estimate: what XLA needs besides is not known before it has compiled.
+
+    Raises:
+        UserError: a model that `model` devices cannot share.
     """
+    mesh: Any = AbstractMesh((data, model), (DATA, MODEL))
+    weights = sum(
+        math.prod(sharding.shard_shape(spec.shape))
+        for spec, sharding in zip(
+            jax.tree.leaves(param_specs(config)),
+            jax.tree.leaves(rules_for(mesh, config).params(config)),
+            strict=True,
+        )
+    )
     rows = -(-slots // data)
     width = precision.activations.itemsize
     position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width // model
@@ -61,11 +85,14 @@ def plan_memory(
     branches = lanes * (capacity + MAX_WIDTH * MAX_DEPTH) * position
     chunk = chunk_size(config, capacity, 1, MAX_PREFILL)
     scores = chunk * config.num_heads * bucket(capacity, MIN_WINDOW) * 4 // model
+    note = 8 * recording.top + 4 * config.num_layers * config.num_heads * recording.layers
+    log = (rows + _BRANCHES * MAX_STEPS) * MAX_DEPTH
     return MemoryPlan(
-        weights=count_params(config) * precision.weights.itemsize // model,
+        weights=weights * precision.weights.itemsize,
         cache=rows * capacity * position,
         logits=_LOGITS * (rows + lanes * MAX_WIDTH) * config.vocab_size * 4,
         working=max(scores, branches),
+        records=_CHUNKS * (MAX_STEPS * rows + log) * note,
     )
 
 
@@ -78,6 +105,7 @@ def check_memory(
     capacity: int,
     data: int = 1,
     model: int = 1,
+    recording: Recording = _NOTHING,
 ) -> str:
     """One line that says what a batch will take of each device, and of how much.
 
@@ -87,7 +115,13 @@ def check_memory(
 
     def plan(number: int) -> MemoryPlan:
         return plan_memory(
-            config, precision, slots=number, capacity=capacity, data=data, model=model
+            config,
+            precision,
+            slots=number,
+            capacity=capacity,
+            data=data,
+            model=model,
+            recording=recording,
         )
 
     wanted, free = plan(slots), free_bytes(device)

@@ -15,6 +15,7 @@ fi
 name=$1 zone=$2
 shift 2
 printf -v options ' %q' "$@"
-printf -v folder '%q' "${ENTROPIX_DIR:-entropix_jax}"
+folder=${ENTROPIX_DIR:-entropix_jax}
+printf -v folder '%q' "${folder#\~/}" # a relative path begins in the home folder, too
 exec gcloud compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all \
     --command "cd $folder && .venv/bin/python -m entropix_jax.batch --distributed$options"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -23,11 +24,15 @@ import psutil
 import pytest
 
 from entropix_jax import batch, distributed
+from entropix_jax.batches import run as run_module
 from entropix_jax.batches import sinks
+from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.run import BatchRun, Defaults, count_records, file_name
 from entropix_jax.batches.source import BadRecord, Record
 from entropix_jax.batches.store import Store
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
+from entropix_jax.decode_state import Recording, init_log
+from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
@@ -35,8 +40,11 @@ from entropix_jax.memory import check_memory, plan_memory
 from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sharding import parse_mesh, place, rules_for
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import config_of_folder, poisoned, write_model
+from tests.models import random_params, tiny_config
 from tests.test_main import Json, Result, shared_cache  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +57,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> LanguageModel:
+    return load(folder)
 
 
 @pytest.fixture
@@ -370,6 +383,13 @@ def test_names_of_files() -> None:
         (["--sampler", "greedi"], "no sampler preset 'greedi'"),
         (["--input", "missing.jsonl"], "missing.jsonl"),
         (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
+        (["--slots", "1" + 20 * "0"], "--slots must be at most 2147483647, not 1000000"),
+        (
+            ["--trace", "s3://b/traces"],
+            "--trace s3://b/traces: traces need a folder on this machine",
+        ),
+        (["--no-chat", "--system", "x"], "a system message needs a chat"),
+        (["--trace", "traces", "--context", "999"], "--context 999"),
         (["--slots", "100000000"], "do not fit into a device: weights"),
     ],
 )
@@ -392,8 +412,106 @@ def test_mistakes(
     assert last.startswith("error: ")
     assert expected in last
     assert "Traceback" not in captured.err
-    left = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
-    assert "out.jsonl" not in left or not (tmp_path / "out.jsonl").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_chat_without_a_template(command: Callable[..., Result], tmp_path: Path) -> None:
+    """Told once, before anything runs, and not for each record."""
+    plain = write_model(tmp_path / "plain")
+    config = json.loads((plain / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (plain / "tokenizer_config.json").write_text(json.dumps(config))
+    source = write_input(tmp_path / "in.jsonl", records(1))
+    own = ("--input", source, "--output", tmp_path / "out.jsonl", "--chat")
+    refused = command(*own, model=str(plain))
+    assert refused.status == EXIT_USAGE
+    assert "chat template" in refused.err.splitlines()[-1]
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("what", ["header", "compressed", "strict", "traces"])
+def test_a_run_that_is_refused_leaves_nothing(
+    command: Callable[..., Result], tmp_path: Path, what: str
+) -> None:
+    source, more = tmp_path / "in.jsonl", []
+    write_input(source, [BAD[0][0], *records(1)])
+    if what == "header":
+        source = tmp_path / "in.csv"
+        source.write_text("promt,id\nOnce,a\n")
+    elif what == "compressed":
+        source = tmp_path / "in.jsonl.gz"
+        source.write_bytes(gzip.compress(b"{}\n" * 99)[:-9])
+    elif what == "strict":
+        more = ["--strict"]
+    else:
+        (tmp_path / "file").write_text("")
+        more = ["--trace", str(tmp_path / "file" / "traces")]
+    before = set(tmp_path.iterdir())
+    refused = command("--input", source, "--output", tmp_path / "out.jsonl", *more)
+    assert refused.status == EXIT_USAGE
+    assert refused.err.splitlines()[-1].startswith("error: ")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_path: Path) -> None:
+    """Its new values are not mixed with the old ones."""
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "greedy"\n')
+    lines = [{"id": i, "prompt": "Once", "sampler": str(own)} for i in "ab"]
+    source = write_input(tmp_path / "in.jsonl", lines[:1])
+    output = tmp_path / "out.jsonl"
+    arguments = ("--input", source, "--output", output, "--max-new-tokens", 1)
+    assert command(*arguments).status == EXIT_OK
+    before = output.read_bytes()
+    own.write_text('extends = "greedy"\n[base]\ntemperature = 0.5\n')
+    assert command(*arguments).status == EXIT_OK  # nothing is left to run
+    write_input(source, lines)
+    refused = command(*arguments)
+    assert refused.status == EXIT_USAGE
+    told = f"{output}: line 2 (id 'b'): sampler '{own}' is not what it was for earlier results"
+    assert told in refused.err
+    assert output.read_bytes() == before
+    assert command(*arguments, "--mix").status == EXIT_OK
+    assert len({result["sampler_digest"] for result in read(output).values()}) == 2
+
+
+def test_a_model_s_fingerprint(tmp_path: Path) -> None:
+    """Whatever is read of its folder counts."""
+    found = set()
+    for name in ("", "config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
+        if name:
+            (tmp_path / name).write_text("some")
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 5
+    (tmp_path / "README.md").write_text("some")
+    assert fingerprint(tmp_path) in found
+
+
+def test_a_pipe_is_no_sampler(model: LanguageModel, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    errors: list[str] = []
+    one = Record(1, "a", 1, prompt="Once", sampler=str(pipe))
+    batch_run(model).run([one], lambda record, result: errors.append(result["error"]))
+    assert errors == [f"{pipe}: cannot be read: not a regular file"]
+
+
+def test_samplers_are_kept_at_hand_but_not_all_of_them(
+    model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "_SAMPLERS", 3)
+    loaded: list[str] = []
+
+    def counted(name: str) -> Sampler:
+        loaded.append(name)
+        return load_sampler(name)
+
+    monkeypatch.setattr(run_module, "load_sampler", counted)
+    run = batch_run(model)
+    names = ["greedy", "top-p", "greedy", "mirostat", "entropix", "top-p", "entropix"]
+    source = [Record(i, f"r{i}", i, prompt="a", sampler=name) for i, name in enumerate(names)]
+    run.run(source, lambda record, result: None)
+    assert loaded == ["greedy", "top-p", "mirostat", "entropix", "top-p"]
 
 
 def test_count_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,12 +534,7 @@ def test_from_a_pipe(command: Callable[..., Result], tmp_path: Path) -> None:
     assert len(read(tmp_path / "out.jsonl")) == 3
 
 
-# Ends of a run that is asked to stop, and times
-
-
-@pytest.fixture(scope="module")
-def model(folder: str) -> LanguageModel:
-    return load(folder)
+# Slow inputs, and times
 
 
 def batch_run(model: LanguageModel, slots: int = 2) -> BatchRun:
@@ -525,6 +638,30 @@ def test_the_plan_of_memory_counts_what_there_is() -> None:
     assert many.cache == sum(x.nbytes for x in (*cache.keys, *cache.values)) == 8 * one.cache
     assert plan_memory(config, precision, slots=8, capacity=64, data=4).cache == 2 * one.cache
     assert plan_memory(config, precision, slots=8, capacity=64, model=2).cache == 4 * one.cache
+
+
+@pytest.mark.parametrize("vocabulary", [64, 63])
+def test_the_plan_of_memory_knows_what_is_not_split(vocabulary: int) -> None:
+    """A vocabulary that does not divide, and norms, lie whole on each device."""
+    config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
+    rules = rules_for(parse_mesh("model=2", jax.devices()[:2]), config)
+    weights = place(random_params(config), rules.params(config))
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
+    assert plan_memory(config, precision, slots=2, capacity=64, model=2).weights == held
+
+
+def test_the_plan_of_memory_counts_records() -> None:
+    """What a chunk of steps records of a trace's extras, in steps and in what branched."""
+    config, precision = config_of_folder(), choose_precision("float32", "cpu")
+    recording = Recording(top=50, layers=True)
+    plain = plan_memory(config, precision, slots=8, capacity=64)
+    full = plan_memory(config, precision, slots=8, capacity=64, recording=recording)
+    log = jax.eval_shape(lambda: init_log(config, 8 + 4 * MAX_STEPS, recording)).branches.notes
+    steps = MAX_STEPS * 8 * (50 * 8 + config.num_layers * config.num_heads * 4)
+    notes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(log))
+    assert full.total - plain.total == full.records == 2 * (steps + notes)
+    assert "records" in str(full)
+    assert "records" not in str(plain)
 
 
 def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -798,7 +935,7 @@ def test_two_processes_do_what_one_does(
     assert not output.exists()
 
 
-def test_the_script_for_a_tpu_vm(tmp_path: Path) -> None:
+def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a gcloud that says what it was asked for: one command, and no other."""
     fake = tmp_path / "gcloud"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -827,6 +964,10 @@ def test_the_script_for_a_tpu_vm(tmp_path: Path) -> None:
         *("cd", "entropix_jax", "&&", ".venv/bin/python", "-m", "entropix_jax.batch"),
         *("--distributed", *own),
     ]
+    elsewhere = {"~/x y": "x y", "/opt/x": "/opt/x"}
+    for given, wanted in elsewhere.items():
+        monkeypatch.setenv("ENTROPIX_DIR", given)
+        assert shlex.split(run("pod", "z").stdout.splitlines()[-1])[1] == wanted
     usage = run("pod")
     assert usage.returncode == 2
     assert "scripts/tpu_vm_batch.sh NAME ZONE --input" in usage.stderr

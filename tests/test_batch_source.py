@@ -28,6 +28,7 @@ from fsspec.registry import _registry as drivers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entropix_jax.batches import source
 from entropix_jax.batches.source import BadRecord, Index, Record, read_records
 from entropix_jax.errors import UserError
 
@@ -496,6 +497,17 @@ def test_columns_of_one_name_that_are_not_ours() -> None:
 
 def nothing(path: Path) -> None:
     """Makes no file."""
+
+
+def test_ids_are_told_apart_by_all_of_their_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 120 bits, of which an index finds by the first 60."""
+
+    def hash_of(data: bytes, bits: int = 60) -> int:
+        return {b"a": 5, b"b": 6}.get(data, 7) if bits == 120 else 0
+
+    monkeypatch.setattr(source, "hash_of", hash_of)
+    found = read("".join(one(id=name, prompt="x") + "\n" for name in "aba"))
+    assert [type(record) for record in found] == [Record, Record, BadRecord]
 
 
 def cut_short(path: Path) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -426,6 +427,48 @@ def test_mixing(nearby: str) -> None:
     assert (sidecar["identity"], sidecar["earlier"]) == (other, [RUN])
 
 
+def sampled(number: int) -> Record:
+    return replace(record(number), sampler="own.toml")
+
+
+def test_a_sampler_that_has_changed(nearby: str) -> None:
+    """Is refused; each that a record names is held on to beside the output."""
+    address = f"{nearby}/out.jsonl"
+    with Store.open(address, RUN) as store:
+        store.write(sampled(1), {"sampler_digest": "a"})
+        store.write(record(2), {})
+    assert json.loads(get(f"{address}.run.json"))["samplers"] == {"own.toml": "a"}
+    with Store.open(address, RUN) as store:
+        store.write(sampled(3), {"sampler_digest": "a"})
+        with pytest.raises(UserError, match=r"sampler 'own\.toml' is not what it was"):
+            store.write(sampled(4), {"sampler_digest": "b"})
+    with Store.open(address, RUN, mix=True) as store:
+        assert store.done == 3
+        store.write(sampled(4), {"sampler_digest": "b"})
+    assert json.loads(get(f"{address}.run.json"))["samplers"] == {"own.toml": "b"}
+
+
+def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
+    address = f"{nearby}/out.jsonl"
+
+    def fail(*numbers: int) -> NoReturn:
+        with Store.open(address, RUN) as store:
+            for number in numbers:
+                store.write(record(number), result(number))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not exists(address)
+    assert not exists(f"{address}.run.json")
+    for numbers in ((1,), ()):  # one that holds something, or did before, stays
+        with pytest.raises(KeyError):
+            fail(*numbers)
+        assert exists(f"{address}.run.json")
+    with Store.open(address, RUN) as store:
+        assert store.done == 1
+
+
 def test_an_output_of_nobody(nearby: str) -> None:
     address = f"{nearby}/out.jsonl"
     data = '{"id": 1, "text": "mine"}\n[2]\n\n'
@@ -808,6 +851,13 @@ def another_part(address: str) -> str:
     return "{part}: another run than " + first + ': model is "huge", not "tiny"'
 
 
+def another_sampler(address: str) -> str:
+    for index, digest in enumerate("aab"):
+        sidecar = f"{part_address(address, index, 3)}.run.json"
+        put(sidecar, json.dumps({**json.loads(get(sidecar)), "samplers": {"own.toml": digest}}))
+    return "{part}: another run than earlier parts: sampler 'own.toml' differs"
+
+
 def missing_lines(address: str) -> str:
     part = part_address(address, 2, 3)
     put(part, get(part).split(b"\n")[0] + b"\n")
@@ -855,6 +905,7 @@ def shorter_input(address: str) -> str:
         no_part,
         no_sidecar,
         another_part,
+        another_sampler,
         missing_lines,
         missing_bad_one,
         another_input,

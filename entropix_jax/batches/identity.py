@@ -11,6 +11,7 @@ from typing import Any
 from entropix_jax.errors import UserError
 
 FORMAT_VERSION = 1
+_KINDS = (".json", ".jinja", ".safetensors", ".model")  # of files that make a model what it is
 _SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
 
 
@@ -96,7 +97,7 @@ def fingerprint(folder: Path) -> str:
     hashed = hashlib.sha256()
     try:
         for path in sorted(folder.iterdir()):
-            if not path.is_file() or path.suffix not in (".json", ".safetensors"):
+            if not path.is_file() or path.suffix not in _KINDS:
                 continue
             size = path.stat().st_size
             hashed.update(f"{path.name}\0{size}\0".encode())

@@ -104,11 +104,20 @@ def _common_sidecar(parts: list[str]) -> dict[str, Any]:
         if difference := difference_of(sidecars[0]["identity"], sidecar["identity"]):
             name, first, this = difference
             raise UserError(f"{part}: another run than {parts[0]}: {name} is {this}, not {first}")
+    samplers: dict[str, str] = {}
+    for part, sidecar in zip(parts, sidecars, strict=True):
+        for name, digest in sidecar.get("samplers", {}).items():
+            if samplers.setdefault(name, digest) != digest:
+                raise UserError(f"{part}: another run than earlier parts: sampler '{name}' differs")
     earlier = []
     for identity in (old for sidecar in sidecars for old in sidecar.get("earlier", [])):
         if identity not in earlier:
             earlier.append(identity)
-    return sidecars[0] | ({"earlier": earlier} if earlier else {})
+    return (
+        sidecars[0]
+        | ({"samplers": samplers} if samplers else {})
+        | ({"earlier": earlier} if earlier else {})
+    )
 
 
 def _check_complete(index: Index, input: str, count: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import json
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from urllib.parse import quote
 from entropix_jax import __version__
 from entropix_jax.api import encode_prompt
 from entropix_jax.batches.ahead import Ahead
-from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.batches.source import BadRecord, Record, hash_of, read_records
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
@@ -31,6 +33,7 @@ from entropix_jax.trace import TraceWriter, footer, header
 
 _COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
 _PATIENCE = 0.02  # seconds to wait for a record while the device works, too
+_SAMPLERS = 256  # that records name are kept at hand
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
 
@@ -90,7 +93,8 @@ class BatchRun:
             name: what traces call the model.
 
         Raises:
-            UserError: a sampler, a recording or end tokens that do not fit the model.
+            UserError: a sampler, a recording, end tokens or a way to put prompts that do not fit
+                the model.
         """
         self.progress = Progress()
         self._stopping = False
@@ -101,11 +105,13 @@ class BatchRun:
         check_recording(model, self._recording)
         for ends in (model.generation.eos_ids, model.turn_end_ids):
             padded_ids(ends)
+        self._chat = model.is_chat_model if defaults.chat is None else defaults.chat
+        encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
         self._traces = traces
         self._name = name
         own = defaults.sampler.calibrated(model.folder)
         self._own = (own, sampler_params(model, own))
-        self._samplers: dict[str, tuple[Sampler, SamplerParams]] = {}
+        self._sampler = functools.lru_cache(_SAMPLERS)(self._load_sampler)
         self._jobs: dict[int, _Job] = {}
         self.engine = Engine(
             model, self._own[1], own.arms, slots=slots, capacity=capacity, recording=self._recording
@@ -181,16 +187,14 @@ class BatchRun:
 
     def _row(self, number: int, record: Record) -> RunningRow:
         model, own = self._model, self._defaults
-        chat = own.chat
-        if chat is None or record.messages is not None:
-            chat = record.messages is not None or model.is_chat_model
+        chat = self._chat or record.messages is not None
         if record.messages is None:
             assert record.prompt is not None
             prompt = encode_prompt(model, record.prompt, chat=chat, system=own.system)
         else:
             prompt = encode_prompt(model, record.messages, chat=True)
         request = Request(prompt, record.id, record.max_new_tokens or own.max_new_tokens)
-        sampler, params = self._sampler(record.sampler)
+        sampler, params = self._own if record.sampler is None else self._sampler(record.sampler)
         ends = model.turn_end_ids if chat else model.generation.eos_ids
         return RunningRow(
             number,
@@ -205,13 +209,9 @@ class BatchRun:
             recording=self._recording,
         )
 
-    def _sampler(self, name: str | None) -> tuple[Sampler, SamplerParams]:
-        if name is None:
-            return self._own
-        if name not in self._samplers:
-            sampler = load_sampler(name).calibrated(self._model.folder)
-            self._samplers[name] = sampler, sampler_params(self._model, sampler)
-        return self._samplers[name]
+    def _load_sampler(self, name: str) -> tuple[Sampler, SamplerParams]:
+        sampler = load_sampler(name).calibrated(self._model.folder)
+        return sampler, sampler_params(self._model, sampler)
 
     def _end(
         self, job: _Job, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
@@ -237,6 +237,9 @@ class BatchRun:
         result = row.to_json() | means
         if row.error is not None:
             result["error"] = row.error.removeprefix(f"row {job.row.number}: ")
+        if job.record.sampler is not None:  # a file's values may change from run to run
+            values = json.dumps(dict(job.row.sampler.values), sort_keys=True)
+            result["sampler_digest"] = f"{hash_of(values.encode()):015x}"
         ids = [token.token_id for token in tokens]
         write(job.record, result | {"token_ids": ids, "timings": timings})
 

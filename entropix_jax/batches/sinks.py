@@ -110,10 +110,11 @@ class LocalFile:
         self._file.close()
 
     def abandon(self) -> None:
-        """Closes a file that was not to be used."""
-        if self._is_new:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+        """Closes the file after an error. One that is new, and still empty, does not stay."""
+        if self._is_new and self.is_empty():
+            for path in (self._path, self._sidecar):
+                with contextlib.suppress(OSError):
+                    path.unlink()
         self.close()
 
 
@@ -130,6 +131,7 @@ class ObjectParts:
         self._since = 0.0
         self._found = self.parts()
         self._next = _number(self._found[-1]) + 1 if self._found else 0
+        self._is_new = False
 
     def read_sidecar(self) -> dict[str, Any] | None:
         address = f"{self._address}.run.json"
@@ -137,6 +139,7 @@ class ObjectParts:
             try:
                 return parse_sidecar(self._fs.cat_file(self._sidecar), address)
             except FileNotFoundError:
+                self._is_new = self.is_empty()
                 return None
 
     def write_sidecar(self, content: Mapping[str, Any]) -> None:
@@ -219,7 +222,10 @@ class ObjectParts:
         pass
 
     def abandon(self) -> None:
-        pass
+        """Of an output that is new, and still empty, nothing stays."""
+        if self._is_new and not self._next:
+            with contextlib.suppress(Exception):  # the error that led here is to be told
+                self._fs.rm(self._sidecar)
 
     def _is_joined(self) -> bool:
         with reaching(self._address):

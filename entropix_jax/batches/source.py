@@ -8,7 +8,7 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -112,11 +112,11 @@ def read_records(address: str, *, share: tuple[int, int] = (0, 1)) -> Iterator[R
     return _records(address, index, count)
 
 
-def _records(address: str, index: int, count: int) -> Iterator[Record | BadRecord]:
+def _records(address: str, index: int, count: int) -> Generator[Record | BadRecord, None, None]:
     suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
     if is_compressed(address):
         suffixes.pop()
-    seen = Index()  # of ids, by both halves of a hash of 120 bits
+    seen = Index()  # of ids: one half of a hash of 120 bits to the other
     with opened(address) as file:
         rows = _csv_rows(file, address) if suffixes[-1:] == [".csv"] else _json_rows(file, address)
         for number, row in enumerate(rows):
@@ -125,7 +125,8 @@ def _records(address: str, index: int, count: int) -> Iterator[Record | BadRecor
             refused: str | None = None
             try:
                 own = _id_of(row)
-                if not seen.add(*divmod(hash_of(own.encode(), 120), 2**60)):
+                key, value = divmod(hash_of(own.encode(), 120), 2**60)
+                if not seen.add(key, value) and seen.find(key) == value:
                     refused, own = f"the id {_shown(own)} came before", None
             except _Refused as error:
                 refused = str(error)
@@ -488,18 +489,19 @@ def opened(address: str) -> Iterator[BinaryIO]:
 
 
 def check_input(address: str) -> None:
-    """Looks whether an input can be read. A pipe is left alone: it opens once.
+    """Looks whether an input can be read, as far as its first record. A pipe is left alone: it
+    opens once.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot, or its CSV header is wrong.
     """
     if address == "-":
         return
     fs, path = located(address)
     if is_local(fs) and Path(path).is_fifo():
         return
-    with opened(address):
-        pass
+    with closing(_records(address, 0, 1)) as records:
+        next(records, None)
 
 
 def _guarded(address: str, lines: Any) -> Iterator[Any]:

@@ -31,12 +31,18 @@ class Store:
     """
 
     def __init__(
-        self, address: str, sink: LocalFile | ObjectParts, index: Index, mix: bool
+        self,
+        address: str,
+        sink: LocalFile | ObjectParts,
+        index: Index,
+        sidecar: Mapping[str, Any],
+        mix: bool,
     ) -> None:
         """As `open` makes it."""
         self.address = address
         self._sink = sink
         self._index = index
+        self._sidecar = sidecar
         self._mix = mix
 
     @classmethod
@@ -73,7 +79,7 @@ class Store:
         except BaseException:
             sink.abandon()
             raise
-        return cls(address, sink, index, mix)
+        return cls(address, sink, index, new, mix)
 
     @property
     def done(self) -> int:
@@ -103,17 +109,32 @@ class Store:
         Args:
             record: what the result is of.
             result: more for its object, in JSON's types; `id`, `line` and `digest` in it are
-                replaced.
+                replaced. `sampler_digest` tells what the sampler that the record names was.
 
         Raises:
-            UserError: it cannot be written (a full disk, say). The file is as it was before.
+            UserError: it cannot be written (a full disk, say), or the sampler that the record names
+                was another one for earlier results. The file is as it was before.
             ValueError: a number in the result is NaN or infinite.
         """
+        if isinstance(record, Record) and record.sampler and "sampler_digest" in result:
+            self._agree_on_sampler(record, record.sampler, result["sampler_digest"])
         own = {"id": record.id, "line": record.line, "digest": f"{record.digest:015x}"}
         text = json.dumps({**own, **result, **own}, ensure_ascii=False, allow_nan=False)
         # Half a surrogate pair becomes a JSON escape.
         self._sink.append(text.encode("utf-8", "backslashreplace") + b"\n")
         self._index.add(key_of(record.id, record.line, record.digest), record.digest)
+
+    def _agree_on_sampler(self, record: Record, name: str, digest: str) -> None:
+        known = self._sidecar.get("samplers", {})
+        if known.get(name) == digest:
+            return
+        if name in known and not self._mix:
+            raise UserError(
+                f"{self.address}: {named(record)}: sampler '{name}' is not what it was for earlier"
+                " results: choose another output"
+            )
+        self._sidecar = {**self._sidecar, "samplers": {**known, name: digest}}
+        self._sink.write_sidecar(self._sidecar)
 
     def finish(self) -> None:
         """Leaves the output whole at its address: joins the parts, if there are any.
@@ -138,7 +159,10 @@ class Store:
             if error is None:  # else that one is to be told
                 raise
         finally:
-            self._sink.close()
+            if error is None:
+                self._sink.close()
+            else:
+                self._sink.abandon()
 
 
 def check_output(address: str, *, input: str | None = None) -> None:

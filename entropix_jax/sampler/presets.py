@@ -4,6 +4,7 @@ A file may extend another one, and then holds only what it changes. One that set
 all four of its own: a model's calibrated ones do not take their place.
 """
 
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -86,6 +87,8 @@ def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, An
                 f"no sampler preset '{name_or_path}' (a file's name ends in .toml)"
                 f"{nearest(name_or_path, preset_names())}"
             )
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise UserError(f"{path}: cannot be read: not a regular file")
     identity = path.resolve()
     if identity in seen:
         raise UserError(f"{path}: extends itself")
