@@ -110,7 +110,7 @@ class Engine:
         Where `rows` gives None the next row is not there yet: those that are go on meanwhile, and
         it is asked again. So it should wait a moment where there are none.
         """
-        self._source = iter(rows)
+        self._source, self._more = iter(rows), True
         self._slots = empty_slots(
             self._model.config,
             len(self._rows),

@@ -29,7 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.batches import source
-from entropix_jax.batches.source import BadRecord, Index, Record, read_records
+from entropix_jax.batches.source import BadRecord, Index, Record, check_input, read_records
 from entropix_jax.errors import UserError
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
@@ -550,6 +550,31 @@ def test_addresses_that_cannot_be_read(address: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         list(read_records(address))
     assert str(error.value) == f"{address}: cannot be read: {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("in.csv", b"promt\na\n", "header of the CSV: unknown column 'promt'"),
+        ("in.csv", b"", "empty: CSV begins with a row of column names"),
+        ("in.jsonl.gz", b"{}\n", "cannot be read: Not a gzipped file"),
+        ("in.jsonl.gz", gzip.compress(b"{}\n" * 9)[:12], "cannot be read: EOFError"),
+        ("none.jsonl", None, "cannot be read: no such file"),
+        ("in.jsonl", b"", None),
+        ("in.jsonl", b"bad\n", None),
+    ],
+)
+def test_an_input_is_looked_at(name: str, data: bytes | None, message: str | None) -> None:
+    """As far as its beginning, before anything is made."""
+    address = f"memory://source/{name}"
+    if data is not None:
+        fsspec.filesystem("memory").pipe_file(f"/source/{name}", data)
+    if message is None:
+        check_input(address)
+        return
+    with pytest.raises(UserError) as error:
+        check_input(address)
+    assert str(error.value).startswith(f"{address}: {message}")
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,6 +344,34 @@ def test_a_run_without_rows(tiny: LanguageModel) -> None:
     assert (engine.steps, engine.useful) == (0, 0)
 
 
+def test_rows_that_are_not_there_yet(tiny: LanguageModel) -> None:
+    """Those that are go on, and the others come as if nothing had been."""
+    jobs = jobs_of(tiny, 6)
+    engine = engine_of(tiny, jobs[0])
+    told: list[Event] = []
+
+    def source() -> Iterator[RunningRow | None]:
+        for number, row in enumerate(jobs):
+            yield row
+            end = len(told) + 5 * (number % 3)
+            while len(told) < end and any(row.running for row in jobs[: number + 1]):
+                yield None
+            yield None
+
+    for event in engine.run(source()):
+        told.append(event)
+    assert [row.row.finish_reason for row in jobs] == ["length"] * 6
+    starts = [row.started or 0.0 for row in jobs]
+    assert starts == sorted(starts)
+    assert starts[0] > 0
+    # Once more, with the same engine.
+    for one, other in zip(again := jobs_of(tiny, 6), jobs, strict=True):
+        assert one.row.request == other.row.request
+    list(engine.run(again))
+    ids = [[[t.token_id for t in row.row.tokens] for row in rows] for rows in (jobs, again)]
+    assert ids[0] == ids[1]
+
+
 def test_a_run_that_is_asked_to_stop(tiny: LanguageModel) -> None:
     jobs = jobs_of(tiny, 9)
     engine = engine_of(tiny, jobs[0])
