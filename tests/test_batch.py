@@ -282,11 +282,14 @@ def test_bad_records_are_results(command: Callable[..., Result], tmp_path: Path)
 def test_strict_ends_at_the_first_bad_record(
     command: Callable[..., Result], tmp_path: Path
 ) -> None:
-    source = write_input(tmp_path / "in.jsonl", [*records(2), BAD[0][0], {"prompt": "Once"}])
-    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict")
+    """What was complete by then stays."""
+    source = write_input(tmp_path / "in.jsonl", [*records(3), BAD[0][0], {"prompt": "Once"}])
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict", slots=2)
     assert result.status == EXIT_USAGE
-    assert result.err.splitlines()[-1].startswith(f"error: {source}:3: ")
-    assert "error" not in (tmp_path / "out.jsonl").read_text()
+    assert result.err.splitlines()[-1].startswith(f"error: {source}:4: ")
+    found = read(tmp_path / "out.jsonl")
+    assert found
+    assert not any("error" in one for one in found.values())
 
 
 def test_a_row_that_fails_is_told(

@@ -514,6 +514,7 @@ def test_an_empty_output_of_another_run(nearby: str) -> None:
         (b"\xe9", "not valid JSON: "),
         (b"{}", "not the description of a run"),
         (b"[]", "not the description of a run"),
+        (b'{"identity": {}, "samplers": 3}', "not the description of a run"),
     ],
 )
 def test_a_broken_sidecar(nearby: str, data: bytes, message: str) -> None:

@@ -26,7 +26,10 @@ def parse_sidecar(data: bytes, address: str) -> dict[str, Any]:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{address}: not valid JSON: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("identity"), dict):
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(name, kind), dict)
+        for name, kind in (("identity", None), ("samplers", {}))
+    ):
         raise UserError(f"{address}: not the description of a run")
     return content
 
@@ -40,6 +43,7 @@ def agreed(
     mix: bool,
 ) -> Mapping[str, Any]:
     """What the sidecar is to say. `earlier` are the identities that it said before, null of none.
+    `samplers`, in time, tells what each sampler that a record names was.
 
     Raises:
         UserError: the output is of another run and is not to be mixed.
