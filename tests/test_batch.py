@@ -814,6 +814,33 @@ def test_an_input_that_does_not_come_holds_nothing_up(
     assert list(read(tmp_path / "out.jsonl")) == ["r0"]
 
 
+@pytest.mark.parametrize("where", ["output", "count"])
+def test_what_is_only_read_is_left_at_once(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A long output, or a long input that is counted."""
+    source = write_input(tmp_path / "in.jsonl", records(4))
+    arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 1)
+    assert command(*arguments).status == EXIT_OK
+    before = (tmp_path / "out.jsonl").read_bytes()
+    calls = 0
+
+    def pressed(*rest: Any, **options: Any) -> Iterator[Any]:
+        nonlocal calls
+        for _ in range(4):
+            calls += 1
+            signal.raise_signal(signal.SIGINT)
+            yield from ()
+
+    if where == "output":
+        monkeypatch.setattr(sinks, "lines_of", pressed)
+    else:
+        monkeypatch.setattr(run_module, "read_records", pressed)
+    assert command(*arguments).status == 130
+    assert calls == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
 def test_two_runs_at_once(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
     write_input(tmp_path / "in.jsonl", records(2000))
     first = start(*LONG)
@@ -887,8 +914,10 @@ def test_others_that_do_not_come(
     own = ("--input", source, "--output", tmp_path / "out.jsonl")
     for process in (0, 1):
         alone = command(*own, *meeting(), "--process", process)
-        assert (alone.status, alone.err.count("\n")) == (EXIT_USAGE, 1)
-        assert alone.err.startswith("error: --distributed: the processes do not meet: ")
+        note, error = alone.err.splitlines()
+        assert alone.status == EXIT_USAGE
+        assert note == "note: waiting for the other processes"
+        assert error.startswith("error: --distributed: the processes do not meet: ")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -936,6 +965,19 @@ def test_two_processes_do_what_one_does(
     assert torn.status == EXIT_USAGE
     assert "1 of 10 records" in torn.err
     assert not output.exists()
+
+
+def test_a_process_is_started_again_by_itself(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Told its number and how many there are it meets nobody."""
+    source, output = write_input(tmp_path / "in.jsonl", records(5)), tmp_path / "out.jsonl"
+    own = ("--input", source, "--output", output)
+    for process in (1, 0, 1):
+        place = ("--distributed", "--processes", 2, "--process", process)
+        assert command(*own, *place, "--max-new-tokens", 4).status == EXIT_OK
+    assert command(*own, "--merge", 2).status == EXIT_OK
+    assert len(read(output)) == 5
 
 
 def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
