@@ -8,6 +8,8 @@ from typing import Any
 
 from entropix_jax.results import Row
 
+_MOST_SURPRISE = 700.0  # nats, of which float64 still holds the exponential
+
 
 def distinct(tokens: Sequence[Hashable], n: int) -> float | None:
     """distinct-n (Li et al. 2016): different n-grams over all n-grams; None of a text too short."""
@@ -32,12 +34,13 @@ def measures_of(row: Row) -> dict[str, Any]:
     ids = [token.token_id for token in tokens]
     entropies = [token.entropy for token in tokens]
     varentropies = [token.varentropy for token in tokens]
+    surprise = -math.fsum(token.logprob for token in tokens) / len(tokens)
     return {
         "mean_entropy": math.fsum(entropies) / len(tokens),
         "max_entropy": max(entropies),
         "mean_varentropy": math.fsum(varentropies) / len(tokens),
         "max_varentropy": max(varentropies),
-        "perplexity": math.exp(-math.fsum(token.logprob for token in tokens) / len(tokens)),
+        "perplexity": math.exp(min(surprise, _MOST_SURPRISE)),
         "distinct_1": distinct(ids, 1),
         "distinct_2": distinct(ids, 2),
         "repetition": repetition(ids),

@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 
 RESAMPLES = 10_000
 _COVERAGE = 0.95
+_NOTHING = 1e-9  # what rounding alone may make of equal scores
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Interval:
     @property
     def verdict(self) -> str:
         """Of a difference: which side of 0 it lies on."""
-        return "higher" if self.low > 0 else "lower" if self.high < 0 else "no difference seen"
+        if self.low > _NOTHING:
+            return "higher"
+        return "lower" if self.high < -_NOTHING else "no difference seen"
 
 
 class Bootstrap:
@@ -102,9 +105,10 @@ def votes(answers: Sequence[str | None], k: int) -> list[str | None]:
 
 def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
     """The area under the ROC curve: how often a positive case has a higher score than a negative
-    one, ties counting half (Mann-Whitney). NaN without cases of both kinds."""
+    one, ties counting half (Mann-Whitney). NaN without cases of both kinds, and where a score is
+    NaN."""
     positives, negatives = int(positive.sum()), int((~positive).sum())
-    if not positives or not negatives:
+    if not positives or not negatives or np.isnan(scores).any():
         return float("nan")
     order = np.argsort(scores, kind="stable")
     _, first, counts = np.unique(scores[order], return_index=True, return_counts=True)
@@ -125,15 +129,10 @@ def auroc_interval(
     for _ in range(1000):
         chosen = np.concatenate([rows[i] for i in rng.integers(len(rows), size=len(rows))])
         found.append(auroc(scores[chosen], positive[chosen]))
+    if np.isnan(found).all():
+        return Interval(auroc(scores, positive), float("nan"), float("nan"))
     tail = 100 * (1 - _COVERAGE) / 2
-    low, high = (
-        np.nanpercentile(found, [tail, 100 - tail])
-        if not np.isnan(found).all()
-        else (
-            np.nan,
-            np.nan,
-        )
-    )
+    low, high = np.nanpercentile(found, [tail, 100 - tail])
     return Interval(auroc(scores, positive), float(low), float(high))
 
 

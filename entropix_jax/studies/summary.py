@@ -68,7 +68,7 @@ def findings_of(
     """The figures of a study, with their intervals. `watched` are the settings whose predictors of
     errors are looked at."""
     base = digest.settings[baseline]
-    scored = not np.isnan(base.score()).any()
+    scored = not any(np.isnan(one.score()).any() for one in digest.settings.values())
     lines: list[Line] = []
     all_votes: dict[str, tuple[Interval, ...]] = {}
     if scored:
@@ -100,7 +100,7 @@ def findings_of(
         one = digest.settings[name]
         right = np.asarray(one.right)
         items = np.asarray(one.row_items)
-        if len(np.unique(right)) < 2:
+        if len(np.unique(right < 0.5)) < 2:
             continue  # all right or all wrong: nothing to predict
         predictors[name] = {
             key: auroc_interval(np.asarray(one.predictors[key]), right < 0.5, items)
