@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 from entropix_jax.batches.progress import ProgressView, Standing
 from entropix_jax.commandline import EXIT_OK
 from entropix_jax.errors import UserError
-from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
+from entropix_jax.interrupts import deferred_interrupts, exit_status
 from entropix_jax.loading import check_backend, load, use_compilation_cache
 from entropix_jax.studies.study import Study
 from entropix_jax.studies.sweep import Sweep
@@ -23,8 +23,6 @@ from entropix_jax.studies.sweep import Sweep
 if TYPE_CHECKING:
     from entropix_jax.batches.store import Store
     from entropix_jax.studies.trials import TrialRun
-
-_EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def run_study(
@@ -59,7 +57,7 @@ def run_study(
         findings = study.run(watch)
     if pressed:
         print("interrupted: the same command goes on from here", file=sys.stderr)
-        return EXIT_INTERRUPT if pressed[0] == signal.SIGINT else _EXIT_TERMINATED
+        return exit_status(pressed[0])
     assert findings is not None
     page = (folder / "summary.md").read_text(encoding="utf-8")
     text = page.partition("\n![")[0]

@@ -25,6 +25,7 @@ _REGIME_COLOURS = dict(
     zip(REGIMES, ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#BBBBBB"), strict=True)
 )
 _MARKERS = "osD^vP*X"
+_TALLEST = 400.0  # inches: a PNG has less than 2^16 lines
 
 
 def draw_plots(findings: Findings, folder: Path) -> list[str]:
@@ -58,9 +59,12 @@ def _scores(findings: Findings, folder: Path) -> str:
             costs = [float(np.mean(base.cost(k))) for k in findings.sizes]
             values = [vote.value for vote in votes]
             bounds = [vote.low for vote in votes], [vote.high for vote in votes]
-            axes.plot(costs, values, color="#888888", label=f"majorities of {base.name} samples")
+            axes.plot(
+                costs, values, color="#888888", label=_shown(f"majorities of {base.name} samples")
+            )
             axes.fill_between(costs, *bounds, color="#888888", alpha=0.15, linewidth=0)
-        axes.set_xscale("log")
+        if all(line.setting.cost().any() for line in lines):  # else there is no logarithm
+            axes.set_xscale("log")
         axes.set_xlabel("forward passes an answer, beyond the prompt")
         axes.set_ylabel("score")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
@@ -75,7 +79,7 @@ def _point(axes: Any, number: int, line: Line, cost: float) -> None:
         yerr=[[score.value - score.low], [score.high - score.value]],
         fmt=_MARKERS[number // len(_COLOURS) % len(_MARKERS)],
         color=_COLOURS[number % len(_COLOURS)],
-        label=line.setting.name,
+        label=_shown(line.setting.name),
         capsize=2,
         markersize=5,
         linewidth=1,
@@ -92,7 +96,7 @@ def _responses(findings: Findings, folder: Path) -> list[str]:
         if len({str(value) for value in values}) < 2:
             continue
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        places = values if numeric else [str(value) for value in values]
+        places = values if numeric else [_shown(str(value)) for value in values]
         scores = [line.score for line in points]
         error = [
             [s.value - s.low for s in scores],
@@ -124,7 +128,7 @@ def _regimes(findings: Findings, folder: Path) -> str:
         left = np.zeros(len(settings))
         for regime in REGIMES:
             shares = np.array([100 * s.regimes[regime] / max(s.tokens, 1) for s in settings])
-            names = [s.name for s in settings]
+            names = [_shown(s.name) for s in settings]
             axes.barh(names, shares, left=left, color=_REGIME_COLOURS[regime], label=regime.upper())
             left += shares
         axes.invert_yaxis()
@@ -143,7 +147,7 @@ def _reliability(findings: Findings, folder: Path) -> str:
                 [b.right for b in bins],
                 marker=_MARKERS[number % len(_MARKERS)],
                 color=_COLOURS[number % len(_COLOURS)],
-                label=name,
+                label=_shown(name),
             )
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel("mean entropy of the text, bits (ten equal bins)")
@@ -168,7 +172,7 @@ def _truth(findings: Findings, folder: Path) -> str:
 
 @contextmanager
 def _figure(folder: Path, name: str, *, width: float = 9.0, height: float = 4.5) -> Iterator[Any]:
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(width, min(height, _TALLEST)), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
@@ -180,3 +184,8 @@ def _figure(folder: Path, name: str, *, width: float = 9.0, height: float = 4.5)
                 figure.savefig(scratch, format=suffix, dpi=150, metadata=nothing)
     finally:
         pyplot.close(figure)
+
+
+def _shown(name: str) -> str:
+    """A name as it stands, not as a formula."""
+    return name.replace("$", r"\$")

@@ -12,9 +12,10 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,29 @@ from entropix_jax.studies.tables import Results, write_tables
 from entropix_jax.studies.trials import (
     Prompts,
     Question,
+    Trial,
     TrialRun,
     capacity_of,
     questions_of,
     trials_of,
 )
-from entropix_jax.studies.truth import hold_against_truth
+from entropix_jax.studies.truth import hold_against_truth, speaks_of_the_world
 from entropix_jax.tasks.registry import find_task
-from entropix_jax.tasks.task import Split, Task
+from entropix_jax.tasks.task import Item, Split, Task
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
 _VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples of a vote, odd: two that differ are no majority
 _TRUTH_TEXTS = 40
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Which questions are asked, and how often."""
+
+    name: str
+    split: Split
+    items: int
+    seeds: tuple[int, ...]
 
 
 class Study:
@@ -96,85 +108,88 @@ class Study:
         Raises:
             UserError: the folder holds another study, or cannot be written.
         """
-        sweep = self._sweep
+        sweep, tuning = self._sweep, self._sweep.tuning
+        test = _Phase("test", sweep.split, sweep.items, sweep.seeds)
         settings, tuned = list(sweep.settings), []
-        if sweep.tuning is not None:
-            tuning = sweep.tuning
+        if tuning is None:
+            slots, capacity = self._shape({test: len(settings)})
+        else:
+            trying = _Phase("tuning", "tuning", tuning.items, tuning.seeds)
             candidates = [one for group in tuning.candidates.values() for one in group]
-            results = self._phase("tuning", "tuning", candidates, tuning.items, tuning.seeds, watch)
+            numbers = {trying: len(candidates), test: len(settings) + len(tuning.candidates)}
+            slots, capacity = self._shape(numbers)
+            results = self._run_phase(trying, candidates, slots, capacity, watch)
             if results is None:
                 return None
-            digest = digest_of(results, self._judge("tuning", tuning.items), sizes=(1,))
+            digest = digest_of(results, self._judge(trying), sizes=(1,))
             for name, group in tuning.candidates.items():
                 chosen, how = _best(digest, name, group)
                 settings.append(chosen)
                 tuned.append(how)
-        results = self._phase("test", sweep.split, settings, sweep.items, sweep.seeds, watch)
+        results = self._run_phase(test, settings, slots, capacity, watch)
         if results is None:
             return None
         sizes = [k for k in _VOTES if k <= len(sweep.seeds)]
-        digest = digest_of(results, self._judge(sweep.split, sweep.items), sizes=sizes)
+        digest = digest_of(results, self._judge(test), sizes=sizes)
         return self._write(results, digest, settings, sizes, tuned)
 
-    def _phase(
+    def _questions(self, phase: _Phase) -> Iterator[Question]:
+        most = self._sweep.max_new_tokens
+        for task in self._tasks:
+            yield from questions_of(self._model, task, phase.split, phase.items, most)
+
+    def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
+        """Slots and cache slots of each that fit all phases, so that they share their programs.
+        `settings` says how many each phase has."""
+        numbers = [
+            sum(1 for _ in self._questions(phase)) * number * len(phase.seeds)
+            for phase, number in settings.items()
+        ]
+        questions = chain.from_iterable(map(self._questions, settings))
+        return min(self._slots, max(numbers)), capacity_of(self._model, questions)
+
+    def _run_phase(
         self,
-        phase: str,
-        split: Split,
+        phase: _Phase,
         settings: Sequence[Setting],
-        items: int,
-        seeds: Sequence[int],
+        slots: int,
+        capacity: int,
         watch: Callable[[str, int, Store, TrialRun], Any],
     ) -> Results | None:
         """Runs the rows of a phase that are not done; None where that was stopped."""
 
-        def questions() -> Iterator[Question]:
-            for task in self._tasks:
-                yield from questions_of(self._model, task, split, items, self._sweep.max_new_tokens)
+        def trials() -> Iterator[Trial]:
+            return trials_of(phase.name, self._questions(phase), settings, phase.seeds)
 
-        number = sum(1 for _ in questions()) * len(settings) * len(seeds)
-        self._run = TrialRun(
-            self._model,
-            settings,
-            slots=min(self._slots, number),
-            capacity=capacity_of(self._model, questions()),
-        )
-        path = self._folder / f"{phase}.jsonl"
-        with Store.open(str(path), self._identity(phase, split, settings, items, seeds)) as store:
-            if store.done < number and not self._stopping:
-                with watch(phase, number, store, self._run) as looked:
-                    trials = trials_of(phase, questions(), settings, seeds)
-                    self._run.run(trials, store, looked)
+        number = sum(1 for _ in self._questions(phase)) * len(settings) * len(phase.seeds)
+        self._run = TrialRun(self._model, settings, slots=slots, capacity=capacity)
+        path = self._folder / f"{phase.name}.jsonl"
+        with Store.open(str(path), self._identity(phase, settings)) as store:
+            # Each is looked at: what is done may have been another question's.
+            if not all(store.is_done(trial.record) for trial in trials()) and not self._stopping:
+                with watch(phase.name, number, store, self._run) as looked:
+                    self._run.run(trials(), store, looked)
         return None if self._stopping else Results(path, number)
 
-    def _judge(self, split: Split, items: int) -> dict[str, tuple[Task, dict[str, Any]]]:
+    def _judge(self, phase: _Phase) -> dict[str, tuple[Task, dict[str, Item]]]:
         """Each task and its items by id."""
-        model, most = self._model, self._sweep.max_new_tokens
-        return {
-            task.name: (
-                task,
-                {q.item.id: q.item for q in questions_of(model, task, split, items, most)},
-            )
-            for task in self._tasks
+        judge: dict[str, tuple[Task, dict[str, Item]]] = {
+            task.name: (task, {}) for task in self._tasks
         }
+        for question in self._questions(phase):
+            judge[question.task.name][1][question.item.id] = question.item
+        return judge
 
-    def _identity(
-        self,
-        phase: str,
-        split: Split,
-        settings: Sequence[Setting],
-        items: int,
-        seeds: Sequence[int],
-    ) -> dict[str, Any]:
+    def _identity(self, phase: _Phase, settings: Sequence[Setting]) -> dict[str, Any]:
         model = self._model
         return {
             "model_fingerprint": fingerprint(model.folder),
             "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
-            "phase": phase,
-            "tasks": list(self._sweep.tasks),
-            "prompts": self._sweep.prompts,
-            "split": split,
-            "items": items,
-            "seeds": list(seeds),
+            "phase": phase.name,
+            "tasks": [task.name for task in self._tasks],  # wherever their files lie
+            "split": phase.split,
+            "items": phase.items,
+            "seeds": list(phase.seeds),
             "max_new_tokens": self._sweep.max_new_tokens,
             "settings": {
                 setting.name: dict(setting.sampler.calibrated(model.folder).values)
@@ -197,7 +212,7 @@ class Study:
         base = next((s for s in settings if s.name in (BASE, "entropix")), settings[0])
         watched = list(dict.fromkeys((base.name, sweep.baseline)))
         truth = []
-        if _speaks_of_the_world(self._tasks):
+        if _about_the_world(self._tasks) and speaks_of_the_world(self._model):
             truth = hold_against_truth(self._model, base.sampler, texts=_TRUTH_TEXTS)
         findings = findings_of(digest, sweep.baseline, sizes, watched, truth, tuned)
         varied = sorted({key for setting in settings for key in setting.varied})
@@ -269,7 +284,7 @@ def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting,
     return replace(best, name=f"{name}{TUNED}", varied={}), how
 
 
-def _speaks_of_the_world(tasks: Sequence[Task]) -> bool:
+def _about_the_world(tasks: Sequence[Task]) -> bool:
     return any(type(task).__module__ == "entropix_jax.tasks.tiny" for task in tasks)
 
 
@@ -286,13 +301,17 @@ def _commit() -> str | None:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return None
-    found = subprocess.run(
-        [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    )
+    about = ["describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(
+            [git, "--no-optional-locks", "-C", str(root), *about],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):  # no reason to lose a study
+        return None
     return found.stdout.strip() or None
 
 

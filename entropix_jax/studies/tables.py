@@ -59,7 +59,7 @@ class Results:
         """Looks where each of `number` trials' results stands.
 
         Raises:
-            UserError: the file cannot be read, or lacks a result.
+            UserError: the file cannot be read, lacks a result, or has one too many.
         """
         self._path = path
         self._places = np.full(number, -1, np.int64)
@@ -67,7 +67,13 @@ class Results:
             with path.open("rb") as file:
                 place = 0
                 for line in file:
-                    self._places[json.loads(line)["line"] - 1] = place
+                    trial = json.loads(line)["line"] - 1
+                    if trial >= number:
+                        raise UserError(
+                            f"{path}: holds results of more than {number} rows: there are fewer"
+                            " items now; choose another output"
+                        )
+                    self._places[trial] = place
                     place += len(line)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from entropix_jax.api import encode_prompt
-from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.batches.source import BadRecord, Record, hash_of, read_records
 from entropix_jax.batches.store import Store
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -39,6 +40,12 @@ class Question:
     ends: tuple[int, ...]  # the tokens that end an answer
     max_new_tokens: int
 
+    @cached_property
+    def digest(self) -> bytes:
+        """A hash of all that makes the answer and its score what they are, but for code."""
+        asked = (self.prompt, self.ends, self.task.stop, self.max_new_tokens, self.item.answer)
+        return hashlib.blake2b(repr(asked).encode()).digest()
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -60,9 +67,8 @@ class Trial:
     @property
     def record(self) -> Record:
         """What a store knows the row by."""
-        text = f"{self.id} {self.question.prompt}"
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 4
-        return Record(line=self.number + 1, id=self.id, digest=digest)
+        name = self.id.encode("utf-8", "surrogatepass")
+        return Record(self.number + 1, self.id, hash_of(name + self.question.digest))
 
 
 class Prompts(Task):
@@ -95,15 +101,21 @@ def questions_of(
     """The first `items` items of a split, all of them where that is 0, as token ids.
 
     Raises:
-        UserError: there is none, or one cannot be put as the task wants it.
+        UserError: there is none, one cannot be put as the task wants it, or two have one id.
     """
     chat = model.is_chat_model if task.chat is None else task.chat
     ends = tuple(model.turn_end_ids if chat else model.generation.eos_ids)
-    found = False
+    found: set[str] = set()
     for item in islice(task.items(split, chat=chat), items or None):
-        found = True
+        where = f"task '{task.name}': item {item.id!r}"
+        if not isinstance(item.id, str) or item.id in found:
+            raise UserError(f"{where}: an item's id must be text, and no other item's")
+        found.add(item.id)
         as_chat = chat or not isinstance(item.prompt, str)
-        prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
+        try:
+            prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         yield Question(task, item, prompt, ends, max_new_tokens or task.max_new_tokens)
     if not found:
         raise UserError(f"task '{task.name}': no items in its split '{split}'")
@@ -141,7 +153,7 @@ class TrialRun:
         """
         self._model = model
         self._capacity = capacity
-        self._samplers = {setting.name: self._prepared(setting.sampler) for setting in settings}
+        self._samplers = {setting.name: self._prepared(setting) for setting in settings}
         sampler, params = next(iter(self._samplers.values()))
         self.tokens = 0
         self.engine = Engine(
@@ -181,9 +193,12 @@ class TrialRun:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
         self.engine.stop()
 
-    def _prepared(self, sampler: Sampler) -> tuple[Sampler, SamplerParams]:
-        calibrated = sampler.calibrated(self._model.folder)
-        return calibrated, sampler_params(self._model, calibrated)
+    def _prepared(self, setting: Setting) -> tuple[Sampler, SamplerParams]:
+        try:
+            calibrated = setting.sampler.calibrated(self._model.folder)
+            return calibrated, sampler_params(self._model, calibrated)
+        except UserError as error:
+            raise UserError(f"setting '{setting.name}': {error}") from None
 
     def _row(self, trial: Trial) -> RunningRow:
         question = trial.question
@@ -206,10 +221,18 @@ class TrialRun:
 
 
 def result_of(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
-    """A row of the study's table."""
+    """A row of the study's table.
+
+    Raises:
+        UserError: the task's own code gives no answer or score that can be one.
+    """
     task, item = trial.question.task, trial.question.item
     answer = task.extract(item, row.text) if row.error is None else None
-    score = task.score(item, answer)
+    if not isinstance(answer, str | None):
+        raise UserError(f"task '{task.name}': extract gave {answer!r}, not text or None")
+    score = float(task.score(item, answer))
+    if math.isinf(score):
+        raise UserError(f"task '{task.name}': a score of {score}")
     told = row.to_json()
     regimes, actions = told.pop("regimes"), told.pop("actions")
     return {

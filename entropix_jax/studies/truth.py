@@ -63,6 +63,11 @@ def hold_against_truth(
         UserError: a model that does not speak the world's language.
     """
     ids = _terminals(model)
+    if ids is None:
+        raise UserError(
+            f"{model.folder}: does not speak the tiny world's language: its true entropy is known"
+            " of no other"
+        )
     world, rng = create(WORLD_SEED), Random(f"held against the truth {seed}")
     found: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in REGIMES}
     for _ in range(texts):
@@ -76,11 +81,14 @@ def hold_against_truth(
     return [Truth(regime, *np.asarray(points).T) for regime, points in found.items() if points]
 
 
-def _terminals(model: LanguageModel) -> Mapping[str, int]:
+def speaks_of_the_world(model: LanguageModel) -> bool:
+    """Whether a model's tokens are the words of the tiny world."""
+    return _terminals(model) is not None
+
+
+def _terminals(model: LanguageModel) -> Mapping[str, int] | None:
+    """The world's words as the model's tokens; None where it has other ones."""
     try:
         return terminal_ids(read_json_object(model.folder / "tokenizer.json"))
     except (KeyError, ValueError, UserError):
-        raise UserError(
-            f"{model.folder}: does not speak the tiny world's language: its true entropy is known"
-            " of no other"
-        ) from None
+        return None
