@@ -107,7 +107,8 @@ class Arguments:
     coordinator: Annotated[
         str | None, tyro.conf.arg(metavar="HOST:PORT", constructor=str, help_behavior_hint="")
     ] = None
-    """Where process 0 is, where the environment does not say."""
+    """Where process 0 is, where the environment does not say; without it a process whose number is
+    given goes on alone."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """How many processes there are, where the environment does not say."""
     process: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None

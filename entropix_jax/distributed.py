@@ -28,7 +28,9 @@ def join(
 ) -> tuple[int, int]:
     """Meets the other processes of the run: this one's number, and how many there are.
 
-    Must come before anything else asks JAX for a device.
+    Must come before anything else asks JAX for a device. A process that is told its number and how
+    many there are, but no coordinator, meets nobody, and can be started again by itself; with TPUs
+    all must come.
 
     Args:
         coordinator: host and port of process 0; None, as for the other two: as the environment says
@@ -40,6 +42,9 @@ def join(
     try:
         if _has_tpu():
             return _meet(coordinator, processes, process, PATIENCE)
+        if coordinator is None and processes is not None and process is not None:
+            return process, processes
+        print("note: waiting for the other processes", file=sys.stderr)
         return _sent(coordinator, processes, process, PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UserError(
