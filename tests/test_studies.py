@@ -864,12 +864,7 @@ def test_a_killed_study_goes_on(
 # A sampler field of one's own
 
 
-def test_a_sampler_field_of_ones_own(
-    small: str,
-    words: Path,
-    tmp_path: Path,
-    own_cache: dict[str, str],  # noqa: F811
-) -> None:
+def test_a_sampler_field_of_ones_own(small: str, words: Path, tmp_path: Path) -> None:
     """The three lines that the README names, in a copy of the package: a sweep varies it."""
     copy = tmp_path / "copy"
     for name in ("entropix_jax", "configs"):
@@ -904,7 +899,7 @@ def test_a_sampler_field_of_ones_own(
             *("--model", small, "--slots", "4"),
         ],
         cwd=tmp_path,
-        env={**os.environ, **own_cache, "PYTHONPATH": str(copy)},
+        env={**os.environ, "PYTHONPATH": str(copy)},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
