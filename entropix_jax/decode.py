@@ -18,6 +18,7 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import (
     FINISHED_ERROR,
     FINISHED_STOP,
+    LOG_STEPS,
     RUNNING,
     WAITS_FOR_TEXT,
     BranchLog,
@@ -55,7 +56,6 @@ from entropix_jax.sharding import (
 
 _ARMS = tuple(ARMS.values())
 _LOG = BranchLog(count=ONCE, branches=ROWS, committed=ROWS, sequence_varentropy=ROWS)
-_LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step of all rows
 
 
 def decode_step(
@@ -185,7 +185,7 @@ def decode(
         recording=recording,
         arms=arms,
     )
-    log = init_log(config, batch + _LOG_STEPS * max_steps, recording)
+    log = init_log(config, batch + LOG_STEPS * max_steps, recording)
     shapes = jax.eval_shape(step, state, log)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 

@@ -26,6 +26,8 @@ from entropix_jax.sampler.sample import (
 RUNNING, FINISHED_EOS, FINISHED_LENGTH, FINISHED_ERROR, FINISHED_STOP = range(5)
 WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6
 
+LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step of all rows
+
 
 @struct.dataclass
 class DecodeState:

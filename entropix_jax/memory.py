@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from entropix_jax.branching import lanes_of
 from entropix_jax.config import ModelConfig
-from entropix_jax.decode_state import Recording
+from entropix_jax.decode_state import LOG_STEPS, Recording
 from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
 from entropix_jax.params import param_specs
@@ -23,7 +23,6 @@ from entropix_jax.sharding import DATA, MODEL, rules_for
 # Float32 arrays of a vocabulary for each row: the last token's logits, and what a step makes of
 # this one's on the way to a draw.
 _LOGITS = 8
-_BRANCHES = 4  # a step, that the log of branches has room for, beyond those of a last step
 _CHUNKS = 2  # of steps whose records are there at a time
 _NOTHING = Recording()
 
@@ -86,7 +85,7 @@ def plan_memory(
     chunk = chunk_size(config, capacity, 1, MAX_PREFILL)
     scores = chunk * config.num_heads * bucket(capacity, MIN_WINDOW) * 4 // model
     note = 8 * recording.top + 4 * config.num_layers * config.num_heads * recording.layers
-    log = (rows + _BRANCHES * MAX_STEPS) * MAX_DEPTH
+    log = (rows + LOG_STEPS * MAX_STEPS) * MAX_DEPTH
     return MemoryPlan(
         weights=weights * precision.weights.itemsize,
         cache=rows * capacity * position,

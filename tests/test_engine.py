@@ -176,8 +176,12 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
     """Rows of one prompt, more of them than slots, one of which is far on when others come."""
     prompts = texts(tiny)
     calls = []
-    prefill = module.prefill
-    monkeypatch.setattr(module, "prefill", lambda *a, **k: calls.append(1) or prefill(*a, **k))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(module, "prefill", counted)
 
     def jobs(text: int) -> list[RunningRow]:
         sampler = load_sampler("top-p")
