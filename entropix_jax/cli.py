@@ -17,6 +17,7 @@ _COMMANDS = {
     "evaluate": ("evaluate", "samplers against each other, each tuned by the same effort"),
     "harness": ("harness", "tasks of EleutherAI's lm-evaluation-harness"),
     "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
+    "report": ("report", "a trace as a page to open in a browser"),
 }
 
 

@@ -7,9 +7,11 @@ if __name__ == "__main__":  # before the imports, which take a while
 
     exit_at_once()
 
+import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,6 +37,7 @@ from entropix_jax.files import check_writable, read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
+    from entropix_jax.decode_state import Recording
     from entropix_jax.generation import Generation
     from entropix_jax.loading import LanguageModel
     from entropix_jax.results import Event, Piece
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SAMPLES = 1024
+_REPORT_TOP = 5  # likeliest tokens that a page shows
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ class Arguments:
     """Add this many of the likeliest tokens to each token of the trace."""
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the trace."""
+    report: Annotated[
+        str | None, tyro.conf.arg(metavar="FILE.html", constructor=str, help_behavior_hint="")
+    ] = None
+    """Make a page of the run, to open in a browser. Without the two options above it shows the five
+    likeliest tokens and all layers."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.main") -> int:
@@ -107,7 +116,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
-    from entropix_jax.decode_state import Recording
     from entropix_jax.generation import Generation
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.results import Request
@@ -119,6 +127,10 @@ def _main(arguments: Arguments) -> int:
     prompt_text = _read_prompt(arguments)
     if arguments.trace is not None:
         check_writable(Path(arguments.trace))
+    if arguments.report is not None:
+        from entropix_jax.report.page import check_report, write_report
+
+        check_report(Path(arguments.report), arguments.trace)
 
     use_compilation_cache()
     retriever = _retriever(arguments)
@@ -133,14 +145,14 @@ def _main(arguments: Arguments) -> int:
         stop=list(itertools.chain(*arguments.stop)),
         ignore_eos=arguments.ignore_eos,
         turn_end=chat,
-        recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers),
+        recording=_recording(arguments),
         retrieve=retriever,
         ask=_person(arguments),
     )
-    with deferred_interrupts(generation.stop):
-        if arguments.trace is None:
+    with deferred_interrupts(generation.stop), _trace_file(arguments) as trace:
+        if trace is None:
             return _run(arguments, generation, None)
-        with TraceWriter(Path(arguments.trace)) as writer:
+        with TraceWriter(trace) as writer:
             writer.write(_trace_header(arguments, generation, prompt))
             try:
                 return _run(arguments, generation, writer)
@@ -151,6 +163,27 @@ def _main(arguments: Arguments) -> int:
                         writer.write(event.token.to_json(retracted=event.retracted))
                 rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
                 writer.write(footer(rows, generation.timings))
+                if arguments.report is not None:
+                    write_report(trace, Path(arguments.report))
+
+
+@contextlib.contextmanager
+def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
+    """The file that the run's trace goes to: where a page alone is wanted, one for the while."""
+    if arguments.trace is not None or arguments.report is None:
+        yield None if arguments.trace is None else Path(arguments.trace)
+        return
+    with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
+        yield Path(folder) / f"{Path(arguments.report).stem}.jsonl"
+
+
+def _recording(arguments: Arguments) -> "Recording":
+    from entropix_jax.decode_state import Recording
+
+    top, layers = arguments.trace_top, arguments.trace_layers
+    if arguments.report is not None and not (top or layers):
+        top, layers = _REPORT_TOP, True
+    return Recording(top=top, layers=layers)
 
 
 def _run(
@@ -268,8 +301,10 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--stop: an empty text ends nothing")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask goes with one sample and --format text")
-    if (arguments.trace_top or arguments.trace_layers) and arguments.trace is None:
-        raise UserError("--trace-top and --trace-layers need --trace FILE")
+    if (arguments.trace_top or arguments.trace_layers) and not (
+        arguments.trace or arguments.report
+    ):
+        raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
 
 
 def _read_prompt(arguments: Arguments) -> Any:

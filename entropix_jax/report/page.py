@@ -1,0 +1,159 @@
+"""Pages: a template, the data it carries, and the scripts that show it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from entropix_jax import __version__
+from entropix_jax.errors import UserError
+from entropix_jax.files import check_writable, replacing
+from entropix_jax.report.embedding import digest, packed, plotly_source, script, style
+from entropix_jax.report.reading import TraceReader
+
+# As in `sampler.params` and `sampler.settings`, which need JAX. A test compares them.
+BOXES = ("lelv", "helv", "lehv", "hehv")
+QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
+THRESHOLDS = ("h1", "h2", "u1", "u2")
+
+_CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
+
+
+def check_report(output: Path, trace: Path | str | None) -> None:
+    """Refuses, before anything is computed, a page that could not be written.
+
+    Args:
+        trace: the file that the page is made of, whose place it must not take.
+
+    Raises:
+        UserError: it is so.
+    """
+    check_writable(output)
+    if trace is not None and output.resolve() == Path(trace).resolve():
+        raise UserError(f"{output}: the page would take the place of its trace")
+    plotly_source()
+
+
+def write_report(trace: Path, output: Path) -> None:
+    """Writes the page of one run, whole or not at all.
+
+    Raises:
+        UserError: the trace is not one, or the page cannot be written.
+    """
+    page = run_page(trace)
+    with replacing(output) as scratch:
+        scratch.write_text(page, encoding="utf-8")
+
+
+def run_page(trace: Path) -> str:
+    """The page of one run as text. The same trace gives the same text.
+
+    Raises:
+        UserError: the trace is not one.
+    """
+    reader = TraceReader(trace)
+    # Of the lines none is kept but in the packed form.
+    payload = packed(_whole_lines(reader))
+    facts = run_facts(reader, trace)
+    return _render("run", {"facts": facts}, {"trace": payload})
+
+
+def _whole_lines(reader: TraceReader) -> Iterator[bytes]:
+    for line in reader:
+        yield line.raw
+
+
+def run_facts(reader: TraceReader, trace: Path) -> dict[str, Any]:
+    """What a page says of a run besides its tokens, from a trace that was read to its end."""
+    header, footer = reader.header, reader.footer
+    rows = {row["row"]: row for row in footer["rows"]} if footer else {}
+    numbers = sorted({*reader.tokens, *reader.retracted, *rows})
+    return {
+        "name": trace.name,
+        "model": header["model"],
+        "sampler": header["sampler"],
+        "seed": header.get("seed"),
+        "backend": header.get("backend"),
+        "versions": header["versions"],
+        "prompt": header["prompt"],
+        "prompt_tokens": len(header["prompt_tokens"]),
+        "complete": footer is not None,
+        "torn": reader.torn,
+        "speed": _speed(reader),
+        "seconds": footer["timings"].get("total") if footer else None,
+        "rows": [
+            {
+                "row": number,
+                "tokens": reader.tokens.get(number, 0),
+                "retracted": reader.retracted.get(number, 0),
+                "finish_reason": rows.get(number, {}).get("finish_reason"),
+                "error": rows.get(number, {}).get("error"),
+                "forwards": rows.get(number, {}).get("forwards"),
+            }
+            for number in numbers
+        ],
+        "boxes": _boxes(header["sampler_parameters"], trace),
+        "thresholds": {
+            name: header["sampler_parameters"].get(f"thresholds.{name}") for name in THRESHOLDS
+        },
+    }
+
+
+def _speed(reader: TraceReader) -> float | None:
+    """Tokens a second after the first step, which waits for the prompt and for the compiler."""
+    if reader.footer is None:
+        return None
+    timings = reader.footer["timings"]
+    tokens = sum(reader.tokens.values()) - len(reader.tokens)
+    seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
+    return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+
+def _boxes(parameters: dict[str, Any], trace: Path) -> dict[str, list[dict[str, Any]]]:
+    """The conditions of each regime: quantity, sign, and the bound's name or number."""
+    boxes: dict[str, list[dict[str, Any]]] = {}
+    for box in BOXES:
+        conditions = parameters.get(f"regimes.{box}")
+        if not isinstance(conditions, list):
+            raise UserError(f"{trace}: line 1: the sampler's parameters lack 'regimes.{box}'")
+        boxes[box] = [_condition(text, parameters, box, trace) for text in conditions]
+    return boxes
+
+
+def _condition(text: Any, parameters: dict[str, Any], box: str, trace: Path) -> dict[str, Any]:
+    match = _CONDITION.fullmatch(text) if isinstance(text, str) else None
+    problem = f"{trace}: line 1: regimes.{box}: {text!r}"
+    if match is None or match[1] not in QUANTITIES:
+        raise UserError(f"{problem} is not a condition")
+    quantity, sign, bound = match.groups()
+    if bound in THRESHOLDS:
+        value = parameters.get(f"thresholds.{bound}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise UserError(f"{problem}: 'thresholds.{bound}' is missing")
+        return {"quantity": quantity, "sign": sign, "name": bound}
+    try:
+        return {"quantity": quantity, "sign": sign, "value": float(bound)}
+    except ValueError:
+        raise UserError(f"{problem} is not a condition") from None
+
+
+def _render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:
+    """A page: `templates/{kind}.html`, `static/{kind}.js` with what it imports, and the style."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("entropix_jax.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    plotly, own = plotly_source(), script(kind)
+    return environment.get_template(f"{kind}.html").render(
+        **values,
+        version=__version__,
+        style=style(["page"]),
+        script=own,
+        script_digests=f"{digest(own)} {digest(plotly)}",
+        payloads={**payloads, "plotly": packed([plotly])},
+    )

@@ -1,0 +1,40 @@
+// Making elements. Text goes in as text: nothing of a trace is ever read as HTML.
+
+export function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child != null));
+  return node;
+}
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+// At most one call of `work` a frame, with the latest arguments.
+export function onceAFrame(work) {
+  let latest = null;
+  return (...args) => {
+    if (latest === null) requestAnimationFrame(() => {
+      const now = latest;
+      latest = null;
+      work(...now);
+    });
+    latest = args;
+  };
+}
+
+export async function copyText(text, button) {
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Select it and copy";
+  }
+  setTimeout(() => (button.textContent = before), 1500);
+}
