@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 REQUIRE_ALL = bool(os.environ.get("ENTROPIX_REQUIRE_ALL"))
 SHARED_DATA = os.environ.get("ENTROPIX_SHARED_DATA", "")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), "")
+NO_BROWSER = f"no browser: none of {', '.join(BROWSERS)} is there, ENTROPIX_BROWSER names none"
 
 # Time is not what property tests check. A complete run draws the same examples each time.
 hypothesis.settings.register_profile("entropix", deadline=None, derandomize=REQUIRE_ALL)
@@ -37,25 +42,35 @@ MARKER_OF_FIXTURE = {
     "torch": "parity",
     "transformers": "parity",
     "shared_data": "shared_data",
+    "browser": "browser",
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run to the next, beside pytest's own cache."""
+    config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_compilation_cache_max_size", 512 * 2**20)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+def pytest_report_header() -> str | None:
+    """Says what a complete run leaves out because a bare machine cannot have it."""
+    if REQUIRE_ALL and not BROWSER:
+        return f"tests of pages are left out: {NO_BROWSER}"
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by their fixtures. A complete run leaves out those that have no data to read."""
+    """Marks tests by their fixtures. A complete run leaves out those that have no data to read, or
+    no browser to open."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKER_OF_FIXTURE:
                 item.add_marker(MARKER_OF_FIXTURE[fixture])
-    if REQUIRE_ALL and not SHARED_DATA:
-        left_out = [item for item in items if item.get_closest_marker("shared_data")]
-        if left_out:
+    for marker, there in (("shared_data", SHARED_DATA), ("browser", BROWSER)):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if REQUIRE_ALL and not there and left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
 
@@ -69,6 +84,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"{name} is not installed: pip install -e .[parity]")
     if item.get_closest_marker("shared_data") and not SHARED_DATA:
         pytest.skip("ENTROPIX_SHARED_DATA does not name a folder with llama3/tokenizer.model")
+    if item.get_closest_marker("browser"):
+        if not BROWSER:
+            pytest.skip(NO_BROWSER)
+        if importlib.util.find_spec("playwright") is None:
+            pytest.skip("playwright is not installed: pip install -e .[browser]")
 
 
 def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -111,6 +131,26 @@ def transformers() -> ModuleType:
 def shared_data() -> Path:
     """The folder of real files that ENTROPIX_SHARED_DATA names."""
     return Path(SHARED_DATA)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium under playwright's hands; a test that asks for it is a browser test.
+
+    One a module: while it is there, an event loop runs in this thread.
+    """
+    playwright = importlib.import_module("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=BROWSER,
+            args=[
+                *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+                *("--disable-background-networking", "--disable-component-update"),
+                "--disable-sync",
+            ],
+        )
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
