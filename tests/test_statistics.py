@@ -364,22 +364,26 @@ def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
 
 def test_findings() -> None:
     digest = digest_with({"base": [1, 1, 0, 0], "other": [1, 1, 1, 1]})
-    found = findings_of(digest, "base", (1,), ["base", "other"])
+    found = findings_of(digest, "base", {"other": "base"}, (1,), ["base", "other"])
     base, other = found.lines
     assert list(base.by_task) == pytest.approx([2 / 3, 0.0])
     assert base.score.value == pytest.approx(1 / 3)
     assert base.over_baseline is base.at_equal_cost is other.at_equal_cost is None
     assert other.over_baseline is not None
     assert other.over_baseline.value == pytest.approx(2 / 3)
-    assert found.predictors["base"]["mean_entropy"].value == 1.0
-    assert {*found.predictors} == {*found.bins} == {"base"}  # of all that is right, no errors
+    assert other.over_base == other.over_baseline
+    assert base.over_base is None
+    assert found.predictors["base", "all"]["mean_entropy"].value == 1.0
+    # Of what is all right, or all wrong, as in the second task, there is nothing to predict.
+    assert {*found.predictors} == {("base", "all"), ("base", "a")}
+    assert {*found.bins} == {"base"}
     page = summary(found, {"description": "", "seeds": "0"})
     assert "| other | 1.000 [1.000, 1.000] | 1.000 | 1.000 | 10.0 | +0.667 [" in page
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 0.75])
 def test_nothing_predicts_what_never_varies(score: float) -> None:
-    found = findings_of(digest_with({"base": [score] * 4}), "base", (1,), ["base"])
+    found = findings_of(digest_with({"base": [score] * 4}), "base", {}, (1,), ["base"])
     assert found.lines
     assert not found.predictors
     assert not found.bins
@@ -389,7 +393,7 @@ def test_nothing_predicts_what_never_varies(score: float) -> None:
 def test_what_is_not_scored_has_no_lines(where: str) -> None:
     scores = {"base": [1.0, 1, 0, 0], "other": [1.0, 0, 1, 0]}
     scores[where][2] = math.nan
-    found = findings_of(digest_with(scores), "base", (1,), ["base"])
+    found = findings_of(digest_with(scores), "base", {}, (1,), ["base"])
     assert not found.lines
     assert not found.predictors
     assert "nan" not in summary(found, {"description": ""}).split("## Texts")[0]

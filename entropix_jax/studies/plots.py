@@ -18,6 +18,7 @@ from entropix_jax.studies.summary import Findings, Line
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "entropix_jax"
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.ticker import StrMethodFormatter  # noqa: E402
 
 # Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
@@ -64,7 +65,9 @@ def _scores(findings: Findings, folder: Path) -> str:
             )
             axes.fill_between(costs, *bounds, color="#888888", alpha=0.15, linewidth=0)
         if all(line.setting.cost().any() for line in lines):  # else there is no logarithm
-            axes.set_xscale("log")
+            axes.set_xscale("log", subs=[2, 3, 5])
+        for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            axis(StrMethodFormatter("{x:g}"))
         axes.set_xlabel("forward passes an answer, beyond the prompt")
         axes.set_ylabel("score")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
@@ -151,7 +154,7 @@ def _reliability(findings: Findings, folder: Path) -> str:
             )
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel("mean entropy of the text, bits (ten equal bins)")
-        axes.set_ylabel("share of right answers")
+        axes.set_ylabel("mean score")
         axes.legend(frameon=False, fontsize=8)
     return "reliability"
 

@@ -31,7 +31,7 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.resources import resource_folder
 from entropix_jax.studies.digest import Digest, digest_of
 from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
-from entropix_jax.studies.sweep import BASE, TUNED, Setting, Sweep
+from entropix_jax.studies.sweep import Setting, Sweep, tuned_name
 from entropix_jax.studies.tables import Results, write_tables
 from entropix_jax.studies.trials import (
     Prompts,
@@ -209,12 +209,13 @@ class Study:
         from entropix_jax.studies.plots import draw_plots
 
         sweep, folder = self._sweep, self._folder
-        base = next((s for s in settings if s.name in (BASE, "entropix")), settings[0])
+        bases = {s.name: s.base for s in settings if s.base is not None}
+        base = next((s for s in settings if s.name in bases.values()), settings[0])
         watched = list(dict.fromkeys((base.name, sweep.baseline)))
         truth = []
         if _about_the_world(self._tasks) and speaks_of_the_world(self._model):
             truth = hold_against_truth(self._model, base.sampler, texts=_TRUTH_TEXTS)
-        findings = findings_of(digest, sweep.baseline, sizes, watched, truth, tuned)
+        findings = findings_of(digest, sweep.baseline, bases, sizes, watched, truth, tuned)
         varied = sorted({key for setting in settings for key in setting.varied})
         write_tables(results, varied, folder, "results")
         about = self._about(settings, len(results))
@@ -281,7 +282,7 @@ def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting,
 
     best = max(group, key=merit)
     how = Tuned(name, len(group), score(best), score(group[0]), best.varied)
-    return replace(best, name=f"{name}{TUNED}", varied={}), how
+    return replace(best, name=tuned_name(name, group), varied={}), how
 
 
 def _about_the_world(tasks: Sequence[Task]) -> bool:

@@ -39,6 +39,7 @@ class Line:
     score: Interval
     by_task: tuple[float, ...]
     over_baseline: Interval | None  # None of the baseline itself
+    over_base: Interval | None  # over the setting that it changes, None of one that changes none
     at_equal_cost: Interval | None  # over votes of the baseline's samples
 
 
@@ -51,7 +52,7 @@ class Findings:
     sizes: tuple[int, ...]  # of votes
     lines: tuple[Line, ...]  # empty where nothing is scored
     votes: Mapping[str, tuple[Interval, ...]]  # by setting, for each size
-    predictors: Mapping[str, Mapping[str, Interval]]  # by setting, the AUROC of each
+    predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # by setting and task, AUROCs
     bins: Mapping[str, list[Bin]]  # by setting, of mean entropy
     truth: tuple[Truth, ...]
     tuned: tuple[Tuned, ...]
@@ -60,25 +61,33 @@ class Findings:
 def findings_of(
     digest: Digest,
     baseline: str,
+    bases: Mapping[str, str],
     sizes: Sequence[int],
     watched: Sequence[str],
     truth: Sequence[Truth] = (),
     tuned: Sequence[Tuned] = (),
 ) -> Findings:
-    """The figures of a study, with their intervals. `watched` are the settings whose predictors of
-    errors are looked at."""
+    """The figures of a study, with their intervals.
+
+    Args:
+        baseline: the setting that all others are held against.
+        bases: of settings that are changes of another one, which.
+        sizes: of votes.
+        watched: the settings whose predictors of errors are looked at.
+    """
     base = digest.settings[baseline]
     scored = not any(np.isnan(one.score()).any() for one in digest.settings.values())
     lines: list[Line] = []
     all_votes: dict[str, tuple[Interval, ...]] = {}
+    strata = np.asarray(digest.strata)
     if scored:
         bootstrap = Bootstrap(digest.strata)
-        strata = np.asarray(digest.strata)
         sizes = [k for k in sizes if k in base.scores]
         curve = np.stack([base.score(k) for k in sizes])
         costs = np.stack([base.cost(k) for k in sizes])
         for one in digest.settings.values():
             own = one is base
+            changed = digest.settings[bases[one.name]] if one.name in bases else None
             lines.append(
                 Line(
                     setting=one,
@@ -88,25 +97,31 @@ def findings_of(
                         for task in range(len(digest.tasks))
                     ),
                     over_baseline=None if own else bootstrap.mean(one.score() - base.score()),
+                    over_base=None
+                    if changed is None
+                    else bootstrap.mean(one.score() - changed.score()),
                     at_equal_cost=None
                     if own or len(sizes) < 2
                     else bootstrap.over_curve(costs, curve, one.cost(), one.score()),
                 )
             )
             all_votes[one.name] = tuple(bootstrap.mean(one.score(k)) for k in sizes)
-    predictors: dict[str, dict[str, Interval]] = {}
+    predictors: dict[tuple[str, str], dict[str, Interval]] = {}
     bins: dict[str, list[Bin]] = {}
     for name in watched if scored else ():
         one = digest.settings[name]
-        right = np.asarray(one.right)
-        items = np.asarray(one.row_items)
-        if len(np.unique(right < 0.5)) < 2:
-            continue  # all right or all wrong: nothing to predict
-        predictors[name] = {
-            key: auroc_interval(np.asarray(one.predictors[key]), right < 0.5, items)
-            for key in PREDICTORS
-        }
-        bins[name] = reliability(np.asarray(one.predictors["mean_entropy"]), right)
+        right, items = np.asarray(one.right), np.asarray(one.row_items, np.int64)
+        parts = {task: strata[items] == number for number, task in enumerate(digest.tasks)}
+        for task, part in {"all": np.ones(len(items), bool), **parts}.items():
+            wrong = right[part] < 1
+            if len(np.unique(wrong)) < 2:
+                continue  # all right or all wrong: nothing to predict
+            predictors[name, task] = {
+                key: auroc_interval(np.asarray(one.predictors[key])[part], wrong, items[part])
+                for key in PREDICTORS
+            }
+        if (name, "all") in predictors:
+            bins[name] = reliability(np.asarray(one.predictors["mean_entropy"]), right)
     return Findings(
         digest=digest,
         baseline=baseline,
@@ -151,6 +166,7 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> st
 
 def _scores(findings: Findings) -> str:
     tasks = findings.digest.tasks
+    changes = any(line.over_base for line in findings.lines)
     rows = []
     for line in findings.lines:
         one = line.setting
@@ -162,12 +178,15 @@ def _scores(findings: Findings) -> str:
                 f"{np.mean(one.cost()):.1f}",
                 *_difference(line.over_baseline),
                 *(_difference(line.at_equal_cost) if len(findings.sizes) > 1 else ()),
+                *(_difference(line.over_base) if changes else ()),
             ]
         )
     headings = ["setting", "score [95 %]", *tasks, "forwards"]
     headings += [f"over {findings.baseline}", ""]
     if len(findings.sizes) > 1:
         headings += ["at equal forwards", ""]
+    if changes:
+        headings += ["over what it changes", ""]
     text = (
         "Scores are means over tasks, of means over items, of means over seeds. Intervals are 95 % "
         "bootstrap intervals over items; differences are paired. `forwards` are token positions "
@@ -252,14 +271,15 @@ def _texts(digest: Digest) -> str:
 
 def _predictors(findings: Findings) -> str:
     rows = [
-        [name, *(findings.predictors[name][key] for key in PREDICTORS)]
-        for name in findings.predictors
+        [name, task, *(auroc[key] for key in PREDICTORS)]
+        for (name, task), auroc in findings.predictors.items()
     ]
     text = (
-        "The area under the ROC curve of a text's own measures as predictors of a wrong answer: "
-        "0.5 is chance, 1 tells all errors from all right answers."
+        "The area under the ROC curve of a text's own measures as predictors of an answer that is "
+        "not wholly right: 0.5 is chance, 1 tells all errors from all right answers. Over all "
+        "tasks it also tells hard tasks from easy ones; within a task it cannot."
     )
-    headings = ["setting", *(key.replace("_", " ") for key in PREDICTORS)]
+    headings = ["setting", "task", *(key.replace("_", " ") for key in PREDICTORS)]
     return f"## Predictors of error\n\n{text}\n\n{markdown_table(headings, rows)}"
 
 
@@ -270,7 +290,7 @@ def _reliability(findings: Findings) -> str:
             [f"{b.low:.3f} to {b.high:.3f}", f"{b.mean:.3f}", b.number, f"{b.right:.3f}"]
             for b in bins
         ]
-        headings = ["mean entropy of the text, bits", "mean", "texts", "right"]
+        headings = ["mean entropy of the text, bits", "mean", "texts", "mean score"]
         tables.append(f"`{name}`:\n\n{markdown_table(headings, rows)}")
     return "## Reliability\n\n" + "\n\n".join(tables)
 

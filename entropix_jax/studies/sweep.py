@@ -8,8 +8,8 @@ A sweep file is TOML:
     seeds = [0, 1, 2]
     split = "test"
     max_new_tokens = 64           # else the task's own
-    base = "entropix"             # the sampler that is changed
-    baseline = "base"             # the setting that the others are held against
+    base = "entropix"             # the sampler that is changed, and a setting of that name
+    baseline = "entropix"         # the setting that the others are held against
 
     [set]                         # changes of every setting
     "branch.depth" = 4
@@ -57,7 +57,6 @@ from entropix_jax.sampler.settings import Sampler, check_key, check_values, near
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Split
 
-BASE = "base"  # the setting that changes nothing
 TUNED = " (tuned)"
 _MOST_SETTINGS = 100_000
 _MOST_SEED = 2**63 - 1  # which a table can hold
@@ -74,12 +73,13 @@ class Setting:
     """A sampler under a name of its own.
 
     `varied` are the keys that tell it from the others of its kind, with their values: the axes
-    along which a response can be drawn.
+    along which a response can be drawn. `base` is the name of the setting that it changes.
     """
 
     name: str
     sampler: Sampler
     varied: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,18 @@ def names_of(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
         UserError: two are the same.
     """
     names = [setting.name for setting in settings]
-    names += [f"{name}{TUNED}" for name in (tuning.candidates if tuning else ())]
+    names += [
+        tuned_name(*of_sampler) for of_sampler in (tuning.candidates if tuning else {}).items()
+    ]
     for name, number in Counter(names).items():
         if number > 1:
             raise UserError(f"two settings are called '{name}'")
     return names
+
+
+def tuned_name(sampler: str, candidates: Sequence[Setting]) -> str:
+    """What the best of a sampler's candidates is called."""
+    return f"{sampler}{TUNED}" if len(candidates) > 1 else sampler
 
 
 def tuning_of(
@@ -259,8 +266,10 @@ class _Reader:
         named = self._table(raw, "settings", "settings")
         grid = self._table(raw, "grid", "grid")
         random = self._table(raw, "random", "random")
-        if not raw.keys().isdisjoint(("base", "grid", "random")) or not (named or tuning):
-            yield Setting(BASE, base)
+        changed = any(isinstance(one, dict) and "sampler" not in one for one in named.values())
+        asked = not raw.keys().isdisjoint(("base", "grid", "random"))
+        if changed or asked or not (named or tuning):
+            yield Setting(base.name, base)
         for name, changes in named.items():
             if not isinstance(changes, dict):
                 raise self._error(f"settings.{name}: must be a table, [settings.{name}]")
@@ -272,7 +281,8 @@ class _Reader:
             if other is not None:
                 sampler = self._sampler(other, common, f"settings.{name}")
             values = self._values(changes, f"settings.{name}")
-            yield Setting(name, self._changed(sampler, values, f"settings.{name}"))
+            changed_sampler = self._changed(sampler, values, f"settings.{name}")
+            yield Setting(name, changed_sampler, base=base.name if other is None else None)
         yield from self._grid(base, grid)
         yield from self._random(base, random)
 
@@ -289,7 +299,8 @@ class _Reader:
         if axes:
             for values in itertools.product(*axes.values()):
                 point = dict(zip(axes, values, strict=True))
-                yield Setting(_name_of(point), self._changed(base, point, "grid"), point)
+                sampler = self._changed(base, point, "grid")
+                yield Setting(_name_of(point), sampler, point, base.name)
 
     def _random(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
         if "random" not in self._raw:
@@ -302,7 +313,7 @@ class _Reader:
             raise self._error("random.over: no key to draw values of")
         try:
             for drawn, sampler in _draws(ranges, rng, base, number, "random.over"):
-                yield Setting(_name_of(drawn), sampler, drawn)
+                yield Setting(_name_of(drawn), sampler, drawn, base.name)
         except UserError as error:
             raise self._error(str(error)) from None
 
