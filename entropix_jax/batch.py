@@ -202,7 +202,7 @@ def _run(
     progress, engine = run.progress, run.engine
     progress.done = store.done
     if store.done:
-        print(f"note: {store.done} records are done already", file=sys.stderr)
+        print(f"note: {_records(store.done)} done already", file=sys.stderr)
 
     def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
         # A record that cannot be run is told from a row that failed by its having no text.
@@ -222,10 +222,14 @@ def _run(
     end = standing()
     failed = f" ({progress.failed} of them with an error)" if progress.failed else ""
     print(
-        f"{end.done} records done{failed} | {end.tokens} tokens in {seconds:.1f} s"
+        f"{_records(end.done)} done{failed} | {end.tokens} tokens in {seconds:.1f} s"
         f" ({end.tokens / max(seconds, 1e-9):.0f} tok/s) | {end.used:.0%} of slots used",
         file=sys.stderr,
     )
+
+
+def _records(number: int) -> str:
+    return f"{number} record" if number == 1 else f"{number} records"
 
 
 def _check(arguments: Arguments) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -154,4 +155,13 @@ def _one_line(box: str) -> str:
     is_rule = [not line.strip("─-") for line in lines]  # hyphens where UTF-8 cannot be written
     first = 2 if is_rule[1:2] == [True] else 1
     last = is_rule.index(True, first) if True in is_rule[first:] else len(lines)
-    return " ".join(lines[first:last])
+    message = " ".join(lines[first:last])
+    if message.startswith("Missing from "):
+        # Each option that is missing comes with its whole help text.
+        _, _, options = message.partition(": ")
+        names = re.findall(r"(?:^|\(required\) )(--[\w-]+|[A-Z_]+)\b", options)
+        return f"{' and '.join(names)} must be given" if names else message
+    message = message.removeprefix("Error parsing ")
+    return re.sub(
+        r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", message
+    )

@@ -75,6 +75,8 @@ def _main(arguments: Arguments) -> int:
 
     names = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
     tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
+    if not tasks:
+        raise UserError("--task must be given (see --help)")
     samplers = [load_sampler(name) for name in names]
     settings: tuple[Setting, ...] = ()
     tuning = None

@@ -81,7 +81,6 @@ class Generation:
                 seed=seed,
                 eos_ids=() if ignore_eos else ends,
                 stop=[stop] if isinstance(stop, str) else stop,
-                recording=recording,
                 retrieve=retrieve,
                 ask=ask,
             )

@@ -344,7 +344,6 @@ class EntropixLM(TemplateLM):
             seed=self._seed,
             eos_ids=ends,
             stop=stops,
-            recording=Recording(),
         )
 
     def _unused(self, said: Mapping[str, Any]) -> Iterable[str]:

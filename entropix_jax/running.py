@@ -10,7 +10,6 @@ from entropix_jax.decode_state import (
     FINISHED_LENGTH,
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
-    Recording,
 )
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
@@ -45,7 +44,6 @@ class RunningRow:
         seed: int,
         eos_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
-        recording: Recording,
         retrieve: Retrieve | None = None,
         ask: Ask | None = None,
     ) -> None:
@@ -65,7 +63,6 @@ class RunningRow:
         self.retrieve = retrieve
         self.ask = ask
         self._tokenizer = model.tokenizer
-        self._recording = recording
         self._stop = StopFilter[TokenRecord](stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
         self._held: Fields | None = None

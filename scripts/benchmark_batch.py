@@ -141,18 +141,15 @@ def run_through(
     """Seconds, tokens, and the share of slot-steps that were of use."""
     sampler = load_sampler(sampler_name).calibrated(model.folder)
     params = params_of(model, sampler)
-    recording = Recording()
     engine = Engine(
-        model, params, sampler.arms, slots=slots, capacity=CAPACITY, recording=recording
+        model, params, sampler.arms, slots=slots, capacity=CAPACITY, recording=Recording()
     )
     rows = [Row(request) for request in requests]
 
     def jobs() -> Iterator[RunningRow]:
         for i, row in enumerate(rows):
             budget = budget_of(model, row.request, CAPACITY)
-            yield RunningRow(
-                i, row, model, sampler, params, budget=budget, seed=0, recording=recording
-            )
+            yield RunningRow(i, row, model, sampler, params, budget=budget, seed=0)
 
     started = time.perf_counter()
     for _ in engine.run(jobs()):

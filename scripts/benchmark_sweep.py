@@ -61,7 +61,6 @@ class Sweep:
                 sampler_params(model, sampler),
                 budget=budget_of(model, request),
                 seed=0,
-                recording=Recording(),
             )
             for number, sampler in enumerate(self.samplers)
         ]

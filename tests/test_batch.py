@@ -198,7 +198,7 @@ def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_pat
     before = (tmp_path / "out.jsonl").read_bytes()
     again = command(*arguments)
     assert again.status == EXIT_OK
-    assert "note: 6 records are done already" in again.err
+    assert "note: 6 records done already" in again.err
     assert (tmp_path / "out.jsonl").read_bytes() == before
     # More records at the end of the input are taken up.
     write_input(source, records(9))
@@ -882,7 +882,7 @@ def test_from_a_bucket_to_a_bucket(
     files.invalidate_cache()
     assert not files.exists(f"{s3}/out.jsonl")
     assert len(files.ls(f"{s3}/out.jsonl.parts")) == 3
-    assert "note: 9 records are done already" in command(*run).err
+    assert "note: 9 records done already" in command(*run).err
     files.invalidate_cache()
     assert not files.exists(f"{s3}/out.jsonl.parts")
     files.get_file(f"{s3}/out.jsonl", tmp_path / "theirs.jsonl")

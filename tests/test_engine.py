@@ -56,7 +56,6 @@ def job(
         seed=seed,
         eos_ids=eos_ids,
         stop=stop,
-        recording=Recording(),
     )
 
 

@@ -510,7 +510,7 @@ BAD: list[tuple[list[object], str]] = [
         "--max-new-tokens must be at least 1, not 0",
     ),
     (["--prompt", "a", "--max-new-tokens", -5], "--max-new-tokens must be at least 1, not -5"),
-    (["--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
+    (["--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens: 'many' is not an integer"),
     (["--prompt", "a", "--max-new-tokens", "1.5"], "--max-new-tokens"),
     (short("--samples", 0), "--samples must be at least 1, not 0"),
     (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),

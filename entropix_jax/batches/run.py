@@ -206,7 +206,6 @@ class BatchRun:
             seed=own.seed if record.seed is None else record.seed,
             eos_ids=() if own.ignore_eos else ends,
             stop=own.stop,
-            recording=self._recording,
         )
 
     def _load_sampler(self, name: str) -> tuple[Sampler, SamplerParams]:

@@ -216,7 +216,6 @@ class TrialRun:
             seed=trial.seed,
             eos_ids=question.ends,
             stop=question.task.stop,
-            recording=Recording(),
         )
 
 
