@@ -74,8 +74,8 @@ def branching(position: int, **changes: Any) -> Json:
         {"tokens": [5, 6], "text": " to be", "score": -0.5, "chosen": True},
         {"tokens": [7], "text": NASTY, "score": None, "chosen": False},
     ]
-    changes = {"action": "branch", "branches": branches, "ambiguous": True} | changes
-    return token(position, regime="lehv", **changes)
+    fields: Json = {"action": "branch", "branches": branches, "ambiguous": True}
+    return token(position, regime="lehv", **(fields | changes))
 
 
 def footer(records: list[Json], **changes: Any) -> Json:

@@ -10,8 +10,16 @@ export function showDetails(state) {
     const box = byId("details-body");
     if (!token) return box.replaceChildren("Nothing was generated.");
     box.replaceChildren(...parts(token, state));
+    if (state.pinned) byId("announcement").textContent = announcement(token);
   };
   for (const kind of ["token", "bounds"]) state.on(kind, update);
+}
+
+// What a screen reader says of a token that someone has walked to.
+function announcement(token) {
+  const { title, meaning } = REGIMES[token.regime];
+  const gone = token.type === "retracted" ? "taken back, " : "";
+  return `${quoted(token.text, token.token_id)}: ${gone}${title}, ${meaning}, ${token.action}, entropy ${number(token.entropy)} bits`;
 }
 
 function parts(token, state) {
