@@ -7,6 +7,7 @@ import ast
 import base64
 import importlib.util
 import json
+import os
 import random
 import re
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from entropix_jax import cli, trace
 from entropix_jax.errors import UserError
 from entropix_jax.report import command, embedding, page, reading
-from entropix_jax.report.page import run_page, write_report
+from entropix_jax.report.page import check_report, run_page, write_report
 from entropix_jax.report.reading import TraceReader, read_trace
 from entropix_jax.sampler import params, settings
 from entropix_jax.sampler.presets import load_sampler
@@ -333,6 +334,26 @@ def test_bad_paths(
     assert line.startswith("error: ")
     assert message in line
     assert whole.read_bytes() == before
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_that_takes_nothing_new(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Even where the page itself could be overwritten: it is refused before anything is run."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    output = folder / "page.html"
+    if there:
+        output.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    with pytest.raises(UserError, match=r"page\.html: cannot be written: no permission"):
+        check_report(output, whole)
+
+
+def test_a_page_takes_no_devices_place(whole: Path) -> None:
+    with pytest.raises(UserError, match="/dev/null: cannot be written: not a regular file"):
+        check_report(Path("/dev/null"), whole)
 
 
 def test_without_the_plotting_library(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:

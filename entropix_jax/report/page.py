@@ -1,5 +1,6 @@
 """Pages: a template, the data it carries, and the scripts that show it."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,11 @@ def check_report(output: Path, trace: Path | str | None) -> None:
         UserError: it is so.
     """
     check_writable(output)
+    # A page takes the place of what was there, so it is the folder that must let it.
+    if output.exists() and not output.is_file():
+        raise UserError(f"{output}: cannot be written: not a regular file")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"{output}: cannot be written: no permission in {output.parent}")
     if trace is not None and output.resolve() == Path(trace).resolve():
         raise UserError(f"{output}: the page would take the place of its trace")
     plotly_source()

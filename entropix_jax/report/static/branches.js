@@ -12,7 +12,7 @@ export function showBranches(state) {
     const all = state.row.tokens.filter((token) => token.branches);
     const forked = all.filter((token) => token.branches.length > 1);
     byId("branches").hidden = all.length === 0;
-    byId("branches-count").textContent = `${all.length} times the model's next step was branched, ${forked.length} times with more than one candidate.`;
+    byId("branches-count").textContent = `${all.length} branchings, ${forked.length} of them between several candidates.`;
     if (forked.length === 0) several.checked = false;
     several.parentElement.hidden = forked.length === 0 || forked.length === all.length;
     const shown = several.checked ? forked : all;

@@ -44,19 +44,12 @@ function newRow(number, items) {
   return { number, items, tokens: items.filter((token) => token.type === "token") };
 }
 
-// Which tokens came of one branch: from the token that holds the branches on, as many as its winner
-// has, unless the row was cut off.
+// Where a branch or a thought begins.
 function markRuns(items) {
-  let left = 0;
   for (const token of items) {
     if (token.type !== "token") continue;
-    if (token.branches) {
-      left = token.branches.find((branch) => branch.chosen)?.tokens.length ?? 1;
-      token.runStart = "branch";
-    } else if (token.action === "inject" && !previousWas(items, token, "inject")) {
-      token.runStart = "inject";
-    }
-    token.branched = token.action === "branch" && left-- > 0;
+    if (token.branches) token.runStart = "branch";
+    else if (token.action === "inject" && !previousWas(items, token, "inject")) token.runStart = "inject";
   }
 }
 

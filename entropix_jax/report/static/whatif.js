@@ -12,8 +12,8 @@ export function knobsOf(facts) {
   for (const box of BOXES) for (const condition of facts.boxes[box]) {
     const key = keyOf(condition);
     const value = condition.name ? facts.thresholds[condition.name] : condition.value;
-    if (!knobs.has(key)) knobs.set(key, { key, quantity: condition.quantity, name: condition.name, value, uses: [] });
-    knobs.get(key).uses.push(`${REGIMES[box].title} ${condition.sign}`);
+    if (!knobs.has(key)) knobs.set(key, { key, quantity: condition.quantity, name: condition.name, value, below: [], above: [] });
+    knobs.get(key)[condition.sign === "<" ? "below" : "above"].push(REGIMES[box].title);
   }
   const order = Object.keys(SIGNS);
   return [...knobs.values()].sort((a, b) => order.indexOf(a.quantity) - order.indexOf(b.quantity) || a.value - b.value);
@@ -113,13 +113,19 @@ function knobRow(knob, state, apply) {
   const slider = element("input", { type: "range", id, min: 0, max: top, step, oninput: change });
   const box = element("input", { type: "number", min: 0, step: "any", "aria-label": `${label}, as a number`, oninput: change });
   const node = element("div", { class: "knob" },
-    element("label", { for: id }, label, element("span", { class: "muted" }, ` ${knob.uses.join(", ")}`)), slider, box);
+    element("label", { for: id }, label, element("span", { class: "muted" }, usesOf(knob))), slider, box);
   const refresh = () => {
     const value = state.values[knob.key];
     slider.value = value;
     if (document.activeElement !== box) box.value = value;
   };
   return { node, refresh };
+}
+
+// Which boxes lie on which side of a bound.
+function usesOf({ below, above }) {
+  const sides = [[below, "below"], [above, "above"]].filter(([names]) => names.length);
+  return sides.map(([names, side]) => `${names.join(" and ")} ${side}`).join(", ");
 }
 
 // The end of a slider: a little past all that the run has, and past the bound itself.
