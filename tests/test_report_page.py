@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -358,6 +359,45 @@ def test_the_text_leads_to_the_plane(page: Any, run: tuple[Path, Trace]) -> None
         assert cursor == record["position"]
 
 
+def on_screen(page: Any, entropy: float, varentropy: float) -> tuple[float, float]:
+    """Where a point of the plane is, in pixels of the window."""
+    x, y = page.evaluate(
+        """([h, u]) => {
+            const box = document.getElementById("plane");
+            const area = box.querySelector(".nsewdrag").getBoundingClientRect();
+            const [x0, x1] = box.layout.xaxis.range, [y0, y1] = box.layout.yaxis.range;
+            return [area.left + area.width * (h - x0) / (x1 - x0),
+                    area.bottom - area.height * (u - y0) / (y1 - y0)];
+        }""",
+        [entropy, varentropy],
+    )
+    return x, y
+
+
+def test_tokens_picked_out_on_the_plane_stand_out_in_the_text(
+    page: Any, run: tuple[Path, Trace]
+) -> None:
+    page.locator("#plane").scroll_into_view_if_needed()
+    page.locator("#plane .modebar-btn[data-title='Box Select']").click()
+    left, right, bottom, top = 1.5, 3.6, 3.0, 9.0
+    page.mouse.move(*on_screen(page, left, bottom))
+    page.mouse.down()
+    page.mouse.move(*on_screen(page, right, top), steps=5)
+    page.mouse.up()
+    page.wait_for_selector("#text .token.faded")
+    inside = [
+        i
+        for i, r in enumerate(run[1].tokens)
+        if left < r["entropy"] < right and bottom < r["varentropy"] < top
+    ]
+    assert 5 < len(inside) < 500
+    found = page.evaluate(
+        """() => [...document.querySelectorAll("#text .token:not(.faded)")]
+            .map((node) => Number(node.dataset.index))"""
+    )
+    assert found == inside
+
+
 def test_the_plane_leads_to_the_text(page: Any, run: tuple[Path, Trace]) -> None:
     """The one token in HEHV that lies farthest from all others is pointed at, then clicked."""
     records = run[1].tokens
@@ -367,16 +407,7 @@ def test_the_plane_leads_to_the_text(page: Any, run: tuple[Path, Trace]) -> None
     np.fill_diagonal(apart, np.inf)
     index = int(apart.min(axis=1).argmax())
     page.locator("#plane").scroll_into_view_if_needed()
-    x, y = page.evaluate(
-        """([h, u]) => {
-            const box = document.getElementById("plane");
-            const area = box.querySelector(".nsewdrag").getBoundingClientRect();
-            const [x0, x1] = box.layout.xaxis.range, [y0, y1] = box.layout.yaxis.range;
-            return [area.left + area.width * (h - x0) / (x1 - x0),
-                    area.bottom - area.height * (u - y0) / (y1 - y0)];
-        }""",
-        points[index].tolist(),
-    )
+    x, y = on_screen(page, *points[index].tolist())
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
     page.wait_for_selector(f"#token-{index}.selected")
@@ -559,6 +590,29 @@ def test_bounds_that_a_sampler_refuses(page: Any) -> None:
     set_knob(page, "h1", 0.5)
     assert page.locator("#what-if-problem").text_content() == ""
     assert not page.locator("#copy-command").is_disabled()
+
+
+def test_bounds_without_names(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """A preset that writes numbers: each has a slider, and what keeps them says so."""
+    values = dict(load_sampler("document-001").values)
+    records = [token(3 + i, entropy=0.3 * i, varentropy=0.05) for i in range(20)]
+    start = header(sampler="document-001", sampler_parameters=values)
+    path = write(tmp_path / "trace.jsonl", start, *records, footer(records))
+    output = tmp_path / "page.html"
+    write_report(path, output)
+    page = watched().open(output)
+    set_knob(page, "entropy-0-1", 1.0)
+    words = shlex.split(page.locator("#what-if-command").text_content())
+    expected = {f"regimes.{box}": values[f"regimes.{box}"] for box in REGIMES[:-1]}
+    expected["regimes.lelv"] = ["entropy < 1", "varentropy < 0.1"]
+    found = dict(map(parse_setting, words[1:]))
+    without_zeros = {k: [text.replace(".0", "") for text in v] for k, v in expected.items()}
+    assert found == without_zeros
+    assert shares(page)["lelv"][1] == 4  # 0, 0.3, 0.6, 0.9
+    file = tmp_path / "mine.toml"
+    file.write_text(page.locator("#what-if-file").text_content())
+    kept = load_sampler(str(file)).values
+    assert {key: kept[key] for key in found} == found
 
 
 @pytest.mark.parametrize(
