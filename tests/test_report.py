@@ -459,6 +459,14 @@ def test_nothing_breaks_out_of_a_page(tmp_path: Path) -> None:
     assert tags(NASTY) == tags("plain")
 
 
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    path, output = tmp_path / "t.jsonl", tmp_path / "page.html"
+    line = json.dumps(header(model="caf\udce9", prompt="\ud800")) + "\n"
+    path.write_text(line + lines_of([token(3)])[0], encoding="utf-8")
+    write_report(path, output)
+    assert "<dd>caf?</dd>" in output.read_text("utf-8")
+
+
 def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
     parsed = Parsed(run_page(whole))
     for tag, attributes in parsed.tags:

@@ -50,7 +50,8 @@ def write_report(trace: Path, output: Path) -> None:
     """
     page = run_page(trace)
     with replacing(output) as scratch:
-        scratch.write_text(page, encoding="utf-8")
+        # A model's folder may have a name that is not UTF-8.
+        scratch.write_bytes(page.encode("utf-8", "replace"))
 
 
 def run_page(trace: Path) -> str:
