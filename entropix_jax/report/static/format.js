@@ -11,7 +11,7 @@ export const METRICS = [
   ] },
   { title: "Attention of the last position", fields: [
     ["attn_entropy", "attention entropy", "bits", "how widely the heads look, on average"],
-    ["attn_entropy_norm", "the same, normalised", "0–1", "divided by the most that the context allows"],
+    ["attn_entropy_norm", "normalised attention entropy", "0–1", "divided by the most that the context allows"],
     ["attn_varentropy", "attention varentropy", "bits²", "how much the heads differ in that"],
     ["agreement", "agreement", "0–1", "1: all heads look at the same places"],
     ["agreement_published", "agreement as published", "", "the published formula, which measures disagreement"],
