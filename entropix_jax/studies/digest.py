@@ -22,8 +22,8 @@ _MEASURES = ("perplexity", "distinct_1", "distinct_2", "repetition")
 class SettingDigest:
     """One setting's results on the test items, in their order.
 
-    `scores[k]` and `forwards[k]`, each [I], are of a vote of k samples; k = 1 is a sample alone.
-    Rows are item by item, seed by seed.
+    `scores[k]` and `forwards[k]`, each [I], are of a vote of k samples; k = 1 is a sample alone, as
+    is any k in a task whose answers cannot be voted on. Rows are item by item, seed by seed.
     """
 
     name: str
@@ -108,9 +108,10 @@ def _add_votes(
     for k in sizes:
         if k > len(samples):
             continue
-        scores = [task.score(item, answer) for answer in votes(answers, k)]
+        asked = k if task.votes else 1  # one sample is all that is bought where no vote is
+        scores = [task.score(item, answer) for answer in votes(answers, asked)]
         one.scores.setdefault(k, []).append(float(np.mean(scores)))
-        one.forwards.setdefault(k, []).append(k * forwards)
+        one.forwards.setdefault(k, []).append(asked * forwards)
 
 
 def _add_row(one: SettingDigest, row: Mapping[str, Any], item: int) -> None:

@@ -53,18 +53,16 @@ def _scores(findings: Findings, folder: Path) -> str:
     lines = findings.lines
     with _figure(folder, "scores", height=max(4.5, 0.24 * len(lines))) as axes:
         for number, line in enumerate(lines):
-            _point(axes, number, line, float(np.mean(line.setting.cost())))
-        base = findings.digest.settings[findings.baseline]
+            _point(axes, number, line)
         votes = findings.votes[findings.baseline]
         if len(votes) > 1:
-            costs = [float(np.mean(base.cost(k))) for k in findings.sizes]
-            values = [vote.value for vote in votes]
-            bounds = [vote.low for vote in votes], [vote.high for vote in votes]
-            axes.plot(
-                costs, values, color="#888888", label=_shown(f"majorities of {base.name} samples")
-            )
+            costs = [cost for cost, _ in votes]
+            values = [score.value for _, score in votes]
+            bounds = [score.low for _, score in votes], [score.high for _, score in votes]
+            label = _shown(f"majorities of {findings.baseline} samples")
+            axes.plot(costs, values, color="#888888", label=label)
             axes.fill_between(costs, *bounds, color="#888888", alpha=0.15, linewidth=0)
-        if all(line.setting.cost().any() for line in lines):  # else there is no logarithm
+        if all(line.cost for line in lines):  # else there is no logarithm
             axes.set_xscale("log", subs=[2, 3, 5])
         for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             axis(StrMethodFormatter("{x:g}"))
@@ -74,10 +72,10 @@ def _scores(findings: Findings, folder: Path) -> str:
     return "scores"
 
 
-def _point(axes: Any, number: int, line: Line, cost: float) -> None:
+def _point(axes: Any, number: int, line: Line) -> None:
     score = line.score
     axes.errorbar(
-        cost,
+        line.cost,
         score.value,
         yerr=[[score.value - score.low], [score.high - score.value]],
         fmt=_MARKERS[number // len(_COLOURS) % len(_MARKERS)],

@@ -60,9 +60,13 @@ class Bootstrap:
             draws = rng.multinomial(len(chosen), np.full(len(chosen), 1 / len(chosen)), resamples)
             self._weights[:, chosen] = draws * share
 
+    def even(self, values: Floats) -> float:
+        """The mean over tasks of the mean over items of `values[I]`."""
+        return float(self._even @ values)
+
     def mean(self, scores: Floats) -> Interval:
         """The mean over tasks of the mean over items of `scores[I]`."""
-        return self._interval(float(self._even @ scores), self._weights @ scores)
+        return self._interval(self.even(scores), self._weights @ scores)
 
     def curve(self, costs: Floats, scores: Floats, cost: Floats) -> tuple[Floats, Floats]:
         """What a curve gives at a cost, of all items and of each resample.

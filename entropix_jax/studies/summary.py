@@ -37,6 +37,7 @@ class Line:
 
     setting: SettingDigest
     score: Interval
+    cost: float  # forward passes, as the score a mean over tasks
     by_task: tuple[float, ...]
     over_baseline: Interval | None  # None of the baseline itself
     over_base: Interval | None  # over the setting that it changes, None of one that changes none
@@ -51,7 +52,7 @@ class Findings:
     baseline: str
     sizes: tuple[int, ...]  # of votes
     lines: tuple[Line, ...]  # empty where nothing is scored
-    votes: Mapping[str, tuple[Interval, ...]]  # by setting, for each size
+    votes: Mapping[str, tuple[tuple[float, Interval], ...]]  # by setting: of each size cost, score
     predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # by setting and task, AUROCs
     bins: Mapping[str, list[Bin]]  # by setting, of mean entropy
     truth: tuple[Truth, ...]
@@ -78,7 +79,7 @@ def findings_of(
     base = digest.settings[baseline]
     scored = not any(np.isnan(one.score()).any() for one in digest.settings.values())
     lines: list[Line] = []
-    all_votes: dict[str, tuple[Interval, ...]] = {}
+    all_votes: dict[str, tuple[tuple[float, Interval], ...]] = {}
     strata = np.asarray(digest.strata)
     if scored:
         bootstrap = Bootstrap(digest.strata)
@@ -92,6 +93,7 @@ def findings_of(
                 Line(
                     setting=one,
                     score=bootstrap.mean(one.score()),
+                    cost=bootstrap.even(one.cost()),
                     by_task=tuple(
                         float(one.score()[strata == task].mean())
                         for task in range(len(digest.tasks))
@@ -105,7 +107,9 @@ def findings_of(
                     else bootstrap.over_curve(costs, curve, one.cost(), one.score()),
                 )
             )
-            all_votes[one.name] = tuple(bootstrap.mean(one.score(k)) for k in sizes)
+            all_votes[one.name] = tuple(
+                (bootstrap.even(one.cost(k)), bootstrap.mean(one.score(k))) for k in sizes
+            )
     predictors: dict[tuple[str, str], dict[str, Interval]] = {}
     bins: dict[str, list[Bin]] = {}
     for name in watched if scored else ():
@@ -175,7 +179,7 @@ def _scores(findings: Findings) -> str:
                 one.name,
                 line.score,
                 *(f"{score:.3f}" for score in line.by_task),
-                f"{np.mean(one.cost()):.1f}",
+                f"{line.cost:.1f}",
                 *_difference(line.over_baseline),
                 *(_difference(line.at_equal_cost) if len(findings.sizes) > 1 else ()),
                 *(_difference(line.over_base) if changes else ()),
@@ -190,7 +194,8 @@ def _scores(findings: Findings) -> str:
     text = (
         "Scores are means over tasks, of means over items, of means over seeds. Intervals are 95 % "
         "bootstrap intervals over items; differences are paired. `forwards` are token positions "
-        "evaluated for an answer beyond its prompt: written, rolled out and taken back alike."
+        "evaluated for an answer beyond its prompt: written, rolled out and taken back alike; "
+        "their mean is taken as that of the scores."
     )
     if len(findings.sizes) > 1:
         text += (
@@ -212,17 +217,12 @@ def _difference(interval: Interval | None) -> tuple[str, str]:
 
 def _votes(findings: Findings) -> str:
     rows = [
-        [
-            name,
-            *(
-                f"{interval} ({np.mean(findings.digest.settings[name].cost(k)):.0f})"
-                for k, interval in zip(findings.sizes, intervals, strict=True)
-            ),
-        ]
-        for name, intervals in findings.votes.items()
+        [name, *(f"{score} ({cost:.0f})" for cost, score in sizes)]
+        for name, sizes in findings.votes.items()
     ]
     headings = ["setting", *(f"majority of {k} (forwards)" for k in findings.sizes)]
-    return f"## Self-consistency\n\n{markdown_table(headings, rows)}"
+    text = "A task of free texts has no majority: there one sample stands for any number of them."
+    return f"## Self-consistency\n\n{text}\n\n{markdown_table(headings, rows)}"
 
 
 def _occupancy(digest: Digest) -> str:

@@ -48,12 +48,15 @@ class Task(Protocol):
         chat: asked as a chat or as plain text; None leaves it to the model.
         stop: texts that end an answer and are not part of it.
         max_new_tokens: most tokens of an answer.
+        votes: whether a majority of answers means something: not of free texts, each of which is an
+            answer of its own.
     """
 
     name: str
     chat: bool | None = None
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 256
+    votes: bool = True
 
     @abstractmethod
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:

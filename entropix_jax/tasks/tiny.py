@@ -188,6 +188,7 @@ class _Documents(Task):
     name = "documents"
     chat = False
     max_new_tokens = 48
+    votes = False
 
     _SIZE = 300  # of each split
     _KINDS = ("list", "diary", "story", "dialogue", "profile", "sums")  # in turn
