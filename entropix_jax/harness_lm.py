@@ -387,7 +387,7 @@ def _whole(name: str, value: Any, least: int | None) -> int:
     """A model argument that is a whole number."""
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last of an infinity
         number = None
     if number is None or number != float(value):
         raise UserError(f"{name} must be a whole number, not {value!r}")

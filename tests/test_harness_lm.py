@@ -321,6 +321,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"batch_size": "many"}, "batch_size must be a whole number, not 'many'"),
         ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
+        ({"seed": float("inf")}, "seed must be a whole number, not inf"),
         ({"dtype": "float16"}, "dtype must be float32, bfloat16 or auto, not 'float16'"),
         ({"pretrained": "nowhere"}, "no such model folder: 'nowhere'"),
     ],

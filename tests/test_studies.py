@@ -514,6 +514,56 @@ class Endless(Words):
         return float("inf")
 
 
+class Scoreless(Words):
+    def score(self, item, answer):
+        pass
+
+
+class Texts(Words):
+    def score(self, item, answer):
+        return "0.5"
+
+
+class Raises(Words):
+    def extract(self, item, text):
+        raise ValueError("one\\ntwo")
+
+
+class Divides(Words):
+    def score(self, item, answer):
+        return 1 / 0
+
+
+class Breaks(Words):
+    def items(self, split, *, chat):
+        yield from list(super().items(split, chat=chat))[:1]
+        raise KeyError("gone")
+
+
+class Lists(Words):
+    def items(self, split, *, chat):
+        return None
+
+
+class Tuples(Words):
+    def items(self, split, *, chat):
+        yield "a", "Berlin", ""
+
+
+class Sum(Words):
+    def items(self, split, *, chat):
+        yield Item("a", "1 + 1 =", 2)
+
+
+class Tokens(Words):
+    def items(self, split, *, chat):
+        yield Item("a", 5, "")
+
+
+class Stop(Words):
+    stop = "end"
+
+
 class Same(Words):
     def items(self, split, *, chat):
         yield Item("a", "Berlin", "")
@@ -538,6 +588,8 @@ class None_(Words):
 
 WORDS, LONG, NUMBER, ENDLESS, SAME = Words(), Long(), Number(), Endless(), Same()
 NUMBERED, EMPTY, NONE = Numbered(), Empty(), None_()
+SCORELESS, TEXTS, RAISES, DIVIDES, BREAKS = Scoreless(), Texts(), Raises(), Divides(), Breaks()
+LISTS, TUPLES, SUM, TOKENS, STOP = Lists(), Tuples(), Sum(), Tokens(), Stop()
 '''
 
 
@@ -693,14 +745,80 @@ def test_a_task_of_ones_own(small: str, tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+def test_other_code_of_ones_own_is_another_study(small: str, words: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command: list[object] = ["--task", f"{words}:WORDS", "--items", 1, "--seeds", 1]
+    command += ["--sampler", "greedy", "--max-new-tokens", 2, "--model", small, "--output", output]
+    assert run(evaluate.main, *command).status == EXIT_OK
+    assert run(evaluate.main, *command).status == EXIT_OK
+    words.write_text(WORDS.replace("/ 100", "/ 50"))
+    line = refusal(run(evaluate.main, *command))
+    assert "test.jsonl: holds another run's results: task_code" in line
+
+
+def test_only_code_of_ones_own_is_in_the_identity(done: Path) -> None:
+    told = json.loads((done / "test.jsonl.run.json").read_text())["identity"]
+    assert told["tasks"] == ["sums", "facts"]
+    assert "task_code" not in told
+
+
+ODD = """from entropix_jax.tasks.task import Item, Task
+
+
+class Odd(Task):
+    name, chat = "odd", False
+
+    def items(self, split, *, chat):
+        yield Item("a\\udc80", "Berlin", "b\\udc81")
+
+    def extract(self, item, text):
+        return "c\\udc82"
+
+
+ODD = Odd()
+"""
+
+
+def test_half_a_surrogate_pair_is_an_escape_in_the_tables(small: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    output = tmp_path / "out"
+    result = run(
+        *(evaluate.main, "--task", tmp_path / "odd.py:ODD", "--seeds", 1, "--max-new-tokens", 2),
+        *("--sampler", "greedy", "--model", small, "--output", output),
+    )
+    assert result.status == EXIT_OK, result.err
+    (row,) = parquet.read_table(output / "results.parquet").to_pylist()
+    assert (row["item"], row["expected"], row["answer"]) == ("a\\udc80", "b\\udc81", "c\\udc82")
+    (in_csv,) = rows_of(output)
+    assert all(in_csv[name] == row[name] for name in ("item", "expected", "answer"))
+
+
 # Bad input
 
 MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
     (evaluate, {"--task": "sum"}, "no task 'sum', did you mean 'sums'"),
     (evaluate, {"--task": "no.py:TASK"}, "task 'no.py:TASK': no file no.py"),
     (evaluate, {"--task": "own.py:NO"}, "own.py has no 'NO'"),
-    (evaluate, {"--task": "own.py:NUMBER"}, "task 'words': extract gave 5, not text or None"),
-    (evaluate, {"--task": "own.py:ENDLESS"}, "task 'words': a score of inf"),
+    (evaluate, {"--task": "own.py:NUMBER"}, "item 'test 0': extract gave 5, not text or None"),
+    (evaluate, {"--task": "own.py:ENDLESS"}, "item 'test 0': score gave inf, not a finite number"),
+    (evaluate, {"--task": "own.py:SCORELESS"}, "item 'test 0': score gave None, not a finite"),
+    (evaluate, {"--task": "own.py:TEXTS"}, "item 'test 0': score gave '0.5', not a finite number"),
+    (
+        evaluate,
+        {"--task": "own.py:RAISES"},
+        "task 'words': item 'test 0': extract failed: ValueError: one two",
+    ),
+    (evaluate, {"--task": "own.py:DIVIDES"}, "item 'test 0': score failed: ZeroDivisionError: div"),
+    (
+        evaluate,
+        {"--task": "own.py:BREAKS"},
+        "task 'words': item 2 of 'test': items failed: KeyError: 'gone'",
+    ),
+    (evaluate, {"--task": "own.py:LISTS"}, "task 'words': items failed: TypeError: 'NoneType'"),
+    (evaluate, {"--task": "own.py:TUPLES"}, "items gave ('a', 'Berlin', ''), not an Item"),
+    (evaluate, {"--task": "own.py:SUM"}, "item 'a': the answer must be text, not 2"),
+    (evaluate, {"--task": "own.py:TOKENS"}, "item 'a': the prompt must be text or messages, not 5"),
+    (evaluate, {"--task": "own.py:STOP"}, "task 'words': stop = 'end': must be a tuple of texts"),
     (evaluate, {"--task": "own.py:SAME"}, "task 'words': item 'a': an item's id must be text, and"),
     (evaluate, {"--task": "own.py:NUMBERED"}, "task 'words': item 1: an item's id must be text"),
     (evaluate, {"--task": "own.py:EMPTY"}, "task 'words': item 'b': the prompt is empty"),

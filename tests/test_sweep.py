@@ -242,6 +242,40 @@ def test_ranges_of_ones_own(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
+    """As the nearest that has ranges; where all arms are argmax, not at all."""
+    write(tmp_path, 'extends = "min-p"\n', "between.toml")
+    write(tmp_path, 'extends = "between.toml"\n[base]\nmin_p = 0.3\n', "own.toml")
+    write(tmp_path, 'extends = "greedy"\n', "still.toml")
+    write(tmp_path, 'extends = "greedy"\n[arms]\nmid = "sample"\n', "some.toml")
+    files = ["own.toml", "still.toml", "some.toml"]
+    tuning = read(tmp_path, f"[tuning]\nsamplers = {files}\nsettings = 3").tuning
+    assert tuning is not None
+    assert {name: len(group) for name, group in tuning.candidates.items()} == {
+        "own": 3,
+        "still": 1,
+        "some": 3,
+    }
+    for name, like in (("own", "min-p"), ("some", "entropix")):
+        (_, theirs) = tuning_of([like], settings=2, items=1, seeds=[0]).candidates[like]
+        assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
+    # A range of its own stands above those, even an empty one.
+    over = "[tuning.over.own]\n'base.top_k' = [5]\n[tuning.over.some]\n"
+    tuning = read(tmp_path, f"[tuning]\nsamplers = {files}\nsettings = 2\n{over}").tuning
+    assert tuning is not None
+    assert [one.varied for one in tuning.candidates["own"]] == [{}, {"base.top_k": 5}]
+    assert len(tuning.candidates["some"]) == 1
+
+
+def test_nothing_to_tune_a_file_over(tmp_path: Path) -> None:
+    whole = (resource_folder("configs") / "entropix.toml").read_text()
+    write(tmp_path, whole, "alone.toml")
+    text = '[tuning]\nsamplers = ["alone.toml"]\n'
+    with pytest.raises(UserError, match=r"alone.toml: .*give \[tuning.over.alone\]"):
+        read(tmp_path, text)
+    assert read(tmp_path, f"{text}[tuning.over.alone]\n'base.top_k' = {[*range(9)]}").tuning
+
+
 # What is refused
 
 TUNE = '[tuning]\nsamplers = ["top-p"]\n'

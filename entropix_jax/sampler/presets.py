@@ -47,6 +47,16 @@ def load_sampler(name_or_path: str) -> Sampler:
     return Sampler(name=path.stem, description=description, file_values=flat)
 
 
+def lineage(name_or_path: str) -> list[str]:
+    """The names of a sampler that `load_sampler` takes and of those it extends, nearest first."""
+    names: list[str] = []
+    base: str | None = name_or_path
+    while base is not None:
+        path, _, base = _read_file(base)
+        names.append(path.stem)
+    return names
+
+
 def preset_names() -> list[str]:
     """The presets that come with the package."""
     return sorted(path.stem for path in resource_folder("configs").glob("*.toml"))
@@ -79,6 +89,21 @@ def choose_sampler(name_or_path: str, settings: Iterable[str]) -> Sampler:
 
 
 def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, Any]]:
+    path, raw, base = _read_file(name_or_path)
+    identity = path.resolve()
+    if identity in seen:
+        raise UserError(f"{path}: extends itself")
+    if base is None:
+        return path, raw
+    thresholds = raw.get("thresholds")
+    if isinstance(thresholds, dict) and set(thresholds) & set(THRESHOLDS):
+        # Who sets thresholds means them: the model's own must not take their place.
+        thresholds.setdefault("calibrated", False)
+    return path, _merge(_read(base, (*seen, identity))[1], raw)
+
+
+def _read_file(name_or_path: str) -> tuple[Path, dict[str, Any], str | None]:
+    """A sampler's file, what it holds itself, and what it extends."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = resource_folder("configs") / f"{name_or_path}.toml"
@@ -89,25 +114,18 @@ def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, An
             )
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise UserError(f"{path}: cannot be read: not a regular file")
-    identity = path.resolve()
-    if identity in seen:
-        raise UserError(f"{path}: extends itself")
     try:
         raw = tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:  # a number may be too long for Python
         raise UserError(f"{path}: not valid TOML: {error}") from None
     base = raw.pop("extends", None)
     if base is None:
-        return path, raw
+        return path, raw, None
     if not isinstance(base, str):
         raise UserError(f"{path}: 'extends' must be the name of a preset, not {base!r}")
     if base.endswith(".toml"):
         base = str(path.parent / base)
-    thresholds = raw.get("thresholds")
-    if isinstance(thresholds, dict) and set(thresholds) & set(THRESHOLDS):
-        # Who sets thresholds means them: the model's own must not take their place.
-        thresholds.setdefault("calibrated", False)
-    return path, _merge(_read(base, (*seen, identity))[1], raw)
+    return path, raw, base
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

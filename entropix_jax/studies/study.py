@@ -7,6 +7,7 @@ row, the rest is made from them at the end.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import numpy as np
 
 from entropix_jax import __version__
 from entropix_jax.batches.identity import fingerprint
+from entropix_jax.batches.source import hash_of
 from entropix_jax.batches.store import Store
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
@@ -84,6 +86,8 @@ class Study:
         names = [task.name for task in self._tasks]
         if len(set(names)) < len(names):
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
+        # As it is now, when it has just been imported: a study takes a while.
+        self._codes = {task.name: _code_of(task) for task in self._tasks if _is_own(task)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -196,6 +200,7 @@ class Study:
                 for setting in settings
             },
             "version": __version__,
+            **({"task_code": self._codes} if self._codes else {}),
         }
 
     def _write(
@@ -283,6 +288,20 @@ def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting,
     best = max(group, key=merit)
     how = Tuned(name, len(group), score(best), score(group[0]), best.varied)
     return replace(best, name=tuned_name(name, group), varied={}), how
+
+
+def _is_own(task: Task) -> bool:
+    """Whether a task is a user's own: not of this package, whose version says what its code is."""
+    return type(task).__module__.partition(".")[0] != "entropix_jax"
+
+
+def _code_of(task: Task) -> str | None:
+    """A hash of the file that a task's class is written in; None where there is none."""
+    try:
+        file = inspect.getsourcefile(type(task))
+        return None if file is None else f"{hash_of(Path(file).read_bytes()):015x}"
+    except (OSError, TypeError):
+        return None
 
 
 def _about_the_world(tasks: Sequence[Task]) -> bool:

@@ -30,7 +30,8 @@ A sweep file is TOML:
     settings = 8                  # tried of each, its own values among them
     items = 50
     seeds = [0]
-    [tuning.over.top-p]           # else as in configs/ablations/ranges.toml
+    [tuning.over.top-p]           # else as in configs/ablations/ranges.toml, for a sampler file as
+                                  # for the preset that it extends
     "base.top_p" = { from = 0.5, to = 1.0 }
 
 Files in it are named from its own folder.
@@ -52,7 +53,8 @@ from typing import Any, get_args
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_text
 from entropix_jax.resources import resource_folder
-from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.sampler.presets import lineage, load_sampler
 from entropix_jax.sampler.settings import Sampler, check_key, check_values, nearest
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Split
@@ -171,7 +173,8 @@ def tuning_of(
 ) -> Tuning:
     """Candidates for each sampler: its own values, then random draws from its ranges.
 
-    A sampler without ranges has nothing to tune and is its own one candidate.
+    A sampler file without ranges of its own has those of the nearest sampler that it extends. One
+    whose arms all take the likeliest token has nothing to tune and is its own one candidate.
 
     Args:
         samplers: presets or sampler files.
@@ -179,18 +182,19 @@ def tuning_of(
         over: ranges by sampler and key; those of `configs/ablations/ranges.toml` for the others.
 
     Raises:
-        UserError: an unknown sampler or key, one name for two samplers, or a range that is none or
-            too small.
+        UserError: an unknown sampler or key, one name for two samplers, no ranges for one, or a
+            range that is none or too small.
     """
     over = over or {}
-    ranges = {**_shipped_ranges(), **over}
+    shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
-    for sampler in map(load_sampler, samplers):
+    for place in samplers:
+        sampler = load_sampler(place)
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
         found = [Setting(f"{name} #1", sampler)]
-        if own := ranges.get(name):
+        if own := over[name] if name in over else _inherited_ranges(sampler, place, shipped):
             draws = _draws(own, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}")
             found += [
                 Setting(f"{name} #{number}", changed, drawn)
@@ -210,6 +214,21 @@ def _shipped_ranges() -> dict[str, dict[str, Any]]:
         for name, table in tomllib.loads(read_text(path)).items()
         if isinstance(table, dict)
     }
+
+
+def _inherited_ranges(
+    sampler: Sampler, place: str, shipped: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The ranges under a sampler's name, or else under that of the nearest one that it extends."""
+    if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
+        return {}
+    for name in lineage(place):
+        if name in shipped:
+            return shipped[name]
+    raise UserError(
+        f"{place}: nothing says what to tune it over: give [tuning.over.{sampler.name}] in a sweep"
+        " file, or extend a preset"
+    )
 
 
 class _Reader:

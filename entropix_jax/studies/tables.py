@@ -92,7 +92,8 @@ class Results:
 
 
 def flat(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:
-    """A result as a row of the table; `varied` are the keys that have a column each."""
+    """A result as a row of the table; `varied` are the keys that have a column each. Half a
+    surrogate pair, which no table can hold, becomes an escape."""
     cells = {name: row.get(name) for name in COLUMNS}
     cells |= {f"regime_{name}": row["regimes"].get(name, 0) for name in REGIMES}
     cells |= {f"action_{name}": row["actions"].get(name, 0) for name in ACTIONS}
@@ -100,6 +101,9 @@ def flat(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:
     for key in varied:
         value = row["varied"].get(key)
         cells[key] = value if value is None or isinstance(value, str) else json.dumps(value)
+    for name, value in cells.items():
+        if isinstance(value, str):
+            cells[name] = value.encode("utf-8", "backslashreplace").decode()
     return cells
 
 
@@ -118,7 +122,7 @@ def write_tables(results: Results, varied: Sequence[str], folder: Path, name: st
     with (
         replacing(folder / f"{name}.csv") as csv_path,
         replacing(folder / f"{name}.parquet") as parquet_path,
-        csv_path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+        csv_path.open("w", encoding="utf-8", newline="") as file,
         parquet.ParquetWriter(parquet_path, schema) as table,
     ):
         writer = csv.DictWriter(file, columns)

@@ -6,10 +6,11 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
-from typing import Any
+from itertools import count
+from typing import Any, SupportsFloat
 
 from entropix_jax.api import encode_prompt
 from entropix_jax.batches.source import BadRecord, Record, hash_of, read_records
@@ -101,16 +102,23 @@ def questions_of(
     """The first `items` items of a split, all of them where that is 0, as token ids.
 
     Raises:
-        UserError: there is none, one cannot be put as the task wants it, or two have one id.
+        UserError: there is none, one cannot be put as the task wants it, two have one id, or the
+            task's own code fails or gives what is none.
     """
+    if not isinstance(task.stop, tuple | list) or not all(isinstance(s, str) for s in task.stop):
+        raise UserError(f"task '{task.name}': stop = {task.stop!r}: must be a tuple of texts")
     chat = model.is_chat_model if task.chat is None else task.chat
     ends = tuple(model.turn_end_ids if chat else model.generation.eos_ids)
     found: set[str] = set()
-    for item in islice(task.items(split, chat=chat), items or None):
-        where = f"task '{task.name}': item {item.id!r}"
+    for item in _items_of(task, split, items, chat=chat):
+        where = _where(task, item)
         if not isinstance(item.id, str) or item.id in found:
             raise UserError(f"{where}: an item's id must be text, and no other item's")
         found.add(item.id)
+        if not isinstance(item.prompt, str | tuple | list):
+            raise UserError(f"{where}: the prompt must be text or messages, not {item.prompt!r}")
+        if not isinstance(item.answer, str):
+            raise UserError(f"{where}: the answer must be text, not {item.answer!r}")
         as_chat = chat or not isinstance(item.prompt, str)
         try:
             prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
@@ -119,6 +127,36 @@ def questions_of(
         yield Question(task, item, prompt, ends, max_new_tokens or task.max_new_tokens)
     if not found:
         raise UserError(f"task '{task.name}': no items in its split '{split}'")
+
+
+def _items_of(task: Task, split: Split, items: int, *, chat: bool) -> Iterator[Item]:
+    with _own_code(f"task '{task.name}': items"):
+        found = iter(task.items(split, chat=chat))
+    for number in range(1, items + 1) if items else count(1):
+        with _own_code(f"task '{task.name}': item {number} of '{split}': items"):
+            try:
+                item = next(found)
+            except StopIteration:
+                return
+        if not isinstance(item, Item):
+            raise UserError(f"task '{task.name}': items gave {item!r}, not an Item")
+        yield item
+
+
+def _where(task: Task, item: Item) -> str:
+    return f"task '{task.name}': item {item.id!r}"
+
+
+@contextmanager
+def _own_code(where: str) -> Iterator[None]:
+    """Whatever a task's own code may raise becomes one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"{where} failed: {type(error).__name__}: {said}") from error
 
 
 def trials_of(
@@ -203,8 +241,8 @@ class TrialRun:
     def _row(self, trial: Trial) -> RunningRow:
         question = trial.question
         # The random numbers of an item are the same in all settings: what differs is the sampler.
-        name = f"{question.task.name}/{question.item.id}"
-        request = Request(question.prompt, name, question.max_new_tokens)
+        name = f"{question.task.name}/{question.item.id}".encode("utf-8", "backslashreplace")
+        request = Request(question.prompt, name.decode(), question.max_new_tokens)
         sampler, params = self._samplers[trial.setting.name]
         return RunningRow(
             trial.number,
@@ -223,15 +261,19 @@ def result_of(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
     """A row of the study's table.
 
     Raises:
-        UserError: the task's own code gives no answer or score that can be one.
+        UserError: the task's own code fails, or gives no answer or score that can be one.
     """
     task, item = trial.question.task, trial.question.item
-    answer = task.extract(item, row.text) if row.error is None else None
+    where = _where(task, item)
+    with _own_code(f"{where}: extract"):
+        answer = task.extract(item, row.text) if row.error is None else None
     if not isinstance(answer, str | None):
-        raise UserError(f"task '{task.name}': extract gave {answer!r}, not text or None")
-    score = float(task.score(item, answer))
+        raise UserError(f"{where}: extract gave {answer!r}, not text or None")
+    with _own_code(f"{where}: score"):
+        given = task.score(item, answer)
+        score = float(given) if isinstance(given, SupportsFloat) else math.inf
     if math.isinf(score):
-        raise UserError(f"task '{task.name}': a score of {score}")
+        raise UserError(f"{where}: score gave {given!r}, not a finite number or NaN")
     told = row.to_json()
     regimes, actions = told.pop("regimes"), told.pop("actions")
     return {
