@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,14 +54,14 @@ from entropix_jax.files import read_text
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import lineage, load_sampler
-from entropix_jax.sampler.settings import Sampler, check_key, check_values, nearest
+from entropix_jax.sampler.settings import Sampler, nearest
+from entropix_jax.studies.ranges import changed_by, draws_of, flatten, is_list, name_of
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Split
 
 TUNED = " (tuned)"
 _MOST_SETTINGS = 100_000
 _MOST_SEED = 2**63 - 1  # which a table can hold
-_MOST_TRIES = 1000  # for one draw that is to be another than those before
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
     *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
@@ -195,7 +194,7 @@ def tuning_of(
             raise UserError(f"samplers: two are called '{name}'")
         found = [Setting(f"{name} #1", sampler)]
         if own := over[name] if name in over else _inherited_ranges(sampler, place, shipped):
-            draws = _draws(own, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}")
+            draws = draws_of(own, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}")
             found += [
                 Setting(f"{name} #{number}", changed, drawn)
                 for number, (drawn, changed) in enumerate(draws, 2)
@@ -210,7 +209,7 @@ def tuning_of(
 def _shipped_ranges() -> dict[str, dict[str, Any]]:
     path = resource_folder("configs") / _RANGES
     return {
-        name: _flatten_values(table)
+        name: flatten(table)
         for name, table in tomllib.loads(read_text(path)).items()
         if isinstance(table, dict)
     }
@@ -306,7 +305,7 @@ class _Reader:
         yield from self._random(base, random)
 
     def _grid(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
-        axes = _flatten_values(table)
+        axes = flatten(table)
         if "grid" in self._raw and not axes:
             raise self._error("grid: no key to give values of")
         for key, values in axes.items():
@@ -319,7 +318,7 @@ class _Reader:
             for values in itertools.product(*axes.values()):
                 point = dict(zip(axes, values, strict=True))
                 sampler = self._changed(base, point, "grid")
-                yield Setting(_name_of(point), sampler, point, base.name)
+                yield Setting(name_of(point), sampler, point, base.name)
 
     def _random(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
         if "random" not in self._raw:
@@ -327,12 +326,12 @@ class _Reader:
         self._check_keys(table, ("settings", "seed", "over"), "random: ")
         number = self._count(table, "settings", "random.settings", 16, 1, _MOST_SETTINGS)
         rng = Random(self._count(table, "seed", "random.seed", 0, 0))
-        ranges = _flatten_values(self._table(table, "over", "random.over"))
+        ranges = flatten(self._table(table, "over", "random.over"))
         if not ranges:
             raise self._error("random.over: no key to draw values of")
         try:
-            for drawn, sampler in _draws(ranges, rng, base, number, "random.over"):
-                yield Setting(_name_of(drawn), sampler, drawn, base.name)
+            for drawn, sampler in draws_of(ranges, rng, base, number, "random.over"):
+                yield Setting(name_of(drawn), sampler, drawn, base.name)
         except UserError as error:
             raise self._error(str(error)) from None
 
@@ -343,7 +342,7 @@ class _Reader:
         self._check_keys(table, ("samplers", "settings", "items", "seeds", "over"), "tuning: ")
         over = self._table(table, "over", "tuning.over")
         samplers = table.get("samplers")
-        if not _is_list(samplers, str) or not samplers:
+        if not is_list(samplers, str) or not samplers:
             raise self._error("tuning.samplers: must be a list of samplers")
         settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
         items = self._count(table, "items", "tuning.items", 50, 0)
@@ -379,14 +378,14 @@ class _Reader:
 
     def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
         try:
-            return _with(sampler, values) if values else sampler
+            return changed_by(sampler, values) if values else sampler
         except UserError as error:
             raise self._error(f"{where}: {error}") from None
 
     def _values(self, table: Any, where: str) -> dict[str, Any]:
         if not isinstance(table, dict):
             raise self._error(f"{where}: must be a table, [{where}]")
-        return _flatten_values(table)
+        return flatten(table)
 
     def _table(self, raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
         table = raw.get(key, {})
@@ -396,7 +395,7 @@ class _Reader:
 
     def _seeds(self, raw: Mapping[str, Any], within: str) -> tuple[int, ...]:
         seeds = raw.get("seeds", [0])
-        if not _is_list(seeds, int) or not seeds or not 0 <= min(seeds) <= max(seeds) <= _MOST_SEED:
+        if not is_list(seeds, int) or not seeds or not 0 <= min(seeds) <= max(seeds) <= _MOST_SEED:
             raise self._error(f"{within}seeds: must be a list of integers from 0 to {_MOST_SEED}")
         if len(set(seeds)) < len(seeds):
             raise self._error(f"{within}seeds: one stands there twice")
@@ -424,7 +423,7 @@ class _Reader:
 
     def _texts(self, key: str) -> tuple[str, ...]:
         value = self._raw.get(key, [])
-        if not _is_list(value, str):
+        if not is_list(value, str):
             raise self._error(f"{key}: must be a list of texts")
         if len(set(value)) < len(value):
             raise self._error(f"{key}: one stands there twice")
@@ -437,139 +436,3 @@ class _Reader:
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{self._where}: {problem}")
-
-
-def _is_range(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) <= {"from", "to", "scale"}
-
-
-def _flatten_values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values; a range is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict) and not _is_range(value):
-            flat.update(_flatten_values(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _with(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
-    """The sampler with other values. Two thresholds that do not go together are refused even where
-    the model's own are still to come: these two stand above them."""
-    changed = sampler.with_values(values)
-    for ends in (("h1", "h2"), ("u1", "u2")):
-        low, high = (changed.changes.get(f"thresholds.{name}") for name in ends)
-        if low is not None and high is not None and low > high:
-            raise UserError(
-                f"{sampler.name}: thresholds.{ends[0]} = {low} is above "
-                f"thresholds.{ends[1]} = {high}"
-            )
-    return changed
-
-
-def _draws(
-    ranges: Mapping[str, Any], rng: Random, sampler: Sampler, number: int, where: str
-) -> Iterator[tuple[dict[str, Any], Sampler]]:
-    """So many draws, each another one, and the sampler with each. What does not go together, two
-    thresholds say, is drawn anew.
-
-    Raises:
-        UserError: a key or a value that no sampler has, or no more draws to be had.
-    """
-    axes = {key: _axis(key, values, sampler, where) for key, values in ranges.items()}
-    before: set[str] = set()
-    problem = ""
-    tries = 0
-    while len(before) < number:
-        if tries == _MOST_TRIES:
-            raise UserError(f"{where}: {len(before)} draws and no more, of {number}: {problem}")
-        tries += 1
-        drawn = {key: _draw(axis, rng) for key, axis in axes.items()}
-        name = _name_of(drawn)
-        if name in before:
-            problem = "what is drawn was drawn before"
-            continue
-        try:
-            changed = _with(sampler, drawn)
-        except UserError as error:
-            problem = str(error)
-            continue
-        before.add(name)
-        tries = 0
-        yield drawn, changed
-
-
-@dataclass(frozen=True)
-class _Range:
-    """Numbers from `low` to `high`, drawn evenly or, where `log`, evenly in their logarithms."""
-
-    low: float
-    high: float
-    log: bool
-    whole: bool
-
-
-def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _Range:
-    """What a key's values are drawn from. It is whole numbers where the sampler's own is one.
-
-    Raises:
-        UserError: it is neither a list nor a range, or holds what cannot be a value of the key.
-    """
-    check_key(key, where)
-    axis = values if isinstance(values, list) and values else _range(values)
-    if axis is None:
-        raise UserError(
-            f"{where}: {key}: must be a list of values, or"
-            ' { from = LOW, to = HIGH, scale = "linear" or "log" }'
-        )
-    if isinstance(axis, list):
-        ends = axis
-    else:
-        if isinstance(sampler.values.get(key), int):
-            axis = _Range(math.ceil(axis.low), math.floor(axis.high), axis.log, True)
-            if axis.low > axis.high:
-                raise UserError(f"{where}: {key}: no whole number lies in the range")
-        ends = [axis.low, axis.high]
-    for value in ends:
-        check_values({key: value}, where, sampler.arms)
-    return axis
-
-
-def _range(values: Any) -> _Range | None:
-    """The range that a table describes; None where it is none."""
-    if not _is_range(values):
-        return None
-    low, high, scale = values.get("from"), values.get("to"), values.get("scale", "linear")
-    if not _is_list([low, high], int | float) or scale not in ("linear", "log"):
-        return None
-    if not -sys.float_info.max <= low < high <= sys.float_info.max:  # nor is NaN
-        return None
-    return None if scale == "log" and low <= 0 else _Range(low, high, scale == "log", False)
-
-
-def _draw(axis: list[Any] | _Range, rng: Random) -> Any:
-    """A value: one of a list, or a number of a range, of four digits."""
-    if isinstance(axis, list):
-        return rng.choice(axis)
-    if axis.log:
-        number = math.exp(rng.uniform(math.log(axis.low), math.log(axis.high)))
-    else:
-        number = rng.uniform(axis.low, axis.high)
-    rounded = round(number) if axis.whole else float(f"{number:.4g}")
-    return min(max(rounded, axis.low), axis.high)
-
-
-def _is_list(value: Any, kind: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(v, kind) and not isinstance(v, bool) for v in value
-    )
-
-
-def _name_of(values: Mapping[str, Any]) -> str:
-    """What a setting is called by its values."""
-    return " ".join(f"{key}={_short(value)}" for key, value in values.items())
-
-
-def _short(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
