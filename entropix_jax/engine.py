@@ -157,7 +157,8 @@ class Engine:
             arrived.append(number)
         else:  # whether another one waits says when the device is to come back
             self._fetch()
-        self._prefill(arrived)
+        if arrived:
+            self._prefill(arrived)
 
     def _arrival(self, number: int) -> Arrival:
         row = self._rows[number]
