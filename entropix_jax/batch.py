@@ -27,6 +27,7 @@ from entropix_jax.commandline import (
     Model,
     Text,
     Texts,
+    flat_settings,
     parse,
     run_command,
 )
@@ -134,7 +135,9 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.batches.store import Store, check_output
 
     if arguments.merge is not None:
-        merge(arguments.output, arguments.merge, input=arguments.input)
+        number = merge(arguments.output, arguments.merge, input=arguments.input)
+        parts = "1 part" if arguments.merge == 1 else f"{arguments.merge} parts"
+        print(f"{arguments.output}: {_records(number)} of {parts} joined", file=sys.stderr)
         return EXIT_OK
     check_input(arguments.input)
     # JAX takes most of a second to import: not before the command line is known to be good.
@@ -144,7 +147,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.sampler.presets import choose_sampler
 
     defaults = Defaults(
-        sampler=choose_sampler(arguments.sampler, itertools.chain(*arguments.set)),
+        sampler=choose_sampler(arguments.sampler, flat_settings(arguments.set)),
         max_new_tokens=arguments.max_new_tokens,
         seed=arguments.seed,
         chat=True if arguments.chat else False if arguments.no_chat else None,
@@ -212,7 +215,7 @@ def _run(
 
     def standing() -> Standing:
         used = engine.useful / max(engine.steps * arguments.slots, 1)
-        return Standing(progress.done, progress.tokens, used)
+        return Standing(progress.done, progress.tokens, engine.steps, used)
 
     started = time.perf_counter()
     records = read_records(arguments.input, share=share)
@@ -220,10 +223,11 @@ def _run(
         run.run(records, write, store.is_done, view.looked)
     seconds = time.perf_counter() - started
     end = standing()
+    speed = f" ({view.speed(end):.0f} tok/s)" if view.speed(end) else ""
     failed = f" ({progress.failed} of them with an error)" if progress.failed else ""
     print(
-        f"{_records(end.done)} done{failed} | {end.tokens} tokens in {seconds:.1f} s"
-        f" ({end.tokens / max(seconds, 1e-9):.0f} tok/s) | {end.used:.0%} of slots used",
+        f"{_records(end.done)} done{failed} | {end.tokens} tokens in {seconds:.1f} s{speed}"
+        f" | {end.used:.0%} of slots used",
         file=sys.stderr,
     )
 

@@ -53,11 +53,29 @@ def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> 
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(arguments, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+            parsed = tyro.cli(
+                arguments, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,)
+            )
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
         raise UserError(f"{_one_line(complaint.getvalue())} (see {prog} --help)") from None
+    for name, given in vars(parsed).items():
+        if isinstance(given, tuple) and () in given:
+            raise UserError(f"--{name.replace('_', '-')}: nothing follows it")
+    return parsed
+
+
+def flat_settings(given: Sequence[Sequence[str]]) -> list[str]:
+    """The texts of all `--set`.
+
+    Raises:
+        UserError: one of them is empty.
+    """
+    settings = [text for texts in given for text in texts]
+    if "" in settings:
+        raise UserError("--set: an empty text sets nothing: expected sampler.KEY=VALUE")
+    return settings
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -107,10 +107,10 @@ class Generation:
         self._start = time.perf_counter()
         for event in self._engine.run(self._running):
             if event.token is not None:
-                self.timings.setdefault("first_token", self._seconds())
+                self.timings.setdefault("first_token", self.seconds())
             yield event
         if not any(row.running for row in self._running):
-            self.timings["total"] = self._seconds()
+            self.timings["total"] = self.seconds()
 
     def stop(self) -> None:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
@@ -118,7 +118,7 @@ class Generation:
 
     def interrupt(self) -> list[Event]:
         """Ends the rows that had not ended, and gives the text that was still held back of them."""
-        self.timings.setdefault("total", self._seconds())
+        self.timings.setdefault("total", self.seconds())
         return [event for row in self._running for event in row.interrupt()]
 
     def run(self) -> list[Row]:
@@ -127,7 +127,7 @@ class Generation:
             pass
         return self.rows
 
-    def _seconds(self) -> float:
-        """Since the start, without the time in which a person was asked."""
+    def seconds(self) -> float:
+        """Time since the start, without that in which a person was asked."""
         waited = sum(row.waited for row in self._running)
         return time.perf_counter() - self._start - waited

@@ -7,7 +7,6 @@ if __name__ == "__main__":  # before the imports, which take a while
 
     exit_at_once()
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -27,6 +26,7 @@ from entropix_jax.commandline import (
     Model,
     Text,
     Texts,
+    flat_settings,
     parse,
     read_input,
     run_command,
@@ -86,7 +86,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.sampler.presets import choose_sampler
     from entropix_jax.trace import header
 
-    sampler = choose_sampler(arguments.sampler, itertools.chain(*arguments.set))
+    sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     use_compilation_cache()
     model = load(arguments.model, arguments.dtype)
     sampler = sampler.calibrated(model.folder)

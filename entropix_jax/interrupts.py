@@ -8,6 +8,7 @@ writing a token it leaves half of one. So a command never lets it strike.
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -51,6 +52,40 @@ def deferred_interrupts(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def noticed_interrupts(notice: Callable[[], None], patience: float = 0.2) -> Iterator[None]:
+    """Within, `notice` is called soon after the first signal with a handler of Python's, from a
+    thread of its own, where the block has not ended by then: no handler runs while the main thread
+    is in the compiler, say, and who pressed Ctrl-C should know that it was heard.
+
+    Args:
+        patience: seconds from the signal to the call.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    end = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        # A signal writes its number here at once, whatever the main thread is at.
+        if reader.recv(1) and not end.wait(patience):
+            notice()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        end.set()
+        writer.close()
+        watcher.join()
+        reader.close()
 
 
 @contextlib.contextmanager

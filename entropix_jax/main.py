@@ -28,13 +28,15 @@ from entropix_jax.commandline import (
     Model,
     Text,
     Texts,
+    flat_settings,
     parse,
     read_input,
     run_command,
 )
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_writable, read_text
-from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts
+from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
+from entropix_jax.status import StatusLine, is_terminal
 
 if TYPE_CHECKING:
     from entropix_jax.decode_state import Recording
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
     from entropix_jax.loading import LanguageModel
     from entropix_jax.results import Event, Piece
     from entropix_jax.running import Ask, Retrieve
-    from entropix_jax.terminal import TextScreen
+    from entropix_jax.terminal import Meter, TextScreen
     from entropix_jax.trace import TraceWriter
 
 
 _MAX_SAMPLES = 1024
 _REPORT_TOP = 5  # likeliest tokens that a page shows
+_LOADING = "loading the model ..."
+_COMPILING = "compiling and reading the prompt (the first run takes longer) ..."
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,9 @@ class Arguments:
     """Inject the passage of the text files in a folder that fits best, where a thought is due."""
     ask: Flag = False
     """On a terminal, let a person choose where two branches are too close to call."""
+    verbose: Flag = False
+    """Tell the metrics as the run goes: a line below the text on a terminal, else a line every 64
+    tokens in a log. h is the entropy in bits, u the varentropy in bits²."""
     trace: File = None
     """Write a trace: JSON Lines, one object a token."""
     trace_top: Count = 0
@@ -123,7 +130,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.trace import TraceWriter, footer
 
     # A mistake in these should not wait for the model.
-    sampler = choose_sampler(arguments.sampler, itertools.chain(*arguments.set))
+    sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     prompt_text = _read_prompt(arguments)
     if arguments.trace is not None:
         check_writable(Path(arguments.trace))
@@ -134,7 +141,12 @@ def _main(arguments: Arguments) -> int:
 
     use_compilation_cache()
     retriever = _retriever(arguments)
-    model = load(arguments.model, arguments.dtype)
+    status = StatusLine()
+    status.show((_LOADING, ""))
+    try:
+        model = load(arguments.model, arguments.dtype)
+    finally:
+        status.clear()
     chat = _is_chat(arguments, model)
     prompt = _encode(arguments, model, prompt_text, chat)
     generation = Generation(
@@ -147,15 +159,24 @@ def _main(arguments: Arguments) -> int:
         turn_end=chat,
         recording=_recording(arguments),
         retrieve=retriever,
-        ask=_person(arguments),
+        ask=_person(arguments, status),
     )
-    with deferred_interrupts(generation.stop), _trace_file(arguments) as trace:
+
+    def heard() -> None:
+        waits = "step" if "first_token" in generation.timings else "compiler"
+        status.show((f"stopping as soon as the {waits} is done ...", ""))
+
+    with (
+        deferred_interrupts(generation.stop),
+        noticed_interrupts(heard),
+        _trace_file(arguments) as trace,
+    ):
         if trace is None:
-            return _run(arguments, generation, None)
+            return _run(arguments, generation, None, status)
         with TraceWriter(trace) as writer:
             writer.write(_trace_header(arguments, generation, prompt))
             try:
-                return _run(arguments, generation, writer)
+                return _run(arguments, generation, writer, status)
             finally:
                 # Whatever ended the run: the trace says how far it came.
                 for event in generation.interrupt():
@@ -190,25 +211,31 @@ def _run(
     arguments: Arguments,
     generation: "Generation",
     writer: "TraceWriter | None",
+    status: StatusLine,
 ) -> int:
-    from entropix_jax.terminal import TextScreen, print_legend, summary
+    from entropix_jax.terminal import Meter, TextScreen, print_legend, summary
 
     for note in generation.sampler.notes:
         print(f"note: {note}", file=sys.stderr)
-    screen = TextScreen() if arguments.format == "text" else None
+    screen = TextScreen(status) if arguments.format == "text" else None
     if screen is not None and screen.coloured:
         print_legend()
-    output = _Output(generation, screen, writer)
+    meter = Meter(status, generation.rows, generation.seconds) if arguments.verbose else None
+    output = _Output(generation, screen, writer, meter, status)
+    status.show((_COMPILING, ""))
     try:
         for event in generation:
             output.take(event)
         for event in generation.interrupt():  # where Ctrl-C has ended the iteration
             output.take(event)
     finally:
+        status.clear()
         if screen is not None:
             screen.end_text()
     if screen is None:
         _print_json(generation)
+    if meter is not None:
+        print(meter.summary(), end="", file=sys.stderr)
     print(summary(generation.rows, generation.timings), file=sys.stderr)
     if errors := [row.error for row in generation.rows if row.error is not None]:
         raise UserError("; ".join(errors))
@@ -226,20 +253,22 @@ def _retriever(arguments: Arguments) -> "Retrieve | None":
     return Retriever(Path(arguments.retrieve))
 
 
-def _person(arguments: Arguments) -> "Ask | None":
+def _person(arguments: Arguments, status: StatusLine) -> "Ask | None":
     """Who is asked about close branches: nobody without a terminal to ask on."""
     if not arguments.ask:
         return None
-    if not all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr))):
+    if not all(map(is_terminal, (sys.stdin, sys.stdout, sys.stderr))):
         print("note: --ask: no terminal, nobody is asked", file=sys.stderr)
         return None
     from entropix_jax.terminal import ask_person
 
-    return ask_person
+    def ask(row: int, texts: Sequence[str]) -> int | None:
+        status.clear()
+        answer = ask_person(row, texts)
+        status.line_ended()
+        return answer
 
-
-def _is_terminal(stream: Any) -> bool:
-    return stream is not None and stream.isatty()
+    return ask
 
 
 class _Output:
@@ -250,27 +279,40 @@ class _Output:
         generation: "Generation",
         screen: "TextScreen | None",
         writer: "TraceWriter | None",
+        meter: "Meter | None",
+        status: StatusLine,
     ) -> None:
         self._rows = generation.rows
         self._screen = screen
         self._writer = writer
+        self._meter = meter
+        self._status = status
+        self._begun = False
         self._waiting: list[list[Piece]] = [[] for _ in generation.rows]
         self._shown = 0  # the sample whose text is on its way out
 
     def take(self, event: "Event") -> None:
         """Writes what became known, as far as it is its turn."""
+        if not self._begun:
+            self._begun = True
+            self._status.clear()
         if self._writer is not None and event.token is not None:
             self._writer.write(event.token.to_json(retracted=event.retracted))
-        if self._screen is None:
-            return
+        if self._screen is not None:
+            self._print(event, self._screen)
+        if self._meter is not None:
+            row = event.row if self._screen is None else min(self._shown, len(self._rows) - 1)
+            self._meter.take(event, row)
+
+    def _print(self, event: "Event", screen: "TextScreen") -> None:
         self._waiting[event.row].extend(event.pieces)
         while self._shown < len(self._rows):
             for piece in self._waiting[self._shown]:
-                self._screen.show(piece.text, piece.token)
+                screen.show(piece.text, piece.token)
             self._waiting[self._shown].clear()
             if self._rows[self._shown].finish_reason is None:
                 break
-            self._screen.end_text()
+            screen.end_text()
             self._shown += 1
 
 
@@ -299,6 +341,8 @@ def _check(arguments: Arguments) -> None:
         raise UserError(f"--samples must be at most {_MAX_SAMPLES}, not {arguments.samples}")
     if not all(map(all, arguments.stop)):
         raise UserError("--stop: an empty text ends nothing")
+    if arguments.retrieve == "":
+        raise UserError("--retrieve: an empty text is no folder")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask goes with one sample and --format text")
     if (arguments.trace_top or arguments.trace_layers) and not (

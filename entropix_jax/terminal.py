@@ -1,7 +1,8 @@
 """How a run looks in a terminal: text coloured by regime, a legend, a line of summary."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
@@ -10,8 +11,9 @@ from rich.text import Text
 from entropix_jax.commandline import printable
 from entropix_jax.inspection import InspectedToken
 from entropix_jax.interrupts import undeferred_interrupts
-from entropix_jax.results import Row
+from entropix_jax.results import Event, Row
 from entropix_jax.sampler.params import REGIMES
+from entropix_jax.status import StatusLine, is_terminal, same_file
 from entropix_jax.trace import TokenRecord
 
 # Okabe and Ito's colours, which colour-blind people tell apart: those that stand out on dark and on
@@ -31,13 +33,17 @@ _MEANINGS = {
     "mid": "between",
 }
 _INJECTED = "underline"
+_LOG_TOKENS = 64
+_LOG_COLUMNS = 200
 
 
 class TextScreen:
     """Writes the text of a run to standard output as it comes, and nothing else there."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: StatusLine | None = None) -> None:
+        """`status` is the line that has to make room."""
         self._out = sys.stdout
+        self._status = status or StatusLine()
         console = Console(file=self._out)
         self._on_terminal = console.is_terminal
         name = None if console.no_color else console.color_system
@@ -53,9 +59,7 @@ class TextScreen:
         """Prints a piece of text in the colour of its token's regime."""
         if self._on_terminal:
             text = printable(text)
-        self._out.write(self.paint(text, token))
-        self._out.flush()
-        self._last = text[-1:] or self._last
+        self._write(self.paint(text, token), text)
 
     def paint(self, text: str, token: TokenRecord | InspectedToken) -> str:
         """Text in the colour of a token's regime, where there are colours."""
@@ -65,9 +69,14 @@ class TextScreen:
     def end_text(self) -> None:
         """Ends a row's text with a line break, where it has none."""
         if self._last != "\n":
-            self._out.write("\n")
-            self._out.flush()
-        self._last = "\n"
+            self._write("\n", "\n")
+
+    def _write(self, painted: str, text: str) -> None:
+        self._status.clear()
+        self._out.write(painted)
+        self._out.flush()
+        self._status.wrote(text)
+        self._last = text[-1:] or self._last
 
 
 def style_of(token: TokenRecord | InspectedToken) -> str:
@@ -127,3 +136,78 @@ def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
     reasons = ", ".join(dict.fromkeys(row.finish_reason or "running" for row in rows))
     noun = "token" if len(tokens) == 1 else "tokens"
     return f"{len(tokens)} {noun}{speed} | {shares} | {reasons}"
+
+
+class Meter:
+    """What `--verbose` tells of a run: the metrics of the last token whose text is out, on the
+    status line. A log, which has no such line, is told every so many tokens."""
+
+    def __init__(
+        self, status: StatusLine, rows: Sequence[Row], seconds: Callable[[], float]
+    ) -> None:
+        """`seconds` is the run's clock."""
+        self._status = status
+        self._rows = rows
+        self._seconds = seconds
+        # Not where lines could end up in the middle of the text.
+        self._logs = not is_terminal(sys.stderr) and not same_file(sys.stdout, sys.stderr)
+        self._first = 0.0  # when the first token came
+        self._latest: dict[int, TokenRecord] = {}
+        self._counts: Counter[int] = Counter()
+        self._told: TokenRecord | None = None
+
+    def take(self, event: Event, row: int) -> None:
+        """An event, and the row whose text is on its way out."""
+        token = event.token
+        if token is not None and not event.retracted:
+            if not self._latest:
+                self._first = self._seconds()
+            self._latest[event.row] = token
+            self._counts[event.row] += 1
+        last = self._latest.get(row)
+        if last is None or last is self._told:
+            return
+        self._told = last
+        if self._status.live:
+            self._status.show(*self._parts(last, self._status.columns))
+        elif self._logs and self._counts[row] % _LOG_TOKENS == 0:
+            print("".join(text for text, _ in self._parts(last, _LOG_COLUMNS)), file=sys.stderr)
+
+    def summary(self) -> str:
+        """Means over all tokens, and how many tokens each action gave: two lines, or none."""
+        tokens = [token for row in self._rows for token in row.tokens]
+        if not tokens:
+            return ""
+        means = {
+            name: sum(getattr(token, name) for token in tokens) / len(tokens)
+            for name in ("entropy", "varentropy", "agreement", "attn_entropy_norm")
+        }
+        actions = Counter(token.action for token in tokens)
+        return (
+            f"mean entropy {means['entropy']:.2f} bits, varentropy {means['varentropy']:.2f} bits²,"
+            f" agreement {means['agreement']:.2f}, attention {means['attn_entropy_norm']:.2f}\n"
+            f"{' '.join(f'{name} {count}' for name, count in actions.most_common())}\n"
+        )
+
+    def _parts(self, token: TokenRecord, columns: int) -> list[tuple[str, str]]:
+        """The line in full where that has room, else with short names."""
+        tokens = sum(self._counts.values()) - len(self._latest)
+        seconds = self._seconds() - self._first
+        speed = f"{tokens / seconds:.0f} tok/s" if tokens and seconds > 0 else ""
+        sample = f"{token.row + 1}/{len(self._rows)} " if len(self._rows) > 1 else ""
+        values = [
+            (f"  entropy {token.entropy:5.2f} bits", f" h {token.entropy:.2f}b"),
+            (f"  varentropy {token.varentropy:5.2f} bits²", f" u {token.varentropy:.2f}b²"),
+            (f"  agreement {token.agreement:.2f}", f" agree {token.agreement:.2f}"),
+            (f"  attention {token.attn_entropy_norm:.2f}", f" attn {token.attn_entropy_norm:.2f}"),
+            (f"  temperature {token.temperature:.2f}", f" T {token.temperature:.2f}"),
+            (f"  {speed}", f" {speed}"),
+        ]
+        start = f"{sample}{token.position:>4} "
+        fits = len(start) + 14 + sum(len(long) for long, _ in values) <= columns
+        rest = "".join(long if fits else short for long, short in values)
+        return [
+            (start, ""),
+            (f"{token.regime:4}", _STYLES[token.regime]),
+            (f" {token.action:9}{rest}", ""),
+        ]

@@ -954,7 +954,8 @@ def test_two_processes_do_what_one_does(
     assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]
     output = tmp_path / "out.jsonl"
     assert not output.exists()
-    assert command("--input", source, "--output", output, "--merge", 2).status == EXIT_OK
+    joined = command("--input", source, "--output", output, "--merge", 2)
+    assert joined == Result(EXIT_OK, "", f"{output}: 10 records of 2 parts joined\n")
     alone = tmp_path / "alone.jsonl"
     assert command("--input", source, "--output", alone, "--max-new-tokens", 8).status == EXIT_OK
     assert without_timings(read(output)) == without_timings(read(alone))

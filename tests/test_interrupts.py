@@ -62,13 +62,38 @@ def test_elsewhere_than_in_the_main_thread() -> None:
 
     def work() -> None:
         interrupts.exit_at_once()
-        with interrupts.deferred_interrupts(lambda: None):
+        with interrupts.deferred_interrupts(lambda: None), interrupts.noticed_interrupts(work):
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert done == [signal.default_int_handler]
+
+
+def test_who_presses_is_heard_while_the_main_thread_is_elsewhere() -> None:
+    """Soon, though no handler has run; not where the block ends before."""
+    heard = threading.Event()
+    with interrupts.deferred_interrupts(lambda: None):
+        before = signal.set_wakeup_fd(-1)
+        with interrupts.noticed_interrupts(heard.set, patience=0.01):
+            # To be told of while a handler waits: Python runs them one after the other.
+            signal.signal(signal.SIGINT, lambda *_: heard.wait(60))
+            press()
+            assert heard.is_set()
+        heard.clear()
+        with interrupts.noticed_interrupts(heard.set, patience=60):
+            press_without_waiting()
+        assert not heard.is_set()
+        with interrupts.noticed_interrupts(heard.set, patience=0.0):
+            pass
+        assert not heard.is_set()
+        assert signal.set_wakeup_fd(before) == -1
+
+
+def press_without_waiting() -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)
+    press()
 
 
 def test_ignored_interrupts_stay_ignored() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -28,6 +30,7 @@ from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import load
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.test_status import Open, window  # noqa: F401 (a fixture)
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
@@ -139,21 +142,46 @@ def test_an_encoding_that_lacks_characters(
             assert out.getvalue().decode() == text + "\n"
 
 
-def test_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(monkeypatch)
-    arguments = [str(a) for a in short("--model", folder, tokens=40)]
-    assert main.main(arguments) == 0
-    coloured = screen.read()
-    screen.close()
-    screen = Screen(monkeypatch, NO_COLOR="1")
-    assert main.main(arguments) == 0
-    plain = screen.read()
-    screen.close()
-    assert "\x1b[" in coloured
-    assert "\x1b" not in plain
-    note, legend, *text, _ = ESCAPE.sub("", coloured).splitlines()
-    assert legend.startswith("lelv certain")
-    assert [note, *text] == plain.splitlines()[:-1]
+COLOUR = re.compile(r"\x1b\[(?=[^m]*[34]\d)[\d;]+m")
+
+
+@pytest.mark.parametrize("option", [[], ["--verbose"], ["--verbose", "--samples", 3]])
+def test_a_terminal(
+    command: Callable[..., Result],
+    folder: str,
+    window: Open,  # noqa: F811
+    option: list[object],
+) -> None:
+    """What is on the screen at the end is the same, colours or none, status lines or none."""
+    arguments = [str(a) for a in short(*option, "--model", folder, tokens=40)]
+    plain = command(*arguments[:-2]).out
+    for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+        screen = window(**environment)
+        assert main.main(arguments) == 0
+        written = screen.read()
+        assert bool(COLOUR.search(written)) == colours
+        can_move = "TERM" not in environment
+        for told in ("loading the model", "compiling and reading"):
+            assert (told in written) == can_move
+        assert ("tok/s\x1b8" in written) == (can_move and bool(option))
+        note, *shown = screen.shown(written).splitlines()
+        assert note.startswith(NOTE)
+        if colours:
+            assert shown.pop(0).startswith("lelv certain  helv")
+        summary = 3 if option else 1
+        assert [line.rstrip() for line in plain.splitlines()] == shown[:-summary]
+
+
+def test_metrics_in_a_log(command: Callable[..., Result]) -> None:
+    """Nothing of them in the text."""
+    plain, told = command(*short(tokens=70)), command(*short("--verbose", tokens=70))
+    assert told.out == plain.out
+    _note, line, means, actions, _ = told.err.splitlines()
+    assert re.search(r"entropy +\d+\.\d\d bits  varentropy +\d+\.\d\d bits²", line)
+    assert means.startswith("mean entropy")
+    counts = actions.split()[1::2]
+    assert sum(map(int, counts)) == 70
+    assert command(*short("--verbose", "--format", "json")).out.startswith('{"row": 0')
 
 
 @pytest.mark.parametrize("width", [80])
@@ -454,7 +482,7 @@ def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) ->
     arguments = [str(a) for a in short("--model", folder, "--set", *settings, tokens=20)]
     shown = {}
     for typed in ("", "1\n" * 99, "2\n" * 99):
-        screen = Screen(monkeypatch, NO_COLOR="1")
+        screen = Screen(monkeypatch, TERM="dumb")  # which has no status line
         keyboard = io.StringIO(typed)
         monkeypatch.setattr(keyboard, "isatty", lambda: True)
         monkeypatch.setattr(sys, "stdin", keyboard)
@@ -520,6 +548,10 @@ BAD: list[tuple[list[object], str]] = [
     (short("--promt", "a"), "Unrecognized options: --promt"),
     (short("stray"), "Unrecognized options: stray"),
     (short("--stop", ""), "--stop: an empty text ends nothing"),
+    (short("--stop"), "--stop: nothing follows it"),
+    (short("--set"), "--set: nothing follows it"),
+    (short("--set", ""), "--set: an empty text sets nothing: expected sampler.KEY=VALUE"),
+    (short("--retrieve", ""), "--retrieve: an empty text is no folder"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
     (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
@@ -863,15 +895,24 @@ def test_ctrl_c_while_compiling(
     start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    process = start("--trace", trace, env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty")})
+    far, near = pty.openpty()
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty"), "TERM": "xterm"}
+    process = start("--trace", trace, env=cache, stderr=near)
     deadline = time.monotonic() + 60
     while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=60)
+    os.close(near)
+    err = b""
+    with contextlib.suppress(OSError):  # the end
+        while part := os.read(far, 1 << 16):
+            err += part
+    os.close(far)
     assert process.returncode == 130
     assert out == b""
     assert b"Traceback" not in err
+    assert b"stopping as soon as the compiler is done" in err
     _, footer = read_trace(trace)
     assert footer["rows"][0]["finish_reason"] == "interrupt"
 

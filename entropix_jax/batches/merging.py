@@ -34,8 +34,9 @@ def part_address(address: str, index: int, count: int) -> str:
     return f"{address.removesuffix(suffix)}.part-{index:05}-of-{count:05}{suffix}"
 
 
-def merge(address: str, count: int, *, input: str) -> None:
-    """Joins the outputs of `count` processes into one, which appears at once or not at all.
+def merge(address: str, count: int, *, input: str) -> int:
+    """Joins the outputs of `count` processes into one, which appears at once or not at all; gives
+    the number of results.
 
     The parts, at `part_address`, are kept. An output that is there already is replaced if it is the
     same run's.
@@ -81,6 +82,7 @@ def merge(address: str, count: int, *, input: str) -> None:
         sink.abandon()
         raise
     sink.close()
+    return len(index)
 
 
 def _common_sidecar(parts: list[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Standing:
 
     done: int  # records that have a result
     tokens: int
+    steps: int
     used: float  # the share of slots that had a row, of the steps so far
 
 
@@ -32,7 +33,11 @@ class ProgressView:
         self._standing = standing
         self._total = total
         self._first = standing().done
-        self._started = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        # When the first steps came back, which had waited for the compiler, and what they brought.
+        self._begun: float | None = None
+        self._early = Standing(0, 0, 0, 0.0)
+        self._looked_past = False  # beyond them
         self._bar: Progress | None = None
         console = Console(stderr=True)
         if console.is_terminal:
@@ -57,11 +62,12 @@ class ProgressView:
     def looked(self) -> None:
         """Shows the standing, if it is time for it."""
         now = time.monotonic()
+        self._look_for_begin(now)
         if now - self._shown < (_LINE_SECONDS if self._bar is None else _BAR_SECONDS):
             return
         self._shown = now
         standing = self._standing()
-        speed = standing.tokens / max(now - self._started, 1e-9)
+        speed = self.speed(standing)
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=standing.done, speed=speed, used=standing.used, refresh=True
@@ -73,10 +79,30 @@ class ProgressView:
             f" | {standing.used:.0%} of slots used"
         )
         gained = standing.done - self._first
-        if self._total is not None and gained:
-            left = (self._total - standing.done) * (now - self._started) / gained
+        if self._total is not None and gained and self._begun is not None:
+            left = (self._total - standing.done) * (now - self._begun) / gained
             line += f" | {_duration(left)} left"
         print(line, file=sys.stderr, flush=True)
+
+    def speed(self, standing: Standing) -> float:
+        """Tokens a second after the first steps; 0 where there were no others."""
+        tokens = standing.tokens - self._early.tokens
+        if self._begun is None or standing.steps == self._early.steps:
+            return 0.0
+        return tokens / max(time.monotonic() - self._begun, 1e-9)
+
+    def _look_for_begin(self, now: float) -> None:
+        if self._begun is not None and self._looked_past:
+            return
+        standing = self._standing()
+        if self._begun is None:
+            if not standing.tokens:
+                return
+            self._begun = now
+        elif standing.steps != self._early.steps:
+            self._looked_past = True
+            return
+        self._early = standing
 
     def __exit__(
         self,

@@ -48,7 +48,7 @@ def run_study(
         def standing() -> Standing:
             engine = run.engine
             used = engine.useful / max(engine.steps * min(slots, number), 1)
-            return Standing(store.done, run.tokens, used)
+            return Standing(store.done, run.tokens, engine.steps, used)
 
         with ProgressView(standing, number) as view:
             yield view.looked
