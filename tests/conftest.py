@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,8 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+
+from tests.browsing import Watched  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -151,6 +153,22 @@ def browser() -> Iterator[Any]:
         )
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
+    """Opens pages in windows of a size and colour scheme; none may complain of anything."""
+    opened: list[Watched] = []
+
+    def watch(width: int = 1440, height: int = 900, scheme: str = "light") -> Watched:
+        viewport = {"width": width, "height": height}
+        opened.append(Watched(browser, viewport=viewport, color_scheme=scheme))
+        return opened[-1]
+
+    yield watch
+    for one in opened:
+        assert one.messages == []
+        one.context.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

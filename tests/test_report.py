@@ -31,6 +31,7 @@ from entropix_jax.trace import TokenRecord
 Json = dict[str, Any]
 NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
 REGIMES = params.REGIMES
+STATIC = Path(page.__file__).parent / "static"
 
 
 def header(**changes: Any) -> Json:
@@ -189,11 +190,11 @@ def bad_footer(**changes: Any) -> Json:
 
 
 DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
-    "an empty file": ([], "empty: not a trace"),
-    "another text": (["Once upon a time\n"], "line 1: not JSON: not a trace"),
-    "bytes": ([b"\x89PNG\r\n\x1a\n\xff\x00"], "line 1: not UTF-8: not a trace"),
-    "a list": (["[1, 2]\n"], "line 1: not a JSON object: not a trace"),
-    "a batch's output": ([{"id": "a"}], "line 1: not a trace: it does not begin with a header"),
+    "an empty file": ([], "empty: not a trace, a batch's output or"),
+    "another text": (["Once upon a time\n"], "line 1: not JSON: not a trace, a batch's"),
+    "bytes": ([b"\x89PNG\r\n\x1a\n\xff\x00"], "line 1: not JSON: not a trace, a batch's"),
+    "a list": (["[1, 2]\n"], "line 1: not a trace, a batch's output or a study's"),
+    "another object": ([{"id": "a"}], "line 1: not a trace, a batch's output or a study's"),
     "a token first": ([token(3)], "line 1: not a trace: it does not begin with a header"),
     "half a header": (['{"type": "header", "for'], "line 1: cut off within the header"),
     "a later format": ([header(format_version=2)], "line 1: a trace of format 2, this version"),
@@ -295,7 +296,7 @@ def test_a_header_whose_boxes_cannot_be_drawn(start: Json, message: str, tmp_pat
 
 
 def test_a_line_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LONGEST_LINE", 5000)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 5000)
     path = write(tmp_path / "t.jsonl", header(), token(3, text="a" * 5000))
     with pytest.raises(UserError, match="line 2: too long for a line of a trace"):
         read_trace(path)
@@ -314,10 +315,10 @@ def test_the_command(whole: Path, tmp_path: Path) -> None:
     ("trace_name", "output", "message"),
     [
         ("missing.jsonl", "page.html", "missing.jsonl: no such file"),
-        (".", "page.html", "cannot be read: Is a directory"),
+        (".", "page.html", "no study.json"),
         ("trace.jsonl", "no/page.html", "page.html: cannot be written: no folder"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
-        ("trace.jsonl", "trace.jsonl", "the page would take the place of its trace"),
+        ("trace.jsonl", "trace.jsonl", "the page would take the place of what it is made of"),
     ],
 )
 def test_bad_paths(
@@ -385,8 +386,7 @@ def test_what_is_said_twice_is_the_same() -> None:
     assert page.BOXES == params.BOXES
     assert page.QUANTITIES == params.QUANTITIES
     assert page.THRESHOLDS == settings.THRESHOLDS
-    static = Path(page.__file__).parent / "static"
-    script = (static / "regimes.js").read_text("utf-8")
+    script = (STATIC / "regimes.js").read_text("utf-8")
     assert f"const BOXES = {json.dumps(list(params.BOXES))};" in script
     source = ast.parse((Path(page.__file__).parents[1] / "terminal.py").read_text("utf-8"))
     meanings = next(
@@ -506,15 +506,27 @@ def test_a_page_of_a_large_model_is_small_enough(tmp_path: Path) -> None:
     assert len(run_page(path).encode()) < 8e6
 
 
-def test_scripts_are_put_together_in_order() -> None:
-    text = embedding.script("run")
+@pytest.mark.parametrize("kind", ["run", "compare", "batch"])
+def test_scripts_are_put_together_in_order(kind: str) -> None:
+    text = embedding.script(kind)
     names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)
     assert len(names) == len(set(names))
-    assert names[-1] == "run"
-    static = Path(page.__file__).parent / "static"
-    assert set(names) == {path.stem for path in static.glob("*.js")}
+    assert names[-1] == kind
     for i, name in enumerate(names):
-        needs = re.findall(r'from "\./(\w+)\.js"', (static / f"{name}.js").read_text("utf-8"))
+        source = (STATIC / f"{name}.js").read_text("utf-8")
+        needs = re.findall(r'from "\./(\w+)\.js"', source)
         assert set(needs) <= set(names[:i]), name
     assert not re.search(r"^(import|export)\b", text, re.MULTILINE)
     assert "</script" not in text
+    tops = re.findall(r"^(?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
+    assert len(tops) == len(set(tops))
+
+
+def test_every_script_is_in_a_page() -> None:
+    pages = [path.stem for path in (STATIC.parent / "templates").glob("*.html")]
+    found = [
+        re.findall(r"^// (\w+)\.js$", embedding.script(kind), re.MULTILINE)
+        for kind in pages
+        if kind != "base"
+    ]
+    assert set().union(*found) == {path.stem for path in STATIC.glob("*.js")}

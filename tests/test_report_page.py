@@ -22,6 +22,7 @@ from entropix_jax.report.reading import Trace, read_trace
 from entropix_jax.sampler.params import QUANTITIES, REGIMES
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
+from tests.browsing import Watched, frames, nothing_is_cut_off, texts_stand_out
 from tests.samplers import metrics_of, params_of
 from tests.test_report import NASTY, footer, header, run_of, token, write
 
@@ -47,40 +48,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
     return output, read_trace(trace)
 
 
-class Watched:
-    """A page, and all that it asked for or complained of."""
-
-    def __init__(self, browser: Any, **options: Any) -> None:
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.messages: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.messages.append(message.text))
-        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.messages.append(f"dialog: {dialog.message}"))
-        self.context.on("request", lambda request: self.requests.append(request.url))
-
-    def open(self, path: Path) -> Any:
-        self.page.goto(path.as_uri())
-        self.page.wait_for_selector("html[data-ready]", timeout=60_000)
-        return self.page
-
-
-@pytest.fixture
-def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
-    opened: list[Watched] = []
-
-    def watch(width: int = 1440, height: int = 900, scheme: str = "light") -> Watched:
-        viewport = {"width": width, "height": height}
-        opened.append(Watched(browser, viewport=viewport, color_scheme=scheme))
-        return opened[-1]
-
-    yield watch
-    for one in opened:
-        assert one.messages == []
-        one.context.close()
-
-
 @pytest.fixture(scope="module")
 def shown(browser: Any, run: tuple[Path, Trace]) -> Iterator[Any]:
     """The run's page, which tests that only look share."""
@@ -96,11 +63,6 @@ def page(shown: Any) -> Any:
     shown.reload()
     shown.wait_for_selector("html[data-ready]", timeout=60_000)
     return shown
-
-
-def frames(page: Any) -> None:
-    """Waits for what is drawn in the next frames."""
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 60)))")
 
 
 def committed(trace: Trace) -> list[dict[str, Any]]:
@@ -157,28 +119,8 @@ def test_nothing_is_cut_off(
     page = watched(width, scheme=scheme).open(run[0])
     page.locator("#attention").scroll_into_view_if_needed()
     page.wait_for_selector("#heat .heatmaplayer image")
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    boxes = page.evaluate(
-        """() => [...document.querySelectorAll("main > .panel:not([hidden])")].map((node) => {
-            const {left, top, right, bottom} = node.getBoundingClientRect();
-            return [left, top + scrollY, right, bottom + scrollY];
-        })"""
-    )
-    assert len(boxes) == 9
-    for i, (left, top, right, bottom) in enumerate(boxes):
-        assert 0 <= left < right <= width
-        for other in boxes[:i]:
-            apart = left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
-            assert apart, (boxes[i], other)
-    wide = page.evaluate(
-        """() => [...document.querySelectorAll(".panel *")].filter((node) => {
-            const style = getComputedStyle(node);
-            return style.overflowX === "visible" && node.scrollWidth > node.clientWidth + 1
-                && style.display !== "inline" && node.closest(".plot") === null
-                && node.clientWidth > 0;
-        }).map((node) => node.outerHTML.slice(0, 120))"""
-    )
-    assert wide == []
+    nothing_is_cut_off(page, width)
+    assert page.locator("main > .panel:not([hidden])").count() == 9
 
 
 def test_texts_stand_out_from_what_is_behind_them(
@@ -187,36 +129,7 @@ def test_texts_stand_out_from_what_is_behind_them(
     """The contrast that WCAG asks for, 4.5, of text in each regime's colours, in both schemes."""
     for scheme in ("light", "dark"):
         page = watched(scheme=scheme).open(run[0])
-        colours = page.evaluate(
-            """() => {
-                const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-                const style = (node) => getComputedStyle(node);
-                const panel = rgb(style(document.querySelector(".panel")).backgroundColor);
-                const nodes = document.querySelectorAll(
-                    "#legend .token, #legend .what, #run .about, #run .muted");
-                return [...nodes].map((node) =>
-                    [rgb(style(node).color), rgb(style(node).backgroundColor), panel]);
-            }"""
-        )
-        assert len(colours) > 10
-        for text, tint, panel in colours:
-            alpha = tint[3] if len(tint) == 4 else 1.0
-            behind = [alpha * t + (1 - alpha) * p for t, p in zip(tint[:3], panel[:3], strict=True)]
-            assert contrast(text[:3], behind) >= 4.5
-
-
-def contrast(one: list[float], other: list[float]) -> float:
-    """WCAG 2.2's contrast ratio of two sRGB colours."""
-
-    def luminance(colour: list[float]) -> float:
-        linear = [
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-            for c in (value / 255 for value in colour)
-        ]
-        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
-
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
+        texts_stand_out(page, "#legend .token, #legend .what, #run .about, #run .muted")
 
 
 # What it shows.

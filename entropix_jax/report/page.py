@@ -19,14 +19,28 @@ BOXES = ("lelv", "helv", "lehv", "hehv")
 QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
 THRESHOLDS = ("h1", "h2", "u1", "u2")
 
+_ENDS = {
+    "eos": "an end token",
+    "length": "the token limit",
+    "context": "the model's context",
+    "stop": "a stop text",
+    "error": "an error",
+    "interrupt": "an interrupt",
+}
+_STYLES = {
+    "run": ["page"],
+    "compare": ["page", "compare"],
+    "batch": ["page", "tables"],
+    "study": ["page", "compare", "tables"],
+}
 _CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 
 
-def check_report(output: Path, trace: Path | str | None) -> None:
+def check_report(output: Path, *inputs: Path | str | None) -> None:
     """Refuses, before anything is computed, a page that could not be written.
 
     Args:
-        trace: the file that the page is made of, whose place it must not take.
+        inputs: what the page is made of, whose place it must not take.
 
     Raises:
         UserError: it is so.
@@ -37,8 +51,9 @@ def check_report(output: Path, trace: Path | str | None) -> None:
         raise UserError(f"{output}: cannot be written: not a regular file")
     if not os.access(output.parent, os.W_OK):
         raise UserError(f"{output}: cannot be written: no permission in {output.parent}")
-    if trace is not None and output.resolve() == Path(trace).resolve():
-        raise UserError(f"{output}: the page would take the place of its trace")
+    for given in inputs:
+        if given is not None and output.resolve() == Path(given).resolve():
+            raise UserError(f"{output}: the page would take the place of what it is made of")
     plotly_source()
 
 
@@ -48,7 +63,15 @@ def write_report(trace: Path, output: Path) -> None:
     Raises:
         UserError: the trace is not one, or the page cannot be written.
     """
-    page = run_page(trace)
+    write_page(run_page(trace), output)
+
+
+def write_page(page: str, output: Path) -> None:
+    """Writes a page, whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     with replacing(output) as scratch:
         # A model's folder may have a name that is not UTF-8.
         scratch.write_bytes(page.encode("utf-8", "replace"))
@@ -64,7 +87,7 @@ def run_page(trace: Path) -> str:
     # Of the lines none is kept but in the packed form.
     payload = packed(_whole_lines(reader))
     facts = run_facts(reader, trace)
-    return _render("run", {"facts": facts}, {"trace": payload})
+    return render("run", {"facts": facts}, {"trace": payload})
 
 
 def _whole_lines(reader: TraceReader) -> Iterator[bytes]:
@@ -95,7 +118,7 @@ def run_facts(reader: TraceReader, trace: Path) -> dict[str, Any]:
                 "row": number,
                 "tokens": reader.tokens.get(number, 0),
                 "retracted": reader.retracted.get(number, 0),
-                "finish_reason": rows.get(number, {}).get("finish_reason"),
+                "ended": ended(rows.get(number, {}).get("finish_reason")),
                 "error": rows.get(number, {}).get("error"),
                 "forwards": rows.get(number, {}).get("forwards"),
             }
@@ -106,6 +129,11 @@ def run_facts(reader: TraceReader, trace: Path) -> dict[str, Any]:
             name: header["sampler_parameters"].get(f"thresholds.{name}") for name in THRESHOLDS
         },
     }
+
+
+def ended(reason: str | None) -> str:
+    """What ended a text, in words."""
+    return "interrupted" if reason is None else _ENDS.get(reason, reason)
 
 
 def _speed(reader: TraceReader) -> float | None:
@@ -146,7 +174,7 @@ def _condition(text: Any, parameters: dict[str, Any], box: str, trace: Path) -> 
         raise UserError(f"{problem} is not a condition") from None
 
 
-def _render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:
+def render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:
     """A page: `templates/{kind}.html`, `static/{kind}.js` with what it imports, and the style."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("entropix_jax.report"),
@@ -159,7 +187,7 @@ def _render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:
     return environment.get_template(f"{kind}.html").render(
         **values,
         version=__version__,
-        style=style(["page"]),
+        style=style(_STYLES[kind]),
         script=own,
         script_digests=f"{digest(own)} {digest(plotly)}",
         payloads={**payloads, "plotly": packed([plotly])},

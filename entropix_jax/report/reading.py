@@ -18,9 +18,9 @@ FORMAT_VERSION = 1
 REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
 
 # Far more than a token of a model with thousands of heads takes.
-_LONGEST_LINE = 64 * 2**20
+LONGEST_LINE = 64 * 2**20
 
-_NUMBER = (int, float)
+NUMBER = (int, float)
 _METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
     attn_varentropy agreement agreement_published interaction_strength confidence temperature top_p
     min_p""".split()
@@ -36,12 +36,12 @@ _HEADER = {
 _TOKEN: dict[str, Any] = {
     **dict.fromkeys(("row", "position", "token_id", "top_k", "forwards"), int),
     **dict.fromkeys(("text", "regime", "action"), str),
-    **dict.fromkeys(_METRICS, _NUMBER),
+    **dict.fromkeys(_METRICS, NUMBER),
     "loop": bool,
 }
 _FOOTER = {"rows": list, "timings": dict}
 _ROW = {"row": int, "text": str, "tokens": int, "forwards": int}
-_KINDS = {int: "an integer", str: "text", dict: "an object", list: "a list", bool: "true or false"}
+KINDS = {int: "an integer", str: "text", dict: "an object", list: "a list", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class TraceReader:
             raise UserError(f"{str(self.path)!r}: not a file name") from None
 
     def _lines(self, file: BinaryIO) -> Iterator[Line]:
-        while raw := file.readline(_LONGEST_LINE):
+        while raw := file.readline(LONGEST_LINE):
             self._number += 1
-            if len(raw) == _LONGEST_LINE:
+            if len(raw) == LONGEST_LINE:
                 self._refuse("too long for a line of a trace")
             record = self._parse(raw)
             if record is None:
@@ -167,7 +167,7 @@ class TraceReader:
                 isinstance(item, list)
                 and len(item) == 3
                 and isinstance(item[1], str)
-                and _is(item[2], _NUMBER)
+                and is_kind(item[2], NUMBER)
             ):
                 self._refuse("'top' must hold token, text and probability of the likeliest tokens")
         for branch in self._list(record, "branches"):
@@ -175,10 +175,10 @@ class TraceReader:
                 self._refuse("'branches' must hold an object for each branch")
             score = branch.get("score")
             self._check_fields(branch, {"tokens": list, "text": str, "chosen": bool})
-            if score is not None and not _is(score, _NUMBER):
+            if score is not None and not is_kind(score, NUMBER):
                 self._refuse("'score' of a branch is not a number")
         for layer in self._list(record, "layers"):
-            if not (isinstance(layer, list) and all(_is(value, _NUMBER) for value in layer)):
+            if not (isinstance(layer, list) and all(is_kind(value, NUMBER) for value in layer)):
                 self._refuse("'layers' must hold a list of numbers for each layer")
 
     def _list(self, record: dict[str, Any], name: str) -> list[Any]:
@@ -200,7 +200,7 @@ class TraceReader:
                     f"the file holds {found}"
                 )
         for name, seconds in record["timings"].items():
-            if not _is(seconds, _NUMBER):
+            if not is_kind(seconds, NUMBER):
                 self._refuse(f"'{name}' of 'timings' is not a number")
         self.footer = record
 
@@ -209,14 +209,14 @@ class TraceReader:
         for name, kind in fields.items():
             if name not in record:
                 self._refuse(f"{what} without '{name}'")
-            if not _is(record[name], kind):
-                self._refuse(f"'{name}' is not {_KINDS.get(kind, 'a number')}")
+            if not is_kind(record[name], kind):
+                self._refuse(f"'{name}' is not {KINDS.get(kind, 'a number')}")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise UserError(f"{self.path}: line {self._number}: {problem}")
 
 
-def _is(value: Any, kind: Any) -> bool:
+def is_kind(value: Any, kind: Any) -> bool:
     """Whether a value of JSON has a type: true is not 1, and what overflowed is no number."""
     if isinstance(value, bool):
         return kind is bool

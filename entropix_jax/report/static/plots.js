@@ -1,49 +1,10 @@
-// The pictures: the plane, the series over the text, the attention's heat map. Drawn by Plotly.
+// The pictures of one run: the plane, the series over the text, the attention's heat map.
 
 import { byId, onceAFrame } from "./dom.js";
-import { number, visible } from "./format.js";
+import { axis, boxShape, config, cursorAt, hoverText, layout, rangesOf, theme } from "./plotting.js";
 import { REGIMES } from "./regimes.js";
 
-// Named one by one: among the library's own buttons is one that sends the picture away.
-const config = (...buttons) => ({ displaylogo: false, responsive: true, modeBarButtons: [buttons] });
 const SERIES = [["entropy", "entropy<br>bits"], ["varentropy", "varentropy<br>bits²"], ["agreement", "agreement<br>0–1"], ["temperature", "temperature"]];
-
-// The library comes packed: its text becomes a script, which the page's policy knows by its digest.
-export function startPlotly(bytes) {
-  window.PlotlyConfig = { MathJaxConfig: "local" };
-  const script = document.createElement("script");
-  script.textContent = new TextDecoder().decode(bytes);
-  document.head.append(script);
-}
-
-function theme() {
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-  return { colour, narrow: window.innerWidth < 600 };
-}
-
-function layout({ colour }, more) {
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: colour("text"), family: "system-ui, sans-serif", size: 12 },
-    hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("text") } },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("text") },
-    showlegend: false,
-    ...more,
-  };
-}
-
-function axis({ colour }, title, more = {}) {
-  return { title: { text: title, standoff: 8 }, gridcolor: colour("grid"), zerolinecolor: colour("grid"), linecolor: colour("line"), ...more };
-}
-
-const hoverText = (token) => escapeMarkup(`${token.position} “${visible(token.text, token.token_id)}”`);
-
-// Plotly reads a little HTML in its labels.
-export function escapeMarkup(text) {
-  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-}
 
 // The plane of entropy and varentropy.
 
@@ -60,7 +21,7 @@ export function showPlane(state) {
     const traces = groups.map((tokens, i) => pointsOf(tokens, names[i], look, state));
     const { x, y } = currentPoint(state);
     traces.push({ type: "scatter", mode: "markers", x, y, hoverinfo: "skip", marker: { size: 17, color: "rgba(0,0,0,0)", line: { width: 3, color: look.colour("text") } } });
-    const ranges = rangesOf(state);
+    const ranges = rangesOf(state.row.items, state.bounds);
     Plotly.react(box, traces, layout(look, {
       uirevision: state.row.number, // keeps the view that a person has zoomed to
       margin: { l: 52, r: 12, t: 30, b: 46 },
@@ -109,44 +70,12 @@ function currentPoint({ token }) {
   return token ? { x: [token.entropy], y: [token.varentropy] } : { x: [], y: [] };
 }
 
-function rangesOf(state) {
-  const most = (name) => {
-    const limits = state.bounds.flatMap(({ bounds }) => bounds[name] ?? []).filter(Number.isFinite);
-    const seen = state.row.items.map((token) => token[name]);
-    return Math.max(1, ...limits.map((limit) => 1.2 * limit), seen.reduce((a, b) => Math.max(a, b), 0));
-  };
-  const x = 1.04 * most("entropy");
-  const y = 1.04 * most("varentropy");
-  return { x: [-0.02 * x, x], y: [-0.02 * y, y] };
-}
-
-// One regime's box; what bounds it on other quantities cannot be drawn on this plane.
-function boxShape({ regime, bounds }, look, ranges) {
-  const [x0, x1] = within(bounds.entropy, ranges.x);
-  const [y0, y1] = within(bounds.varentropy, ranges.y);
-  if (x0 >= x1 || y0 >= y1) return [];
-  const slim = (x1 - x0) / (ranges.x[1] - ranges.x[0]) < 0.2;
-  return [{
-    type: "rect", layer: "below", x0, x1, y0, y1,
-    fillcolor: look.colour(`${regime}-fill`),
-    line: { color: look.colour(regime), width: 1 },
-    label: { text: slim || look.narrow ? REGIMES[regime].title : `${REGIMES[regime].title} ${REGIMES[regime].meaning}`, textposition: "top left", font: { color: look.colour(`${regime}-text`), size: 12 } },
-  }];
-}
-
-function within([low, high] = [-Infinity, Infinity], [first, last]) {
-  return [Math.max(low, first), Math.min(high, last)];
-}
-
 // Entropy, varentropy, agreement and temperature along the text.
 
 export function showSeries(state) {
   const box = byId("series");
 
-  const cursor = () => {
-    const at = state.token?.position;
-    return at == null ? [] : [{ type: "line", xref: "x", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: theme().colour("text"), width: 1.5, dash: "dot" } }];
-  };
+  const cursor = () => cursorAt(state.token?.position);
 
   function draw() {
     const look = theme();

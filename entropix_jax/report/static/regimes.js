@@ -31,6 +31,12 @@ export function keyOf(condition) {
   return condition.name ?? `${condition.quantity} ${condition.value}`;
 }
 
+// The value of every bound, by its key.
+export function valuesOf(facts) {
+  const conditions = BOXES.flatMap((box) => facts.boxes[box]);
+  return Object.fromEntries(conditions.map((one) => [keyOf(one), one.name ? facts.thresholds[one.name] : one.value]));
+}
+
 // The first open box that holds a token, else MID. The loop guard's tokens are LEHV wherever they are.
 export function classify(token, boxes) {
   if (token.loop) return "lehv";

@@ -6,8 +6,11 @@ import { State } from "./state.js";
 import { showLegend, showText } from "./text.js";
 import { showDetails, showGlossary } from "./details.js";
 import { showBranches, showRetractions } from "./branches.js";
-import { knobsOf, showWhatIf } from "./whatif.js";
-import { showHeatMap, showPlane, showSeries, startPlotly } from "./plots.js";
+import { showWhatIf } from "./whatif.js";
+import { showHeatMap, showPlane, showSeries } from "./plots.js";
+import { startPlotly } from "./plotting.js";
+import { nextFrame, onTheme, openPage } from "./opening.js";
+import { valuesOf } from "./regimes.js";
 
 function chooseRows(state) {
   const select = byId("row");
@@ -27,8 +30,6 @@ function offerTrace(bytes, name) {
   });
 }
 
-const nextFrame = () => new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
-
 async function start() {
   const facts = readFacts();
   const plotly = unpack("plotly");
@@ -39,8 +40,7 @@ async function start() {
   byId("nothing").hidden = rows.size > 0;
   byId("run").hidden = rows.size === 0;
   if (rows.size > 0) {
-    const values = Object.fromEntries(knobsOf(facts).map(({ key, value }) => [key, value]));
-    const state = new State(facts, rows, values);
+    const state = new State(facts, rows, valuesOf(facts));
     chooseRows(state);
     for (const show of [showLegend, showText, showDetails, showBranches, showRetractions, showWhatIf]) show(state);
     state.chooseRow(state.row.number);
@@ -50,13 +50,8 @@ async function start() {
       show(state);
       await nextFrame();
     }
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.tell("theme"));
+    onTheme(() => state.tell("theme"));
   }
-  document.documentElement.dataset.ready = "true";
 }
 
-start().catch((error) => {
-  byId("failure").hidden = false;
-  byId("failure").textContent = `This browser cannot show the page: ${error.message}`;
-  throw error;
-});
+openPage(start);

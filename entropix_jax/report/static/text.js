@@ -4,13 +4,14 @@ import { byId, element } from "./dom.js";
 import { percent, visible } from "./format.js";
 import { REGIMES, occupancy } from "./regimes.js";
 
-export function showText(state) {
-  const box = byId("text");
+// `prefix` tells the ids of several texts apart; `mark` adds to a text that was just written.
+export function showText(state, box = byId("text"), prefix = "token", mark = () => {}) {
   let spans = [];
 
   function fill() {
-    spans = state.row.items.map((token) => tokenSpan(token));
+    spans = state.row.items.map((token) => tokenSpan(token, prefix));
     box.replaceChildren(...spans);
+    mark(spans);
     colour();
     box.scrollTop = 0;
   }
@@ -22,7 +23,8 @@ export function showText(state) {
       span.dataset.regime = regime;
       span.classList.toggle("faded", state.hidden.has(regime) || (state.marked !== null && !state.marked.has(token)));
     }
-    byId("text-note").hidden = !state.changed;
+    const note = byId("text-note");
+    if (note) note.hidden = !state.changed;
   }
 
   function select({ scroll }) {
@@ -62,11 +64,11 @@ export function showText(state) {
   for (const kind of ["hidden", "marked", "bounds"]) state.on(kind, colour);
 }
 
-function tokenSpan(token) {
+function tokenSpan(token, prefix) {
   const span = element("span", {
     class: "token",
     role: "option",
-    id: `token-${token.index}`,
+    id: `${prefix}-${token.index}`,
     "aria-selected": "false",
     "data-index": token.index,
     "data-action": token.action,
@@ -122,7 +124,7 @@ function scrollWithin(box, span) {
   else if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom + 24;
 }
 
-export function showLegend(state) {
+export function showLegend(state, tokensOf = () => state.row.tokens) {
   const buttons = Object.entries(REGIMES).map(([regime, { title, meaning, where }]) => {
     const share = element("span", { class: "share" });
     const button = element("button", {
@@ -139,10 +141,11 @@ export function showLegend(state) {
   });
   byId("legend").replaceChildren(...buttons.map(({ button }) => element("li", {}, button)));
   const update = () => {
-    const counts = occupancy(state.row.tokens, state.regimeOf);
+    const tokens = tokensOf();
+    const counts = occupancy(tokens, state.regimeOf);
     for (const { regime, button, share } of buttons) {
       button.setAttribute("aria-pressed", String(!state.hidden.has(regime)));
-      share.textContent = percent(counts[regime] / Math.max(state.row.tokens.length, 1));
+      share.textContent = percent(counts[regime] / Math.max(tokens.length, 1));
     }
   };
   for (const kind of ["row", "hidden", "bounds"]) state.on(kind, update);

@@ -2,17 +2,17 @@
 
 import { byId, copyText, element, onceAFrame } from "./dom.js";
 import { number, percent } from "./format.js";
-import { BOXES, REGIMES, keyOf, occupancy } from "./regimes.js";
+import { BOXES, REGIMES, keyOf, occupancy, valuesOf } from "./regimes.js";
 
 const SIGNS = { entropy: "entropy", varentropy: "varentropy", attn_entropy_norm: "normalised attention entropy", agreement: "agreement" };
 
 // Every bound that a box has, by its key: its quantity, its value, its label.
 export function knobsOf(facts) {
   const knobs = new Map();
+  const values = valuesOf(facts);
   for (const box of BOXES) for (const condition of facts.boxes[box]) {
     const key = keyOf(condition);
-    const value = condition.name ? facts.thresholds[condition.name] : condition.value;
-    if (!knobs.has(key)) knobs.set(key, { key, quantity: condition.quantity, name: condition.name, value, below: [], above: [] });
+    if (!knobs.has(key)) knobs.set(key, { key, quantity: condition.quantity, name: condition.name, value: values[key], below: [], above: [] });
     knobs.get(key)[condition.sign === "<" ? "below" : "above"].push(REGIMES[box].title);
   }
   const order = Object.keys(SIGNS);

@@ -1,0 +1,87 @@
+"""What a page is to be made of, told by what is in it and not by how it is called."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from entropix_jax.errors import UserError
+from entropix_jax.report.page import run_page
+
+STUDY = "study.json"
+_NONE = "not a trace, a batch's output or a study's folder"
+_PEEKED = 2**20  # bytes of a first line: a record's own fields stand at its beginning
+
+
+def page_of(inputs: Sequence[Path], *, compare: bool = False) -> str:
+    """The page of a trace, of several traces, of a batch's output, or of a study's folder.
+
+    Args:
+        compare: put the texts of one trace side by side.
+
+    Raises:
+        UserError: an input is none of these, is damaged, or does not go with the others.
+    """
+    kinds = [_kind(path) for path in inputs]
+    for kind, path in zip(kinds, inputs, strict=True):
+        if kind != "trace" and (len(inputs) > 1 or compare):
+            raise UserError(f"{path}: {_NAMES[kind]}: only traces can be put side by side")
+    if len(inputs) > 1 or compare:
+        from entropix_jax.report.comparing import comparison_page
+
+        return comparison_page(inputs)
+    if kinds[0] == "batch":
+        from entropix_jax.report.records import batch_page
+
+        return batch_page(inputs[0])
+    return run_page(inputs[0])
+
+
+_NAMES = {"trace": "a trace", "batch": "a batch's output", "study": "a study"}
+
+
+def _kind(path: Path) -> str:
+    """ "trace", "batch" or "study"."""
+    if path.is_dir():
+        if not (path / STUDY).is_file():
+            raise UserError(f"{path}: no {STUDY}: not the folder of a study that came to its end")
+        return "study"
+    first = _first_line(path)
+    record = _object(first)
+    if record is None:
+        # Half a line of a trace is for its reader to refuse; a study's file has many lines.
+        if first.startswith(b'{"type"'):
+            return "trace"
+        if first.startswith(b'{"id"'):
+            return "batch"
+        if path.name == STUDY and first.strip() == b"{":
+            return "study"
+        raise UserError(f"{path}: line 1: not JSON: {_NONE}")
+    if "type" in record:
+        return "trace"
+    if {"id", "line", "digest"} <= record.keys():
+        return "batch"
+    raise UserError(f"{path}: line 1: {_NONE}")
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            first = file.readline(_PEEKED)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:  # a NUL in the path
+        raise UserError(f"{str(path)!r}: not a file name") from None
+    if not first:
+        raise UserError(f"{path}: empty: {_NONE}")
+    return first
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,92 @@
+"""Pages in a browser: opened, watched, and looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Watched:
+    """A page, and all that it asked for or complained of."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.messages.append(f"dialog: {dialog.message}"))
+        self.context.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, path: Path) -> Any:
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]", timeout=60_000)
+        return self.page
+
+
+def frames(page: Any) -> None:
+    """Waits for what is drawn in the next frames."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 60)))")
+
+
+def nothing_is_cut_off(page: Any, width: int) -> None:
+    """No sideways scrolling, no panel over another or wider than the window, no text past the end
+    of what holds it."""
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    boxes = page.evaluate(
+        """() => [...document.querySelectorAll("main > .panel:not([hidden])")].map((node) => {
+            const {left, top, right, bottom} = node.getBoundingClientRect();
+            return [left, top + scrollY, right, bottom + scrollY];
+        })"""
+    )
+    assert len(boxes) > 2
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        assert 0 <= left < right <= width
+        for other in boxes[:i]:
+            apart = left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
+            assert apart, (boxes[i], other)
+    wide = page.evaluate(
+        """() => [...document.querySelectorAll(".panel *")].filter((node) => {
+            const style = getComputedStyle(node);
+            return style.overflowX === "visible" && node.scrollWidth > node.clientWidth + 1
+                && style.display !== "inline" && node.closest(".plot") === null
+                && node.clientWidth > 0;
+        }).map((node) => node.outerHTML.slice(0, 120))"""
+    )
+    assert wide == []
+
+
+def texts_stand_out(page: Any, selector: str) -> None:
+    """The contrast that WCAG asks for, 4.5, between texts and what is behind them on a panel."""
+    colours = page.evaluate(
+        """(selector) => {
+            const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+            const style = (node) => getComputedStyle(node);
+            const panel = rgb(style(document.querySelector(".panel")).backgroundColor);
+            return [...document.querySelectorAll(selector)].map((node) =>
+                [rgb(style(node).color), rgb(style(node).backgroundColor), panel]);
+        }""",
+        selector,
+    )
+    assert len(colours) > 3
+    for text, tint, panel in colours:
+        alpha = tint[3] if len(tint) == 4 else 1.0
+        behind = [alpha * t + (1 - alpha) * p for t, p in zip(tint[:3], panel[:3], strict=True)]
+        assert contrast(text[:3], behind) >= 4.5
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    """WCAG 2.2's contrast ratio of two sRGB colours."""
+
+    def luminance(colour: list[float]) -> float:
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in (value / 255 for value in colour)
+        ]
+        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
