@@ -12,7 +12,7 @@ Importing the package is cheap: JAX is imported at the first use of one of these
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from entropix_jax.version import __version__ as __version__
 
 _HOMES = {
     "Event": "results",
@@ -25,6 +25,7 @@ _HOMES = {
     "Request": "results",
     "Retriever": "retrieval",
     "Row": "results",
+    "Rows": "results",
     "RowView": "sampler.arms",
     "Sampler": "sampler.settings",
     "TokenRecord": "trace",
@@ -49,6 +50,7 @@ __all__ = [
     "Retriever",
     "Row",
     "RowView",
+    "Rows",
     "Sampler",
     "TokenRecord",
     "UserError",
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
     from entropix_jax.generation import Generation
     from entropix_jax.inspection import InspectedToken
     from entropix_jax.loading import LanguageModel, load, use_compilation_cache
-    from entropix_jax.results import Event, Piece, Request, Row
+    from entropix_jax.results import Event, Piece, Request, Row, Rows
     from entropix_jax.retrieval import Retriever
     from entropix_jax.sampler.arms import Proposal, RowView
     from entropix_jax.sampler.presets import load_sampler

@@ -9,7 +9,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.inspection import InspectedToken, inspect
 from entropix_jax.loading import LanguageModel
-from entropix_jax.results import Request, Row
+from entropix_jax.results import Request, Rows
 from entropix_jax.running import Ask, Retrieve
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
@@ -54,8 +54,8 @@ def generate(
     prompt: Prompt,
     sampler: Sampler | str = "entropix",
     **options: Unpack[Options],
-) -> list[Row]:
-    """Generates texts from one prompt and gives them when all have ended.
+) -> Rows:
+    """Generates texts from one prompt and gives them, a list, when all have ended.
 
     Arguments and errors are those of `stream`; an error within a row is that row's `error`.
     """

@@ -8,11 +8,13 @@ from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import bucket, check_recording, sampler_params
-from entropix_jax.results import Event, Request, Row
+from entropix_jax.results import Event, Request, Row, Rows
 from entropix_jax.running import Ask, Retrieve, RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import padded_ids
+from entropix_jax.trace import header
+from entropix_jax.version import __version__
 
 _MIN_CAPACITY = 256
 
@@ -63,8 +65,23 @@ class Generation:
             sampler = load_sampler(sampler)
         self.model = model
         self.sampler = sampler.calibrated(model.folder)
-        self.rows = [Row(request) for request in requests]
         self.timings: dict[str, float] = {}
+        prompt = requests[0].prompt
+        self.rows = Rows(
+            map(Row, requests),
+            header(
+                model=str(model.folder),
+                model_config=model.config,
+                precision=model.precision,
+                sampler=self.sampler.name,
+                sampler_values=self.sampler.values,
+                seed=seed,
+                prompt=model.tokenizer.decode(prompt, skip_special=False),
+                prompt_tokens=prompt,
+                version=__version__,
+            ),
+            self.timings,
+        )
         recording = recording or Recording()
         check_recording(model, recording)
         params = sampler_params(model, self.sampler)
@@ -121,11 +138,14 @@ class Generation:
         self.timings.setdefault("total", self.seconds())
         return [event for row in self._running for event in row.interrupt()]
 
-    def run(self) -> list[Row]:
+    def run(self) -> Rows:
         """Runs to the end and gives the rows."""
         for _ in self:
             pass
         return self.rows
+
+    def _repr_html_(self) -> str:
+        return self.rows._repr_html_()
 
     def seconds(self) -> float:
         """Time since the start, without that in which a person was asked."""

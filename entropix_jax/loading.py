@@ -28,7 +28,7 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A loaded checkpoint: weights, architecture, tokenizer, and how it computes."""
 
@@ -39,6 +39,11 @@ class LanguageModel:
     precision: Precision
     tokenizer: Tokenizer
     rules: Rules | None = None  # where it lies on a mesh; None: on the default device
+
+    def __repr__(self) -> str:
+        number = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        weights = jnp.dtype(self.precision.weights).name
+        return f"<LanguageModel {str(self.folder)!r}: {number:,} parameters, {weights}>"
 
     @property
     def is_chat_model(self) -> bool:

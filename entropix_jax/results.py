@@ -1,13 +1,20 @@
 """What goes into a run and what comes out of it: requests, rows, and the events between."""
 
-from collections import Counter
-from collections.abc import Sequence
+import importlib
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from entropix_jax.errors import UserError
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.params import REGIMES
-from entropix_jax.trace import TokenRecord
+from entropix_jax.trace import TokenRecord, TraceWriter, footer
+
+_REPR_TEXT = 50  # characters of a text
+_REPR_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -19,13 +26,14 @@ class Request:
     max_new_tokens: int
 
 
-@dataclass
+@dataclass(repr=False)
 class Row:
-    """What came of a request.
+    """What came of a request. In a notebook it shows its text, coloured.
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
-    `retracted` counts the tokens that were taken back.
+    `retracted` counts the tokens that were taken back, `taken_back` holds them in order; each has
+    the position of the one that took its place.
     """
 
     request: Request
@@ -34,6 +42,29 @@ class Row:
     retracted: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    taken_back: list[TokenRecord] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _REPR_TEXT else f"{self.text[:_REPR_TEXT]}..."
+        noun = "token" if len(self.tokens) == 1 else "tokens"
+        end = self.error or self.finish_reason or "running"
+        return f"<Row {self.request.row_id}: {len(self.tokens)} {noun}, {end}: {text!r}>"
+
+    def _repr_html_(self) -> str:
+        from entropix_jax.notebook.display import html
+
+        return html([self])
+
+    def history(self) -> Iterator[tuple[TokenRecord, bool]]:
+        """The tokens as they came, and whether they were taken back: then they stand before the one
+        that took their place."""
+        taken_back = deque(self.taken_back)
+        for token in self.tokens:
+            while taken_back and taken_back[0].position <= token.position:
+                yield taken_back.popleft(), True
+            yield token, False
+        for token in taken_back:
+            yield token, True
 
     def to_json(self) -> dict[str, Any]:
         """Text and finish reason, tokens in all, per regime and per action, and forward passes."""
@@ -49,6 +80,66 @@ class Row:
             "retracted": self.retracted,
             "forwards": self.tokens[-1].forwards if self.tokens else 0,
         }
+
+
+class Rows(list[Row]):
+    """The rows of a run, a list. In a notebook it shows all texts, coloured.
+
+    `header` is what a trace says of the run besides its tokens, `timings` are in seconds.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        header: Mapping[str, Any] | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self.header = header
+        self.timings = timings if timings is not None else {}
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the run's trace, row by row, each as far as it came. `top` and `layers` are there
+        if the run recorded them.
+
+        Raises:
+            UserError: the file cannot be written, or the rows are not of one run with one prompt.
+        """
+        if self.header is None or len({tuple(row.request.prompt) for row in self}) != 1:
+            raise UserError("a trace is of one run with one prompt")
+        with TraceWriter(Path(path)) as writer:
+            writer.write(self.header)
+            for row in self:
+                for token, retracted in row.history():
+                    writer.write(token.to_json(retracted=retracted))
+            rows = [{"row": i, **row.to_json()} for i, row in enumerate(self)]
+            writer.write(footer(rows, self.timings))
+
+    def save_report(self, path: str | Path) -> None:
+        """Writes the run as a page, one HTML file to open in a browser.
+
+        Raises:
+            UserError: as `save_trace`.
+        """
+        # By its name: a page imports the package, and the package exports this class.
+        page = importlib.import_module("entropix_jax.report.page")
+        path = Path(path)
+        page.check_report(path)
+        with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
+            trace = Path(folder) / f"{path.stem}.jsonl"
+            self.save_trace(trace)
+            page.write_report(trace, path)
+
+    def __repr__(self) -> str:
+        shown = [*map(repr, self[:_REPR_ROWS])]
+        if len(self) > _REPR_ROWS:
+            shown.append(f"... and {len(self) - _REPR_ROWS} more")
+        return "[" + ",\n ".join(shown) + "]"
+
+    def _repr_html_(self) -> str:
+        from entropix_jax.notebook.display import html
+
+        return html(self, None if self.header is None else self.header["prompt"])
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,7 @@ class RunningRow:
         self._held = None
         self.row.retracted += 1
         token = TokenRecord(**held, text=self._stream.peek(held["token_id"]))
+        self.row.taken_back.append(token)
         return Event(self.number, token, (), retracted=True)
 
     def _end(self, reason: str) -> Event:

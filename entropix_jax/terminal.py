@@ -14,7 +14,7 @@ from entropix_jax.interrupts import undeferred_interrupts
 from entropix_jax.results import Event, Row
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.status import StatusLine, is_terminal, same_file
-from entropix_jax.trace import TokenRecord
+from entropix_jax.trace import MEANINGS, TokenRecord
 
 # Okabe and Ito's colours, which colour-blind people tell apart: those that stand out on dark and on
 # light alike (contrast 3 or more). What is certain keeps the terminal's own colour.
@@ -24,13 +24,6 @@ _STYLES = {
     "lehv": "#CC79A7",
     "hehv": "#D55E00 bold",
     "mid": "#009E73",
-}
-_MEANINGS = {
-    "lelv": "certain",
-    "helv": "undecided",
-    "lehv": "forked",
-    "hehv": "scattered",
-    "mid": "between",
 }
 _INJECTED = "underline"
 _LOG_TOKENS = 64
@@ -94,7 +87,7 @@ def print_legend() -> None:
     legend = Text()
     for regime in REGIMES:
         legend.append(regime, style=_STYLES[regime])
-        legend.append(f" {_MEANINGS[regime]}  ")
+        legend.append(f" {MEANINGS[regime]}  ")
     legend.append("injected", style=_INJECTED)
     err.print(legend)
 

@@ -19,6 +19,15 @@ from entropix_jax.errors import UserError
 
 FORMAT_VERSION = 1
 
+# What the regimes say of the model, in a word.
+MEANINGS = {
+    "lelv": "certain",
+    "helv": "undecided",
+    "lehv": "forked",
+    "hehv": "scattered",
+    "mid": "between",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:

@@ -1,0 +1,3 @@
+"""The version of this package. Apart, so that what the package exports can name it."""
+
+__version__ = "0.1.0"
