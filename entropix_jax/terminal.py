@@ -17,13 +17,14 @@ from entropix_jax.status import StatusLine, is_terminal, same_file
 from entropix_jax.trace import MEANINGS, TokenRecord
 
 # Okabe and Ito's colours, which colour-blind people tell apart: those that stand out on dark and on
-# light alike (contrast 3 or more). What is certain keeps the terminal's own colour.
+# light alike (contrast 3 or more), two of them darker, so that the nearest of 256 colours does too.
+# What is certain keeps the terminal's own colour.
 _STYLES = {
     "lelv": "",
     "helv": "#0072B2 bold",
-    "lehv": "#CC79A7",
+    "lehv": "#B8488A",
     "hehv": "#D55E00 bold",
-    "mid": "#009E73",
+    "mid": "#009068",
 }
 _INJECTED = "underline"
 _LOG_TOKENS = 64

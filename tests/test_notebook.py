@@ -160,7 +160,7 @@ def test_the_table_of_shares() -> None:
     assert cells[12:18] == ["helv", "undecided", "0", "0%", "–", "–"]
     assert cells[-6:] == ["mid", "between", "1", "25%", "2.00 bits", "0.00 bits²"]
     nothing = Page(row_of()._repr_html_())
-    assert not (nothing.cells or nothing.tokens)
+    assert (nothing.cells, nothing.tokens) == ([], [])
 
 
 def test_it_is_bounded() -> None:

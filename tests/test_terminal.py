@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.interrupts import deferred_interrupts
@@ -98,9 +99,9 @@ def test_colours_on_a_terminal(terminal: Callable[..., Screen]) -> None:
     shown = screen.read()
     assert ESCAPE.sub("", shown) == PLAIN
     assert shown.startswith("Once\x1b["), "what is certain has the terminal's own colour"
-    assert "\x1b[38;2;0;158;115m upon\n\x1b[0m" in shown
+    assert "\x1b[38;2;0;144;104m upon\n\x1b[0m" in shown
     assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
-    assert "\x1b[38;2;204;121;167m a\x1b[0m" in shown
+    assert "\x1b[38;2;184;72;138m a\x1b[0m" in shown
     assert "\x1b[1;38;2;213;94;0m time \x1b[0m" in shown
 
 
@@ -248,14 +249,15 @@ def test_every_regime_has_a_style() -> None:
     assert all(style_of(token(regime, "inject")) not in styles for regime in REGIMES)
 
 
+@pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
 @pytest.mark.parametrize("background", [0.0, 1.0])
-def test_colours_stand_out(background: float) -> None:
+def test_colours_stand_out(background: float, system: ColorSystem) -> None:
     """Contrast by WCAG 2.1: the ratio of relative luminances, 3 for large or bold text."""
     for regime in REGIMES:
         colour = Style.parse(style_of(token(regime))).color
         if colour is None:
             continue
-        parts = [part / 255 for part in colour.get_truecolor()]
+        parts = [part / 255 for part in colour.downgrade(system).get_truecolor()]
         linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
         luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
         dark, light = sorted([luminance, background])
