@@ -3,7 +3,6 @@ test_report_page.py."""
 
 from __future__ import annotations
 
-import ast
 import base64
 import importlib.util
 import json
@@ -388,14 +387,8 @@ def test_what_is_said_twice_is_the_same() -> None:
     assert page.THRESHOLDS == settings.THRESHOLDS
     script = (STATIC / "regimes.js").read_text("utf-8")
     assert f"const BOXES = {json.dumps(list(params.BOXES))};" in script
-    source = ast.parse((Path(page.__file__).parents[1] / "terminal.py").read_text("utf-8"))
-    meanings = next(
-        ast.literal_eval(node.value)
-        for node in ast.walk(source)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MEANINGS"
-    )
     shown = re.findall(r'(\w+): \{ title: "\w+", meaning: "(\w+)"', script)
-    assert dict(shown) == meanings
+    assert dict(shown) == trace.MEANINGS
 
 
 # The page.
@@ -506,7 +499,7 @@ def test_a_page_of_a_large_model_is_small_enough(tmp_path: Path) -> None:
     assert len(run_page(path).encode()) < 8e6
 
 
-@pytest.mark.parametrize("kind", ["run", "compare", "batch"])
+@pytest.mark.parametrize("kind", ["run", "compare", "batch", "study"])
 def test_scripts_are_put_together_in_order(kind: str) -> None:
     text = embedding.script(kind)
     names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)

@@ -166,7 +166,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Json],
         for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
             patch.setenv(name.upper(), str(getattr(jax.config, name)))
         options = ["--input", str(folder / "in.jsonl"), "--output", str(output)]
-        assert batch.main([*options, "--max-new-tokens", "20", "--slots", "8"]) == 0
+        options += ["--sampler", "temperature", "--max-new-tokens", "20", "--slots", "8"]
+        assert batch.main(options) == 0
     assert report(output, "--output", folder / "page.html") == 0
     written = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     return folder / "page.html", asked, written

@@ -8,7 +8,6 @@ from typing import Any
 from entropix_jax.errors import UserError
 from entropix_jax.report.page import run_page
 
-STUDY = "study.json"
 _NONE = "not a trace, a batch's output or a study's folder"
 _PEEKED = 2**20  # bytes of a first line: a record's own fields stand at its beginning
 
@@ -34,6 +33,10 @@ def page_of(inputs: Sequence[Path], *, compare: bool = False) -> str:
         from entropix_jax.report.records import batch_page
 
         return batch_page(inputs[0])
+    if kinds[0] == "study":
+        from entropix_jax.report.study import study_page
+
+        return study_page(inputs[0] if inputs[0].is_dir() else inputs[0].parent)
     return run_page(inputs[0])
 
 
@@ -43,18 +46,16 @@ _NAMES = {"trace": "a trace", "batch": "a batch's output", "study": "a study"}
 def _kind(path: Path) -> str:
     """ "trace", "batch" or "study"."""
     if path.is_dir():
-        if not (path / STUDY).is_file():
-            raise UserError(f"{path}: no {STUDY}: not the folder of a study that came to its end")
         return "study"
     first = _first_line(path)
     record = _object(first)
     if record is None:
-        # Half a line of a trace is for its reader to refuse; a study's file has many lines.
+        # Half a line is for its reader to refuse.
         if first.startswith(b'{"type"'):
             return "trace"
         if first.startswith(b'{"id"'):
             return "batch"
-        if path.name == STUDY and first.strip() == b"{":
+        if path.name == "study.json":
             return "study"
         raise UserError(f"{path}: line 1: not JSON: {_NONE}")
     if "type" in record:

@@ -118,6 +118,7 @@ def run_facts(reader: TraceReader, trace: Path) -> dict[str, Any]:
                 "row": number,
                 "tokens": reader.tokens.get(number, 0),
                 "retracted": reader.retracted.get(number, 0),
+                "finish_reason": rows.get(number, {}).get("finish_reason"),
                 "ended": ended(rows.get(number, {}).get("finish_reason")),
                 "error": rows.get(number, {}).get("error"),
                 "forwards": rows.get(number, {}).get("forwards"),

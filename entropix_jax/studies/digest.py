@@ -60,11 +60,12 @@ class SettingDigest:
 
 @dataclass
 class Digest:
-    """All settings, and the task of each item (as a number, into `tasks`)."""
+    """All settings, the task of each item (as a number, into `tasks`), and its id."""
 
     tasks: list[str]
     strata: list[int]
     settings: dict[str, SettingDigest]
+    items: list[str] = field(default_factory=list)
 
 
 def digest_of(
@@ -84,6 +85,7 @@ def digest_of(
         if task_name not in found.tasks:
             found.tasks.append(task_name)
         found.strata.append(found.tasks.index(task_name))
+        found.items.append(item_id)
         task, items = judge[task_name]
         for name, of_setting in groupby(of_item, key=lambda row: row["setting"]):
             samples = list(of_setting)

@@ -32,6 +32,7 @@ from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
 from entropix_jax.resources import resource_folder
 from entropix_jax.studies.digest import Digest, digest_of
+from entropix_jax.studies.figures import figures_of
 from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
 from entropix_jax.studies.sweep import Setting, Sweep, tuned_name
 from entropix_jax.studies.tables import Results, write_tables
@@ -225,6 +226,7 @@ class Study:
         write_tables(results, varied, folder, "results")
         about = self._about(settings, len(results))
         _write_json(folder / "study.json", about | {"settings": self._parameters(settings)})
+        _write_json(folder / "findings.json", figures_of(findings), indent=None)
         lines = {name: _line(value) for name, value in about.items()}
         pictures = draw_plots(findings, folder / "plots")
         page = summary(findings, lines) + "".join(
@@ -335,6 +337,6 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def _write_json(path: Path, content: Any) -> None:
+def _write_json(path: Path, content: Any, indent: int | None = 1) -> None:
     with replacing(path) as scratch:
-        scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")

@@ -1,0 +1,254 @@
+"""The page of a study: what `ablate` and `evaluate` leave in a folder, to sort, filter and open.
+
+All figures are the study's own: `findings.json` has them, and nothing is computed anew here.
+`study.json` says what was run and each setting's parameters, `results.csv`, where it is there, what
+was answered.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_text
+from entropix_jax.report.embedding import packed
+from entropix_jax.report.page import ended, render
+from entropix_jax.report.reading import KINDS, NUMBER, REGIMES, is_kind
+from entropix_jax.report.records import MOST_BYTES
+
+FIGURES_VERSION = 1  # as in `studies.figures`, which needs JAX; a test compares them
+_ABOUT, _FINDINGS, _RESULTS = "study.json", "findings.json", "results.csv"
+_LONGEST_CELL = 2**24  # characters
+
+
+class _Maybe:
+    """A value that may be null."""
+
+    def __init__(self, shape: Any) -> None:
+        self.shape = shape
+
+
+_INTERVAL = {"value": _Maybe(NUMBER), "low": _Maybe(NUMBER), "high": _Maybe(NUMBER)}
+_DIFFERENCE = _Maybe(_INTERVAL | {"verdict": str})
+_COUNTS = ("tokens", "rows", "positions", "errors", "retracted")
+_SHAPE = {
+    "tasks": [str],
+    "baseline": str,
+    "items": [{"task": str, "item": str}],
+    "settings": [
+        {
+            "name": str,
+            "sampler": str,
+            "varied": dict,
+            **dict.fromkeys(_COUNTS, int),
+            **dict.fromkeys(("regimes", "actions", "finish"), dict),
+            "scores": [_Maybe(NUMBER)],
+            "forwards": [NUMBER],
+            "line": _Maybe(
+                {
+                    "score": _INTERVAL,
+                    "by_task": [NUMBER],
+                    "forwards": NUMBER,
+                    **dict.fromkeys(
+                        ("over_baseline", "at_equal_forwards", "over_base"), _DIFFERENCE
+                    ),
+                    "votes": [{"samples": int, "forwards": NUMBER, "score": _INTERVAL}],
+                }
+            ),
+        }
+    ],
+    "predictors": [{"setting": str, "task": str, "auroc": dict}],
+    "reliability": [{"setting": str, "bins": [dict]}],
+    "truth": [{"regime": str, "true_entropy": NUMBER, "model_entropy": NUMBER}],
+    "tuned": [{"sampler": str, "candidates": int, "score": NUMBER, "values": dict}],
+}
+_COLUMNS = {"task", "item", "setting", "seed", "score", "answer", "expected", "finish_reason"}
+_COLUMNS |= {"error", "tokens", "forwards", "text"}
+
+
+def study_page(folder: Path) -> str:
+    """The page of a study's folder.
+
+    The answers' texts are left out where the page would be larger than `MOST_BYTES` with them; a
+    note on standard error says so.
+
+    Raises:
+        UserError: the folder lacks what a study that came to its end leaves, or it is damaged.
+    """
+    about, findings = _about(folder), _findings(folder)
+    settings = [one["name"] for one in findings["settings"]]
+    for name in settings:
+        if name not in about["settings"]:
+            raise UserError(f"{folder / _ABOUT}: lacks setting {json.dumps(name)}")
+    facts = {
+        "name": folder.resolve().name,
+        "about": {k: _line(v) for k, v in about.items() if k not in ("settings", "description")},
+        "description": about.get("description") or "",
+        "settings": len(settings),
+        "items": len(findings["items"]),
+        "scored": any(one["line"] for one in findings["settings"]),
+        "truth": bool(findings["truth"]),
+        "tuned": bool(findings["tuned"]),
+        "predictors": bool(findings["predictors"]),
+        "responses": bool(_varied(findings)),
+    }
+    study = {**findings, "parameters": {name: about["settings"][name] for name in settings}}
+    figures = packed([json.dumps(study).encode()])
+    results = folder / _RESULTS
+    answers = list(_answers(results, findings)) if results.is_file() else None
+    for texts in (True, False):
+        facts |= {"answers": answers is not None, "texts": texts and answers is not None}
+        payload = packed(_lines(answers or [], texts))
+        page = render("study", {"facts": facts}, {"figures": figures, "answers": payload})
+        if len(page) <= MOST_BYTES or answers is None:
+            break
+    if answers is not None and not facts["texts"]:
+        print(
+            f"note: the texts of the answers would make the page too large: {results} has them",
+            file=sys.stderr,
+        )
+    return page
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    path = folder / _ABOUT
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: no {_ABOUT}: not the folder of a study, or of one that has not come to its"
+            " end: the command that began it goes on with it"
+        )
+    about = _object(path)
+    _fit(about, {"settings": dict}, path, "")
+    for name, one in about["settings"].items():
+        _fit(one, {"sampler": str, "parameters": dict}, path, f"settings.{name}")
+    return about
+
+
+def _findings(folder: Path) -> dict[str, Any]:
+    path = folder / _FINDINGS
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: no {_FINDINGS}: an earlier version made this study: the same command"
+            " writes it, and runs no row again"
+        )
+    findings = _object(path)
+    version = findings.get("format_version")
+    if version != FIGURES_VERSION:
+        raise UserError(f"{path}: of format {version}, this version reads {FIGURES_VERSION}")
+    _fit(findings, _SHAPE, path, "")
+    for number, one in enumerate(findings["settings"]):
+        where = f"settings[{number}]"
+        for name in ("scores", "forwards"):
+            if len(one[name]) != len(findings["items"]):
+                raise UserError(f"{path}: {where}.{name}: not one for each of the items")
+        _fit(one["regimes"], dict.fromkeys(one["regimes"], int), path, f"{where}.regimes")
+        if unknown := sorted(one["regimes"].keys() - set(REGIMES)):
+            raise UserError(f"{path}: {where}.regimes: no regime {json.dumps(unknown[0])}")
+    return findings
+
+
+def _object(path: Path) -> dict[str, Any]:
+    def no_number(name: str) -> NoReturn:
+        raise UserError(f"{path}: {name} is no number of a study")
+
+    try:
+        content = json.loads(read_text(path), parse_constant=no_number)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno}: not JSON: damaged or cut off") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not JSON") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return content
+
+
+def _fit(value: Any, shape: Any, path: Path, where: str) -> None:
+    """Refuses what has not the shape that it must have: the first place at which it is so."""
+    if isinstance(shape, _Maybe):
+        if value is not None:
+            _fit(value, shape.shape, path, where)
+        return
+    kind: Any = type(shape) if isinstance(shape, dict | list) else shape
+    if not is_kind(value, kind):
+        raise UserError(f"{path}: {where or 'the file'} is not {KINDS.get(kind, 'a number')}")
+    if isinstance(shape, dict):
+        for name, inner in shape.items():
+            place = f"{where}.{name}" if where else name
+            if name not in value:
+                raise UserError(f"{path}: {place} is missing")
+            _fit(value[name], inner, path, place)
+    elif isinstance(shape, list):
+        for number, one in enumerate(value):
+            _fit(one, shape[0], path, f"{where}[{number}]")
+
+
+def _answers(path: Path, findings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Item by item, in the study's order: what was expected, and its rows: the number of the
+    setting, seed, score, answer, tokens, forwards, what ended it, error, text."""
+    settings = {one["name"]: i for i, one in enumerate(findings["settings"])}
+    items = {(one["task"], one["item"]): i for i, one in enumerate(findings["items"])}
+    found: list[dict[str, Any]] = [{"expected": None, "rows": []} for _ in items]
+    for line, row in _rows(path):
+        where = f"{path}: line {line}"
+        item = items.get((row["task"], row["item"]))
+        setting = settings.get(row["setting"])
+        if item is None or setting is None:
+            name = row["item"] if item is None else row["setting"]
+            raise UserError(f"{where}: {json.dumps(name)} is not in {_FINDINGS}")
+        try:
+            numbers = [int(row["seed"]), float(row["score"]) if row["score"] else None]
+            sizes = [int(row["tokens"]), int(row["forwards"])]
+        except ValueError:
+            raise UserError(f"{where}: a number is none") from None
+        found[item]["expected"] = row["expected"]
+        end = ended(row["finish_reason"] or None)
+        answered = [row["answer"], *sizes, end, row["error"], row["text"]]
+        found[item]["rows"].append([setting, *numbers, *answered])
+    yield from found
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    reader: Any = None
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            missing = sorted(_COLUMNS - set(reader.fieldnames or ()))
+            if missing:
+                raise UserError(f"{path}: line 1: no column '{missing[0]}'")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise UserError(
+                        f"{path}: line {reader.line_num}: cells are missing or too many"
+                    )
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.line_num}: not CSV: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _lines(answers: list[dict[str, Any]], texts: bool) -> Iterator[bytes]:
+    for one in answers:
+        rows = one["rows"] if texts else [row[:-1] for row in one["rows"]]
+        yield json.dumps({**one, "rows": rows}).encode() + b"\n"
+
+
+def _varied(findings: Mapping[str, Any]) -> set[str]:
+    """The keys that take several values."""
+    values: dict[str, set[str]] = {}
+    for one in findings["settings"]:
+        for key, value in one["varied"].items():
+            values.setdefault(key, set()).add(json.dumps(value))
+    return {key for key, found in values.items() if len(found) > 1}
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
