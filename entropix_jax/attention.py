@@ -77,19 +77,19 @@ def attend_branches(
     return mixed, scores.reshape(batch, heads, width, -1), visible
 
 
-def layer_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
-    """The statistics of one layer (fields without the L axis).
+def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
+    """The statistics of one position of each row.
 
     Args:
-        scores: float32 [B, N, S], the scaled scores of one position of each row.
+        scores: float32 [B, L, N, S], the scaled scores.
         valid: bool [B, S], the keys that count; at least one of each row.
     """
     n = jnp.sum(valid, axis=-1).astype(jnp.float32)
-    valid = valid[:, None, :]
+    valid = valid[:, None, None, :]
     log_weights = jax.nn.log_softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
     weights = jnp.exp(log_weights)  # 0 at invalid slots
     entropy, varentropy = entropy_and_varentropy(log_weights)
-    mean_weights = jnp.mean(weights, axis=1, keepdims=True)
+    mean_weights = jnp.mean(weights, axis=2, keepdims=True)
     divergence = jnp.sum(jnp.abs(weights - mean_weights), axis=-1)
     strength = jnp.sum(jnp.where(valid, jnp.abs(scores), 0.0), axis=-1)
     # Keys first, then heads: in one sum over both, its order and with it the last digits would
@@ -98,20 +98,24 @@ def layer_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     return AttnStats(
         entropy=entropy,
         varentropy=varentropy,
-        divergence=jnp.mean(divergence, axis=1),
-        interaction=jnp.sum(strength, axis=1) / (scores.shape[1] * n),
+        divergence=jnp.mean(divergence, axis=-1),
+        interaction=jnp.sum(strength, axis=-1) / (scores.shape[2] * n[:, None]),
         keys=n,
     )
 
 
-def stack_layers(layers: list[AttnStats]) -> AttnStats:
-    """Joins the layers' statistics along the L axis."""
+def join_layers(parts: list[AttnStats]) -> AttnStats:
+    """The statistics of some layers each, in order, as one."""
+
+    def joined(name: str) -> jax.Array:
+        return jnp.concatenate([getattr(part, name) for part in parts], axis=1)
+
     return AttnStats(
-        entropy=jnp.stack([layer.entropy for layer in layers], axis=1),
-        varentropy=jnp.stack([layer.varentropy for layer in layers], axis=1),
-        divergence=jnp.stack([layer.divergence for layer in layers], axis=1),
-        interaction=jnp.stack([layer.interaction for layer in layers], axis=1),
-        keys=layers[0].keys,
+        entropy=joined("entropy"),
+        varentropy=joined("varentropy"),
+        divergence=joined("divergence"),
+        interaction=joined("interaction"),
+        keys=parts[0].keys,
     )
 
 

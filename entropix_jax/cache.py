@@ -63,6 +63,7 @@ def init_suffixes(cache: KVCache, width: int, depth: int) -> Suffixes:
     )
 
 
+@jax.jit  # traced once for all layers
 def write(
     slots: jax.Array,
     new: jax.Array,

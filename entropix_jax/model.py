@@ -12,12 +12,13 @@ The model knows nothing of sampling.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.attention import attend, attend_branches, layer_stats, stack_layers
+from entropix_jax.attention import attend, attend_branches, attention_stats, join_layers
 from entropix_jax.cache import KVCache, Suffixes, write
 from entropix_jax.config import ModelConfig
 from entropix_jax.information import AttnStats
@@ -26,12 +27,10 @@ from entropix_jax.params import LayerParams, Params
 from entropix_jax.rope import rotate, rotations
 from entropix_jax.sharding import gathered
 
-# Layer, queries [B, T, N, H], keys and values [B, T, K, H] of new tokens to the mixed values
-# [B, T, N*H], the layer's statistics, and the layer's keys and values that hold the new ones.
-_Attention = Callable[
-    [int, jax.Array, jax.Array, jax.Array],
-    tuple[jax.Array, AttnStats, tuple[jax.Array, jax.Array]],
-]
+_Slots = tuple[jax.Array, ...]  # the keys and values of one layer
+# Those, queries [B, T, N, H], keys and values [B, T, K, H] of new tokens to the mixed values
+# [B, T, N*H], what is to be known of the scores, and the keys and values that hold the new ones.
+_Attention = Callable[[_Slots, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, _Slots]]
 
 
 def forward(
@@ -66,12 +65,14 @@ def forward(
     length = start + count
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     slot = jnp.arange(window, dtype=jnp.int32)
+    seen = positions.reshape(-1) if every else jnp.maximum(length, 1) - 1
+    visible = slot[None, :] <= seen[:, None]
 
     def attention(
-        i: int, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, AttnStats, tuple[jax.Array, jax.Array]]:
-        keys = write(cache.keys[i], key, start, count)
-        values = write(cache.values[i], value, start, count)
+        slots: _Slots, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, Any, _Slots]:
+        keys = write(slots[0], key, start, count)
+        values = write(slots[1], value, start, count)
         mixed, scores = attend(
             query,
             lax.slice_in_dim(keys, 0, window, axis=2),
@@ -79,20 +80,20 @@ def forward(
             positions,
             length,
         )
-        if every:
-            scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, window)
-            seen = positions.reshape(-1)
-        else:
-            last = jnp.maximum(count - 1, 0)
-            scores = jnp.take_along_axis(scores, last[:, None, None, None], axis=2)[:, :, 0]
-            seen = jnp.maximum(length, 1) - 1
-        stats = layer_stats(scores, slot[None, :] <= seen[:, None])
-        return mixed, stats, (keys, values)
+        if every:  # a layer at a time: the scores of all positions are large
+            scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
+            return mixed, attention_stats(scores, visible), (keys, values)
+        last = jnp.maximum(count - 1, 0)
+        scores = jnp.take_along_axis(scores, last[:, None, None, None], axis=2)[:, :, 0]
+        return mixed, scores, (keys, values)
 
-    hidden, stats, slots = _layers(
-        params, config, tokens, positions, attention, cache.keys[0].dtype
-    )
+    slots = list(zip(cache.keys, cache.values, strict=True))
+    hidden, noted, slots = _layers(params, config, tokens, positions, attention, slots)
     keys, values = zip(*slots, strict=True)
+    if every:
+        stats = join_layers(noted)
+    else:
+        stats = attention_stats(jnp.stack(noted, axis=1), visible)
     return hidden, stats, KVCache(keys=keys, values=values, length=length)
 
 
@@ -121,21 +122,22 @@ def forward_branches(
     positions = jnp.broadcast_to(cache.length[:, None] + depth, tokens.shape)
 
     def attention(
-        i: int, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, AttnStats, tuple[jax.Array, jax.Array]]:
-        own = (_put(suffixes.keys[i], key, depth), _put(suffixes.values[i], value, depth))
+        slots: _Slots, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, Any, _Slots]:
         prefix = (
-            lax.slice_in_dim(cache.keys[i], 0, window, axis=2),
-            lax.slice_in_dim(cache.values[i], 0, window, axis=2),
+            lax.slice_in_dim(slots[0], 0, window, axis=2),
+            lax.slice_in_dim(slots[1], 0, window, axis=2),
         )
+        own = (_put(slots[2], key, depth), _put(slots[3], value, depth))
         mixed, scores, visible = attend_branches(query, prefix, own, cache.length, depth)
         scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, scores.shape[-1])
-        return mixed, layer_stats(scores, jnp.repeat(visible, tokens.shape[1], axis=0)), own
+        return mixed, (scores, visible), own
 
-    hidden, stats, slots = _layers(
-        params, config, tokens, positions, attention, cache.keys[0].dtype
-    )
+    slots = list(zip(cache.keys, cache.values, suffixes.keys, suffixes.values, strict=True))
+    hidden, noted, slots = _layers(params, config, tokens, positions, attention, slots)
     keys, values = zip(*slots, strict=True)
+    scores = jnp.stack([scores for scores, _ in noted], axis=1)
+    stats = attention_stats(scores, jnp.repeat(noted[0][1], tokens.shape[1], axis=0))
     return hidden, stats, Suffixes(keys=keys, values=values)
 
 
@@ -158,24 +160,32 @@ def _layers(
     tokens: jax.Array,
     positions: jax.Array,
     attention: _Attention,
-    dtype: jnp.dtype,
-) -> tuple[jax.Array, AttnStats, list[tuple[jax.Array, jax.Array]]]:
-    """Embedding, all layers, final norm: hidden states [B, T, D] in `dtype`, statistics, and what
-    each layer's attention keeps."""
+    slots: list[_Slots],
+) -> tuple[jax.Array, list[Any], list[_Slots]]:
+    """Embedding, all layers, final norm: hidden states [B, T, D] in the slots' type, and what each
+    layer's attention noted and keeps."""
     cos, sin = rotations(config, positions)
-    hidden = rows(params.embedding, tokens, dtype)
-    stats, slots = [], []
+
+    # Jitted to be traced once for all layers: XLA inlines it.
+    @jax.jit
+    def one_layer(
+        layer: LayerParams, hidden: jax.Array, slots: _Slots
+    ) -> tuple[jax.Array, Any, _Slots]:
+        normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
+        query, key, value = _project(normed, layer, config)
+        mixed, note, kept = attention(slots, rotate(query, cos, sin), rotate(key, cos, sin), value)
+        hidden = hidden + linear(mixed, layer.output)
+        normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
+        return hidden + _swiglu(normed, layer), note, kept
+
+    hidden = rows(params.embedding, tokens, slots[0][0].dtype)
+    noted, kept = [], []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-            query, key, value = _project(normed, layer, config)
-            mixed, one, kept = attention(i, rotate(query, cos, sin), rotate(key, cos, sin), value)
-            hidden = hidden + linear(mixed, layer.output)
-            normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-            hidden = hidden + _swiglu(normed, layer)
-        stats.append(one)
-        slots.append(kept)
-    return rms_norm(hidden, params.final_norm, config.norm_eps), stack_layers(stats), slots
+            hidden, note, own = one_layer(layer, hidden, slots[i])
+        noted.append(note)
+        kept.append(own)
+    return rms_norm(hidden, params.final_norm, config.norm_eps), noted, kept
 
 
 def _put(slots: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import entropix_jax
-from entropix_jax.attention import layer_stats, stack_layers
+from entropix_jax.attention import attention_stats
 from entropix_jax.cache import init_cache
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
@@ -50,7 +50,7 @@ def params():
 def stats_of(scores: np.ndarray, n: int):
     """The statistics of one row from scaled scores [L, N, S], of which n keys count."""
     valid = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, :] < n
-    return stack_layers([layer_stats(jnp.asarray(s[None], jnp.float32), valid) for s in scores])
+    return attention_stats(jnp.asarray(scores[None], jnp.float32), valid)
 
 
 def test_defect_01_first_generated_token_goes_to_the_slot_after_the_prompt(params) -> None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from math import log2
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.attention import layer_stats, stack_layers
+from entropix_jax.attention import attention_stats, join_layers
 from entropix_jax.information import AttnStats, entropy_and_varentropy
 from entropix_jax.metrics import (
     Metrics,
@@ -120,8 +121,8 @@ def random_attention(
         valid[b, keys] = True
         scores[:, b, :, keys] = true[b].scores.transpose(2, 0, 1)
         true[b].scores = true[b].scores.astype(np.float32).astype(np.float64)
-    per_layer = [layer_stats(jnp.asarray(s, jnp.float32), jnp.asarray(valid)) for s in scores]
-    return stack_layers(per_layer), true
+    by_row = jnp.asarray(scores.swapaxes(0, 1), jnp.float32)
+    return attention_stats(by_row, jnp.asarray(valid)), true
 
 
 @pytest.mark.parametrize("junk", [0.0, 1e30, -np.inf, np.inf, np.nan])
@@ -139,6 +140,14 @@ def test_attention_statistics_against_float64(junk: float, slots: int, gaps: boo
             np.testing.assert_allclose(
                 got, getattr(attention, field), rtol=2e-5, atol=2e-5, err_msg=f"{field}[{b}]"
             )
+
+
+def test_layers_may_be_measured_apart() -> None:
+    rng = np.random.default_rng(3)
+    scores = jnp.asarray(rng.normal(size=(2, 3, 4, 40)), jnp.float32)
+    valid = jnp.arange(40, dtype=jnp.int32)[None, :] < jnp.asarray([[7], [40]])
+    apart = join_layers([attention_stats(scores[:, i : i + 1], valid) for i in range(3)])
+    chex.assert_trees_all_close(apart, attention_stats(scores, valid), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +169,8 @@ def test_attention_metrics_against_float64(layer_weights: list[int]) -> None:
 
 def one_layer(scores: list[list[float]]) -> Metrics:
     """The metrics of one row, one layer and these scaled scores [N, n]."""
-    stats = stack_layers(
-        [layer_stats(jnp.asarray([scores], jnp.float32), jnp.ones((1, len(scores[0])), bool))]
+    stats = attention_stats(
+        jnp.asarray([[scores]], jnp.float32), jnp.ones((1, len(scores[0])), bool)
     )
     return measure(jnp.zeros((1, 1), jnp.float32), stats, jnp.ones((1, 1), jnp.float32))
 

@@ -12,6 +12,7 @@ it beside these.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def propose(
     arms: tuple[Arm, ...],
 ) -> Proposal:
     """The proposal of `arms[arm]` for one row; `metrics` are `as_seen`."""
-    return lax.switch(arm, arms, metrics, params, row)
+    return lax.switch(arm, [partial(one, metrics, params, row) for one in arms])
 
 
 def as_seen(metrics: Metrics, params: SamplerParams) -> Metrics:

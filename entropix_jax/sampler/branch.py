@@ -16,7 +16,7 @@ from jax import lax
 from entropix_jax.information import AttnStats
 from entropix_jax.metrics import apply_noise_floor
 from entropix_jax.sampler.arms import SAMPLE, draw
-from entropix_jax.sampler.draw import truncated_draw
+from entropix_jax.sampler.draw import cumulate, truncated_draw
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
 from entropix_jax.sampler.regimes import HEHV, LEHV
@@ -199,7 +199,7 @@ def _candidates(
     # The barrier keeps XLA from turning a top_k whose result is sliced into a full sort.
     _, ids = lax.optimization_barrier(lax.top_k(logits, width))
     shares = jnp.take_along_axis(mass, ids, axis=1)
-    before = jnp.cumsum(shares, axis=-1) - shares
+    before = cumulate(shares) - shares
     # At 1 it is off: rounding must not cut the tail.
     reached = jnp.where(p.top_p < 1, p.top_p * jnp.sum(mass, axis=-1), jnp.inf)
     admitted = (before < reached[:, None]) & (shares > 0)

@@ -79,7 +79,7 @@ def truncated_draw(
     values, ids = lax.optimization_barrier(lax.top_k(cut.order, size))
     first = jnp.take_along_axis(logits, ids, axis=-1)
     mass = jnp.exp((first - first[:, :1]) / cut.temperature[:, None])
-    head = _Head(ids=ids, mass=mass, cumulated=jnp.cumsum(mass, axis=-1))
+    head = _Head(ids=ids, mass=mass, cumulated=cumulate(mass))
     likely = (mass >= cut.min_p[:, None]) & (values > -jnp.inf)
     number = jnp.sum(likely, axis=-1, dtype=jnp.int32)
     limit = jnp.minimum(number, cut.top_k)
@@ -95,6 +95,12 @@ def truncated_draw(
 
     rows = (complete, drawn, (logits, head, cut, uniforms, proposal.draws))
     return lax.cond(jnp.all(complete), lambda: drawn, lambda: lax.map(row, rows))
+
+
+def cumulate(mass: jax.Array) -> jax.Array:
+    """The running sums of `mass[..., n]`, n small: n sums are one kernel where a scan is dozens."""
+    upto = jnp.tri(mass.shape[-1], dtype=bool)
+    return jnp.sum(jnp.where(upto, mass[..., None, :], jnp.float32(0.0)), axis=-1)
 
 
 def _draw_from_head(

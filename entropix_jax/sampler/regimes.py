@@ -37,13 +37,13 @@ def is_looping(
         params: a stretch of q <= `max_period` tokens must stand `repeats` times in a row at the
         end.
     """
-    back = jnp.arange(LOOP_WINDOW + MAX_PERIOD, dtype=jnp.int32)
-    latest_first = jnp.take(history, length - 1 - back, mode="clip")
+    back = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
-    earlier = jnp.stack([latest_first[p : p + LOOP_WINDOW] for p in range(1, MAX_PERIOD + 1)])
+    latest_first = jnp.take(history, length - 1 - back, mode="clip")
+    earlier = jnp.take(history, length - 1 - back[None, :] - periods[:, None], mode="clip")
     # [P, W]: equals the token one period before; and how many do, from the latest on, [P].
-    same = latest_first[None, :LOOP_WINDOW] == earlier
-    run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :LOOP_WINDOW]), axis=1)
+    same = latest_first[None, :] == earlier
+    run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :]), axis=1)
     span = periods * params.repeats
     looping = (
         (periods <= params.max_period)
