@@ -212,7 +212,11 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
         [header(), json.dumps(token(3, entropy=0.5)).replace("0.5,", "1e999,", 1) + "\n"],
         "line 2: 'entropy' is not a number",
     ),
-    "a token of inspect": ([header(), without(token(3), "row")], "line 2: a token without 'row'"),
+    "a token without a row": ([header(), without(token(3), "row")], "a token without 'row'"),
+    "a token of inspect": (
+        [header(), without(token(3), "row") | {"context": 3}],
+        "line 2: a token of inspect, which generates nothing: a page is made of a run",
+    ),
     "true for a number": ([header(), token(3, entropy=True)], "'entropy' is not a number"),
     "a position of a wrong type": ([header(), token(3) | {"position": 1.5}], "is not an integer"),
     "an unknown regime": ([header(), token(3, regime="none")], 'line 2: no regime "none"'),
@@ -372,6 +376,7 @@ def test_reports_need_no_jax() -> None:
     """Nor the Python half of the plotting library: a page is there at once."""
     code = (
         "import sys, entropix_jax.report.page as page; page.plotly_source(); "
+        "from entropix_jax.report import comparing, kinds, records, study; "
         "print({'jax', 'plotly', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -321,6 +321,10 @@ def test_texts_of_one_trace(watched: Callable[..., Watched], tmp_path: Path) -> 
     frames(page)
     assert place(page)[0]["entropy"] == rows[0][-1]["entropy"]
     assert page.locator("#side-2 .selected").count() == 0
+    page.locator("#side-2").focus()
+    page.keyboard.press("ArrowLeft")  # from past its end to its last token
+    assert page.locator("#side-2 .selected").count() == 1
+    assert page.locator("#place").inner_text().startswith("Token 1 ")
 
 
 def test_runs_without_tokens(watched: Callable[..., Watched], tmp_path: Path) -> None:

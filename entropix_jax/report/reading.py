@@ -145,6 +145,8 @@ class TraceReader:
         self.header = record
 
     def _check_token(self, record: dict[str, Any]) -> None:
+        if "context" in record and "row" not in record:
+            self._refuse("a token of inspect, which generates nothing: a page is made of a run")
         self._check_fields(record, _TOKEN)
         if record["regime"] not in REGIMES:
             self._refuse(f"no regime {json.dumps(record['regime'])}")

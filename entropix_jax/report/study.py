@@ -90,6 +90,7 @@ def study_page(folder: Path) -> str:
         "settings": len(settings),
         "items": len(findings["items"]),
         "scored": any(one["line"] for one in findings["settings"]),
+        "votes": any(one["line"] and len(one["line"]["votes"]) > 1 for one in findings["settings"]),
         "truth": bool(findings["truth"]),
         "tuned": bool(findings["tuned"]),
         "predictors": bool(findings["predictors"]),

@@ -93,7 +93,8 @@ function tokenSpan(token, prefix) {
 // The token that a key leads to: along the text, or to the next line of it as it is laid out.
 function neighbour(key, state, spans) {
   const items = state.row.items;
-  const at = state.token?.index ?? 0;
+  if (!state.token) return /^(Arrow|Home|End)/.test(key) ? items.at(-1) : null; // past the end of this text
+  const at = state.token.index;
   if (key === "ArrowRight") return items[Math.min(at + 1, items.length - 1)];
   if (key === "ArrowLeft") return items[Math.max(at - 1, 0)];
   if (key === "Home") return items[0];
