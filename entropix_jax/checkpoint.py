@@ -19,7 +19,9 @@ from safetensors.numpy import save_file
 from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object, replacing
+from entropix_jax.linear import Quantized, Weight, arranged, quantized
 from entropix_jax.params import Params, ParamSpec, param_specs
+from entropix_jax.precision import INT8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,11 +47,19 @@ def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, dtype: str, shardings: Params | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    shardings: Params | None = None,
+    *,
+    activations: jnp.dtype | None = None,
 ) -> Params:
     """Reads the weights of a folder into JAX arrays of type `dtype`.
 
     Args:
+        dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
+        activations: the type of what the weights will be multiplied with, for which they are
+            `arranged`, where no sharding says how they lie. None: they are left as they are.
         shardings: where each weight goes, a tree of shardings: each device is sent its parts alone.
             None: all go to the default device.
 
@@ -65,11 +75,19 @@ def load_params(
     for spec in specs:
         stored[spec.name].check(spec, expected)
     places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
-    arrays = [
-        stored[spec.name].read(jnp.dtype(dtype), place)
-        for spec, place in zip(specs, places, strict=True)
-    ]
-    return jax.tree.unflatten(tree, arrays)
+
+    def weight(spec: ParamSpec, place: Sharding | None) -> Weight:
+        tensor = stored[spec.name]
+        array: jax.Array | Quantized
+        if dtype != INT8:
+            array = tensor.read(jnp.dtype(dtype), place)
+        elif len(spec.shape) == 2:
+            array = quantized(tensor.read(jnp.dtype(tensor.dtype), place))
+        else:
+            array = tensor.read(jnp.dtype(jnp.float32), place)
+        return arranged(array, activations) if activations and place is None else array
+
+    return jax.tree.unflatten(tree, map(weight, specs, places))
 
 
 def save_params(folder: Path, params: Params, config: ModelConfig) -> None:

@@ -29,9 +29,14 @@ def _option(metavar: str) -> Any:
 Text = Annotated[str | None, _option("TEXT")]
 File = Annotated[str | None, _option("FILE")]
 Model = Annotated[str | None, _option("DIR_OR_HUB_ID")]
-_Weights = Literal["bfloat16", "float32"]
+_Weights = Literal["bfloat16", "float32", "int8"]
 _weights: Any = _Weights
-_dtype = tyro.conf.arg(metavar="{bfloat16,float32}", constructor=_weights, help_behavior_hint="")
+_dtype = tyro.conf.arg(
+    metavar="{bfloat16,float32,int8}",
+    constructor=_weights,
+    help_behavior_hint="",
+    aliases=["--weights"],
+)
 Dtype = Annotated[_Weights | None, _dtype]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]

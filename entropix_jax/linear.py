@@ -4,16 +4,23 @@ operands: the product `x @ weight.T`, and single rows of it.
 The caller need not know the backend: the types say it. Where activations and weights share a type
 (any GPU or TPU, float32 on a CPU) it is a plain product. Where the weights are narrower than the
 activations (bfloat16 weights on a CPU) they are widened inside the product, so that they stay
-narrow in memory.
+narrow in memory, and lie there as `arranged` puts them. Weights of 8 bits carry a scale for each
+output channel, which the product is multiplied with.
 """
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
-# vector fits in 8 KiB; past that, a multiply and a sum is the fused form. Measured: 15-36 GB/s
-# against 1.
+# vector fits in 8 KiB. Measured at 1B's shapes: 38 GB/s, which is all that the memory gives; with
+# longer vectors, 1 GB/s, or 18 as a multiply and a sum.
 _FUSED_PRODUCT_BYTES = 8192
 # Rows of a weight that are widened at a time for several vectors. At 1B's shapes and 16 to 512
 # vectors 256 rows run as fast as float32 weights, or faster; all rows at once take 1.4 to 3.6 times
@@ -21,15 +28,78 @@ _FUSED_PRODUCT_BYTES = 8192
 _BLOCK = 256
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+@struct.dataclass
+class Columns:
+    """A matrix [out, in] that lies in memory as blocks of its columns, each by itself."""
+
+    blocks: tuple[jax.Array, ...]  # [out, in_i], from left to right
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the blocks."""
+        return self.blocks[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole matrix."""
+        return self.blocks[0].shape[0], sum(block.shape[1] for block in self.blocks)
+
+
+@struct.dataclass
+class Quantized:
+    """A matrix [out, in] of 8-bit integers; row i stands for `values[i] * scale[i]`."""
+
+    values: Any  # int8 [out, in], an array or Columns
+    scale: jax.Array  # float32 [out]
+
+
+Weight = jax.Array | Columns | Quantized
+
+
+@jax.jit
+def quantized(weight: jax.Array) -> Quantized:
+    """The matrix rounded to 8 bits, the largest entry of each row (output channel) to +-127."""
+    wide = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=1) / 127.0
+    values = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)[:, None]).astype(jnp.int8)
+    return Quantized(values=values, scale=scale)
+
+
+def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
+    """A parameter as products with activations of this type read it fastest: a matrix that is
+    narrower than float32 ones in blocks of columns whose vectors are short enough, else as it
+    is."""
+    if isinstance(weight, Quantized):
+        return replace(weight, values=arranged(weight.values, activations))
+    if isinstance(weight, Columns) or activations != jnp.float32:
+        return weight
+    narrow = weight.ndim == 2 and weight.dtype.itemsize < activations.itemsize
+    most = _FUSED_PRODUCT_BYTES // activations.itemsize
+    if not narrow or weight.shape[1] <= most:
+        return weight
+    number = -(-weight.shape[1] // most)
+    bounds = [weight.shape[1] * i // number for i in range(number + 1)]
+    return Columns(tuple(weight[:, start:end] for start, end in pairwise(bounds)))
+
+
+def linear(x: jax.Array, weight: Weight) -> jax.Array:
     """`x[..., in] @ weight[out, in].T -> [..., out]`, accumulated in float32, in x's type."""
     return product(x, weight).astype(x.dtype)
 
 
-def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def product(x: jax.Array, weight: Weight) -> jax.Array:
     """As `linear`, but float32 out: what the logits are made of."""
+    if isinstance(weight, Quantized):
+        return product(x, weight.values) * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
+    if isinstance(weight, Columns):
+        ends = [sum(b.shape[1] for b in weight.blocks[:i]) for i in range(1, len(weight.blocks))]
+        parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
+        return sum((product(part, block) for part, block in parts), jnp.float32(0))
     if x.dtype == weight.dtype:
         return _dot(x, weight)
+    if x.dtype != jnp.float32:  # 8 bits where bfloat16 is multiplied: widened on the way there
+        weight, x = _in_this_step(weight, x)
+        return _dot(x, weight.astype(x.dtype))
     out = _vector_product if x.size == x.shape[-1] else _blocked_product
     return out(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
 
@@ -37,6 +107,14 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 def _vector_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x[1, in]` times narrower `weight[out, in]`: the widening fuses into the product."""
     weight, x = _in_this_step(weight, x)
+    # A function of its own in the compiled program, too: else XLA fuses what makes x into the
+    # product, and computes it anew for each of the weight's rows, at half the speed.
+    with set_xla_metadata(inlineable="false"):
+        return _widening_product(x, weight)
+
+
+@jax.jit
+def _widening_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     widened = weight.astype(x.dtype)
     if x.nbytes <= _FUSED_PRODUCT_BYTES:
         return x @ widened.T
@@ -62,8 +140,13 @@ def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def rows(weight: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The rows `weight[ids]`: [R, D] and int32 [...] within range to [..., D] in `dtype`."""
+    if isinstance(weight, Quantized):
+        values = rows(weight.values, ids, jnp.dtype(jnp.float32))
+        return (values * jnp.take(weight.scale, ids, axis=0)[..., None]).astype(dtype)
+    if isinstance(weight, Columns):
+        return jnp.concatenate([rows(block, ids, dtype) for block in weight.blocks], axis=-1)
     if weight.dtype != dtype:
         weight, ids = _in_this_step(weight, ids)
     return jnp.take(weight, ids, axis=0).astype(dtype)

@@ -92,14 +92,15 @@ def load(
     if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
         raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
     weights = weights_dtype(folder, config, dtype)
+    precision = choose_precision(weights)
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
     return LanguageModel(
         folder=folder,
         config=config,
         generation=generation,
-        params=load_params(folder, config, weights, shardings),
-        precision=choose_precision(weights),
+        params=load_params(folder, config, weights, shardings, activations=precision.activations),
+        precision=precision,
         tokenizer=tokenizer,
         rules=rules,
     )

@@ -87,13 +87,10 @@ def forward(
         scores = jnp.take_along_axis(scores, last[:, None, None, None], axis=2)[:, :, 0]
         return mixed, scores, (keys, values)
 
-    slots = list(zip(cache.keys, cache.values, strict=True))
+    slots: list[_Slots] = list(zip(cache.keys, cache.values, strict=True))
     hidden, noted, slots = _layers(params, config, tokens, positions, attention, slots)
     keys, values = zip(*slots, strict=True)
-    if every:
-        stats = join_layers(noted)
-    else:
-        stats = attention_stats(jnp.stack(noted, axis=1), visible)
+    stats = join_layers(noted) if every else attention_stats(jnp.stack(noted, axis=1), visible)
     return hidden, stats, KVCache(keys=keys, values=values, length=length)
 
 
@@ -133,7 +130,9 @@ def forward_branches(
         scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, scores.shape[-1])
         return mixed, (scores, visible), own
 
-    slots = list(zip(cache.keys, cache.values, suffixes.keys, suffixes.values, strict=True))
+    slots: list[_Slots] = list(
+        zip(cache.keys, cache.values, suffixes.keys, suffixes.values, strict=True)
+    )
     hidden, noted, slots = _layers(params, config, tokens, positions, attention, slots)
     keys, values = zip(*slots, strict=True)
     scores = jnp.stack([scores for scores, _ in noted], axis=1)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+INT8 = "int8"
+
 
 @dataclass(frozen=True)
 class Precision:
-    """Static. `weights` is how parameters lie in memory; `activations` is the type of the hidden
+    """Static. `weights` is how matrices lie in memory; `activations` is the type of the hidden
     state and of the key/value cache. Norms, softmax, logits and metrics are float32 whatever stands
     here.
     """
@@ -23,9 +25,13 @@ def choose_precision(weights: str, backend: str | None = None) -> Precision:
 
     A CPU multiplies in float32: XLA's bfloat16 products are twenty times slower there, while
     reading bfloat16 weights and widening them on the fly costs half the bytes. GPUs and TPUs
-    compute in the weights' own type with float32 accumulation.
+    compute in the weights' own type, or in bfloat16 where weights have 8 bits, with float32
+    accumulation.
     """
     weights_dtype = jnp.dtype(weights)
     backend = backend or jax.default_backend()
-    activations = jnp.dtype(jnp.float32) if backend == "cpu" else weights_dtype
+    if backend == "cpu":
+        activations = jnp.dtype(jnp.float32)
+    else:
+        activations = jnp.dtype(jnp.bfloat16) if weights == INT8 else weights_dtype
     return Precision(weights=weights_dtype, activations=activations)

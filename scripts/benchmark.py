@@ -1,292 +1,218 @@
-"""Measures decode, prefill and start-up, beside what the machine's memory allows.
+"""Measures speed at Llama-3.2-1B's shape with random weights, beside what the machine allows and
+what a user would run instead.
 
-    python scripts/benchmark.py [--model DIR] [--dtype D] [--batch B] [--context N] [--capacity N]
-                                [--prefill N] [--steps N] [--repeats N] [--json FILE]
+    python scripts/benchmark.py [--only KIND ...] [--weights TYPE ...] [--batch B ...]
+                                [--context N ...] [--prefill N ...] [--steps N] [--repeats N]
+                                [--gpt-fast DIR] [--entropix DIR] [--json FILE]
     python scripts/benchmark.py --start-up [--model DIR] [--new-tokens N] [--json FILE]
 
-Without --model the first form uses random weights in Llama-3.2-1B's shape, the second the embedded
-model. The first form alternates the full sampler with greedy decoding and gives medians of a step,
-with the spread as (max - min) / median. A step that branches commits several tokens of a row, one
-that takes a token back none: tokens a second are those that were committed. The second form runs
-the command itself, with an empty compile cache and with a filled one, and watches the anonymous
-memory that it holds.
+The first form measures the machine's bandwidth and matrix rate, then, in turns with each other,
+decoding with the full sampler (no branching) and greedily, prompts, the sampler alone, a step in a
+large cache, compiling and loading; and, in the same turns, the peers that are there:
+`transformers`, llama.cpp (a `llama-bench` on the path and the package `gguf`), and checkouts of
+gpt-fast and xjdr-alt/entropix. Figures are medians, spreads (max - min) / median, ratios medians
+of the rounds' ratios. At the end stand the goals that the project has set itself.
+
+The second form runs the command itself, with an empty compile cache and with a filled one, and
+watches the anonymous memory that it holds. Without --model it is the embedded model.
 """
 
 import argparse
+import gc
 import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from benchmarks.goals import goals_of, goals_table
+from benchmarks.machine import copy_bandwidth, describe, matrix_rate, read_bandwidth
+from benchmarks.ours import Ours
+from benchmarks.peers import Peer, peers
+from benchmarks.shape import LLAMA_3_2_1B
+from benchmarks.start_up import loading, start_up, write_random_model
+from benchmarks.timing import Timed, figures, ratio, take_turns
 from rich.console import Console
 from rich.table import Table
 
-from entropix_jax.config import ModelConfig, RopeScaling
-from entropix_jax.decode import decode, prefill
-from entropix_jax.decode_state import DecodeState, Recording, StepRecord, init_state
-from entropix_jax.loading import load
-from entropix_jax.params import Params, init_params
-from entropix_jax.precision import Precision, choose_precision
-from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sample import init_sampler_state
-
-LLAMA_3_2_1B = ModelConfig(
-    vocab_size=128256,
-    width=2048,
-    mlp_width=8192,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    max_positions=131072,
-    norm_eps=1e-5,
-    rope_theta=500000.0,
-    rope_scaling=RopeScaling(
-        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
-    ),
-    tied_head=True,
-    dtype="bfloat16",
-)
-SAMPLERS = ("entropix", "greedy")
-_BANDWIDTH_BYTES = 1 << 30
-_SAMPLE_SECONDS = 0.02
+KINDS = ("decode", "context", "prefill", "sampler", "capacity", "compile", "load")
+FULL, GREEDY = "entropix", "greedy"
+LARGE, SMALL = 16384, 256  # capacities that a step in a short text is compared in
 
 
-# Steady state.
+class Benchmark:
+    """The figures as they come, one row each."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[dict[str, Any]] = []
+        self.console = Console(width=110)
+        self.machine = describe() | {
+            "read_bandwidth": read_bandwidth(),
+            "copy_bandwidth": copy_bandwidth(),
+            "matrix_rate": {name: matrix_rate(name) for name in ("float32", "bfloat16")},
+        }
+
+    def measure(
+        self,
+        kind: str,
+        contestants: dict[str, Timed],
+        units: int,
+        floor: float | None,
+        **what: Any,
+    ) -> None:
+        """Times the contestants in turns; `units` are the tokens of one call, the ratios are over
+        the first of them."""
+        seconds = take_turns(contestants, self.args.repeats)
+        first = next(iter(contestants))
+        for name, times in seconds.items():
+            row = {"kind": kind, **what, "engine": name, **figures(times)}
+            row["tokens_per_second"] = units / row["seconds"]
+            row["times_as_long"] = ratio(times, seconds[first])
+            if floor is not None:
+                row["floor"] = floor
+                row["share_of_floor"] = floor / row["seconds"]
+            self.rows.append(row)
+            self.console.print(_line(row))
+
+    def of_weights(self, weights: str, scratch: Path) -> None:
+        """All kinds with weights of one type."""
+        ours = Ours.random(LLAMA_3_2_1B, weights)
+        dtype = str(ours.precision.activations)
+        rate, bandwidth = self.machine["matrix_rate"][dtype], self.machine["read_bandwidth"]
+        args = self.args
+
+        def step_floor(batch: int, context: int) -> float:
+            flops = batch * ours.token_flops(context)
+            return max(ours.step_bytes(batch, context) / bandwidth, flops / rate)
+
+        def engines(batch: int, context: int, steps: int) -> dict[str, Timed]:
+            capacity = 1 << (context + args.steps).bit_length()
+            return {
+                name: ours.decode(name, batch, context, capacity, steps) for name in (FULL, GREEDY)
+            }
+
+        others: list[Peer] = []
+        if {"decode", "context", "prefill"} & set(args.only):
+            others = list(
+                peers(
+                    LLAMA_3_2_1B,
+                    weights,
+                    scratch,
+                    gpt_fast=args.gpt_fast,
+                    entropix=args.entropix,
+                )
+            )
+
+        def beside(measured: Callable[[Peer], Timed | None]) -> dict[str, Timed]:
+            offered = {peer.name: measured(peer) for peer in others}
+            return {name: timed for name, timed in offered.items() if timed is not None}
+
+        points = [("decode", batch, args.context[0]) for batch in args.batch]
+        points += [("context", 1, context) for context in args.context[1:]]
+        for kind, batch, context in points:
+            if kind not in args.only:
+                continue
+            steps = max(2, args.steps // max(1, batch // 4))
+            contestants = engines(batch, context, steps)
+            contestants |= beside(lambda peer: peer.decode(batch, context, steps))  # noqa: B023
+            if batch > 1:
+                contestants["products alone"] = ours.products(batch)
+            what = {"weights": weights, "batch": batch, "context": context}
+            self.measure(kind, contestants, batch, step_floor(batch, context), **what)
+            del contestants
+            gc.collect()
+        for tokens in args.prefill if "prefill" in args.only else ():
+            contestants = {"entropix_jax": ours.prefill(1, tokens)}
+            contestants |= beside(lambda peer: peer.prefill(1, tokens))  # noqa: B023
+            floor = max(tokens * ours.token_flops(tokens // 2) / rate, step_floor(1, 0))
+            self.measure("prefill", contestants, tokens, floor, weights=weights, context=tokens)
+        others.clear()
+        gc.collect()
+        if weights == args.weights[0]:
+            self.once(ours, scratch)
+
+    def once(self, ours: Ours, scratch: Path) -> None:
+        """What does not depend on the weights' type."""
+        args = self.args
+        for batch in args.batch if "sampler" in args.only else ():
+            contestants = {name: ours.sampler(name, batch) for name in (FULL, GREEDY)}
+            self.measure("sampler", contestants, batch, None, batch=batch)
+        if "capacity" in args.only:
+            contestants = {
+                f"{capacity} slots": ours.decode(FULL, 1, args.context[0], capacity, args.steps)
+                for capacity in (SMALL, LARGE)
+            }
+            self.measure("capacity", contestants, 1, None, batch=1, context=args.context[0])
+            del contestants
+        if "load" in args.only and str(ours.precision.weights) == "bfloat16":
+            folder = scratch / "random"
+            write_random_model(ours, folder)
+            size = sum(x.nbytes for x in jax.tree.leaves(ours.params))
+            self.measure("load", loading(ours.config, folder), size, None, bytes=size)
+        if "compile" in args.only:
+            self.compiling(ours, scratch)
+
+    def compiling(self, ours: Ours, scratch: Path) -> None:
+        """A step and a prompt's reading: with an empty cache, then, in turns, from the cache."""
+        jax.config.update("jax_compilation_cache_dir", str(scratch / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        compiling = ours.compiling(1, self.args.context[0], 128)
+        runs = [compiling() for _ in range(1 + self.args.repeats)]
+        for name, some in (("cold", runs[:1]), ("from the cache", runs[1:])):
+            row = {"kind": "compile", "engine": name, **figures([sum(x.values()) for x in some])}
+            row |= {f"of the {part}": some[0][part] for part in some[0]}
+            self.rows.append(row)
+            self.console.print(_line(row))
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
-def read_bandwidth() -> float:
-    """Bytes a second that a product of a 1 GiB float32 matrix and a vector reads: the best of 9."""
-    matrix = jnp.ones((_BANDWIDTH_BYTES // 8192, 2048), jnp.float32)
-    vector = jnp.ones(2048, jnp.float32)
-    multiply = jax.jit(jnp.dot)
-    seconds = [_seconds(lambda: multiply(matrix, vector)) for _ in range(10)]
-    return _BANDWIDTH_BYTES / min(seconds[1:])
+def _line(row: dict[str, Any]) -> str:
+    parts = [f"{row[key]}" for key in ("kind", "weights") if key in row]
+    parts += [f"{key} {row[key]}" for key in ("batch", "context") if key in row]
+    text = f"{' · '.join(parts)} · {row['engine']}: {1e3 * row['seconds']:.1f} ms"
+    return f"{text} (spread {row['spread']:.0%})"
 
 
-def sampler_params(name: str, config: ModelConfig, batch: int) -> SamplerParams:
-    """A preset's parameters for each of `batch` rows; its thought is of any three tokens."""
-    params = load_sampler(name).params(
-        num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: [1, 2, 3]
-    )
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), params)
-
-
-def fresh_state(
-    config: ModelConfig, precision: Precision, args: argparse.Namespace
-) -> tuple[DecodeState, np.ndarray]:
-    """Rows with `context` random tokens each, none of them cached, and those tokens."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, config.vocab_size, (args.batch, args.context))
-    state = init_state(
-        config,
-        tokens.tolist(),
-        [args.capacity - args.context] * args.batch,
-        np.stack([row_key(0, str(row)) for row in range(args.batch)]),
-        capacity=args.capacity,
-        dtype=precision.activations,
-    )
-    return state, tokens
-
-
-def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Decode and prefill of one shape."""
-    if args.model:
-        model = load(args.model, args.dtype)
-        config, params, precision = model.config, model.params, model.precision
-    else:
-        config, dtype = LLAMA_3_2_1B, args.dtype or "bfloat16"
-        params = init_params(config, jax.random.key(0), jnp.dtype(dtype))
-        precision = choose_precision(dtype)
-    bandwidth = read_bandwidth()
-    results: dict[str, Any] = {
-        "device": str(jax.devices()[0]),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-        "weights": str(precision.weights),
-        "activations": str(precision.activations),
-        "batch": args.batch,
-        "context": args.context,
-        "capacity": args.capacity,
-    }
-    window = min(args.capacity, 1 << (args.context + args.steps - 1).bit_length())
-    state, tokens = fresh_state(config, precision, args)
-    results["prefill"] = _prefill(params, config, precision, args)
-    count = jnp.full(args.batch, args.context - 1, jnp.int32)
-    prompt = jnp.asarray(tokens[:, :-1], jnp.int32)
-    state = prefill(params, state, prompt, count, config=config, window=window)
-
-    none = jnp.full(1, -1, jnp.int32)
-    run = partial(decode, config=config, window=window, max_steps=32, recording=Recording())
-    length = state.cache.length
-    seconds: dict[str, list[float]] = {name: [] for name in SAMPLERS}
-    tokens_a_step: dict[str, list[float]] = {name: [] for name in SAMPLERS}
-    for repeat in range(args.repeats + 1):
-        for name in SAMPLERS:
-            # Back to the same context: the slots past it are free to be written again.
-            state = _rewound(state, length)
-            sampler = sampler_params(name, config, args.batch)
-            started = time.perf_counter()
-            state, records, _ = run(params, sampler, none, state, jnp.int32(args.steps))
-            jax.block_until_ready(records)
-            elapsed = time.perf_counter() - started
-            if repeat:
-                # Fewer steps than asked for where branches have filled the window.
-                steps = _steps_run(records)
-                seconds[name].append(elapsed / steps)
-                committed = int(jnp.sum(state.cache.length - length))
-                tokens_a_step[name].append(committed / steps)
-            elif name == SAMPLERS[0]:
-                results["compile_decode"] = elapsed
-    bytes_read = sum(x.nbytes for x in jax.tree.leaves(params))
-    slots = jax.tree.leaves((state.cache.keys, state.cache.values))
-    bytes_read += sum(x.nbytes for x in slots) // args.capacity * args.context
-    # Shared machines are faster at one moment than at another: the best that was seen counts.
-    bandwidth = max(bandwidth, read_bandwidth())
-    results["read_bandwidth"] = bandwidth
-    floor = bytes_read / bandwidth
-    results["floor"] = floor
-    for name in SAMPLERS:
-        figures = _figures(seconds[name], statistics.mean(tokens_a_step[name]))
-        share = floor / statistics.median(seconds[name])
-        results[f"decode_{name}"] = figures | {"share_of_bandwidth": share}
-    return results
-
-
-def _prefill(
-    params: Params, config: ModelConfig, precision: Precision, args: argparse.Namespace
-) -> dict[str, float]:
-    size = args.prefill
-    count = jnp.full(args.batch, size, jnp.int32)
-    tokens = jnp.ones((args.batch, size), jnp.int32)
-    window = min(args.capacity, max(size, 128))
-    seconds = []
-    for _ in range(args.repeats + 1):
-        state, _ = fresh_state(config, precision, args)
-        run = partial(prefill, params, state, tokens, count, config=config, window=window)
-        seconds.append(_seconds(run))
-    return _figures(seconds[1:], args.batch * size) | {"tokens": size}
-
-
-def _rewound(state: DecodeState, length: jax.Array) -> DecodeState:
-    cache = replace(state.cache, length=jnp.array(length, copy=True))
-    sampler = init_sampler_state(*state.sampler.last.logits.shape)
-    state = replace(state, cache=cache, sampler=sampler, finish=jnp.zeros_like(state.finish))
-    return jax.block_until_ready(state)
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - started
-
-
-def _steps_run(records: StepRecord) -> int:
-    return int(jnp.sum(jnp.any(records.live, axis=1)))
-
-
-def _figures(seconds: list[float], tokens: float) -> dict[str, float]:
-    median = statistics.median(seconds)
-    return {
-        "seconds": median,
-        "spread": (max(seconds) - min(seconds)) / median,
-        "tokens_per_second": tokens / median,
-    }
-
-
-def steady_table(results: dict[str, Any]) -> Table:
-    """The figures for reading."""
+def table_of(benchmark: Benchmark) -> Table:
+    """All figures for reading."""
+    machine = benchmark.machine
+    rates = machine["matrix_rate"]
     title = (
-        f"{results['device']}, {results['cores']} cores; {results['weights']} weights, "
-        f"batch {results['batch']}, context {results['context']} of {results['capacity']}; "
-        f"memory reads {results['read_bandwidth'] / 1e9:.1f} GB/s"
+        f"{machine['device']}, {machine['cores']} cores, JAX {machine['jax']}: reads "
+        f"{machine['read_bandwidth'] / 1e9:.1f} GB/s, copies {machine['copy_bandwidth'] / 1e9:.1f} "
+        f"GB/s, multiplies {rates['float32'] / 1e9:.0f} GFLOP/s in float32, "
+        f"{rates['bfloat16'] / 1e9:.0f} in bfloat16"
     )
-    table = Table("", "ms", "spread", "tok/s", "of bandwidth", title=title)
-    for name in ("prefill", *(f"decode_{sampler}" for sampler in SAMPLERS)):
-        row = results[name]
-        label = f"prefill of {row['tokens']}" if name == "prefill" else name.replace("_", ", ")
-        share = f"{row['share_of_bandwidth']:.0%}" if "share_of_bandwidth" in row else ""
+    columns = ("", "weights", "batch", "context", "engine", "ms", "spread", "tok/s", "of floor")
+    table = Table(*columns, "times ours", title=title)
+    last = None
+    for row in benchmark.rows:
+        where = tuple(row.get(key) for key in ("kind", "weights", "batch", "context"))
+        if last is not None and where != last:
+            table.add_section()
+        last = where
+        share = f"{row['share_of_floor']:.0%}" if "share_of_floor" in row else ""
+        per_second = row["kind"] not in ("compile", "load", "capacity", "sampler")
         table.add_row(
-            label,
-            f"{row['seconds'] * 1e3:.1f}",
+            *(str(part) if part is not None else "" for part in where),
+            row["engine"],
+            f"{1e3 * row['seconds']:.1f}",
             f"{row['spread']:.0%}",
-            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second']:.1f}" if per_second else "",
             share,
+            f"{row['times_as_long']:.2f}" if "times_as_long" in row else "",
         )
-    table.add_row("floor of a step", f"{results['floor'] * 1e3:.1f}", "", "", "100%")
-    table.add_row("first decode call", f"{results['compile_decode'] * 1e3:.0f}", "", "", "")
     return table
 
 
-# Start-up.
-
-
-def start_up(args: argparse.Namespace) -> dict[str, Any]:
-    """Time from command to first token and to the end, cold and warm, and peak anonymous memory."""
-    with tempfile.TemporaryDirectory() as cache:
-        runs = {name: _command(args, cache) for name in ("cold", "warm")}
-    return {"model": args.model or "weights/tiny", "new_tokens": args.new_tokens, **runs}
-
-
-def _command(args: argparse.Namespace, cache: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "entropix_jax.main", "--prompt", "Once upon a time"]
-    command += ["--no-chat", "--ignore-eos", "--max-new-tokens", str(args.new_tokens)]
-    command += ["--model", args.model] if args.model else []
-    command += ["--dtype", args.dtype] if args.dtype else []
-    trace = Path(cache) / "trace.jsonl"
-    trace.unlink(missing_ok=True)
-    environment = {**os.environ, "XDG_CACHE_HOME": cache}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--trace", str(trace)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    first, peak = None, 0
-    while process.poll() is None:
-        peak = max(peak, _anonymous_bytes(process.pid))
-        # The trace's second line is the first token.
-        if first is None and trace.exists() and trace.read_bytes().count(b"\n") > 1:
-            first = time.perf_counter() - started
-        time.sleep(_SAMPLE_SECONDS)
-    seconds = time.perf_counter() - started
-    if process.returncode:
-        message = process.stderr.read().decode() if process.stderr else ""
-        sys.exit(f"the command failed with status {process.returncode}: {message}")
-    return {"first_token": first or seconds, "seconds": seconds, "anonymous_bytes": peak}
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """What a process holds that is not backed by a file (Linux's RssAnon)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    lines = [line for line in status.splitlines() if line.startswith("RssAnon")]
-    return int(lines[0].split()[1]) * 1024 if lines else 0
-
-
-def start_up_table(results: dict[str, Any]) -> Table:
+def start_up_table(model: str | None, results: dict[str, dict[str, float]]) -> Table:
     """The figures for reading."""
-    title = f"{results['model']}, {results['new_tokens']} tokens"
-    table = Table("", "first token, s", "whole run, s", "peak RssAnon, GB", title=title)
-    for name in ("cold", "warm"):
-        run = results[name]
+    table = Table("", "first token, s", "whole run, s", "peak RssAnon, GB")
+    table.title = model or "weights/tiny"
+    for name, run in results.items():
         table.add_row(
             f"{name} compile cache",
             f"{run['first_token']:.2f}",
@@ -298,21 +224,43 @@ def start_up_table(results: dict[str, Any]) -> Table:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--start-up", action="store_true")
-    parser.add_argument("--model")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--capacity", type=int, default=1024)
-    parser.add_argument("--prefill", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_cpu = jax.default_backend() == "cpu"
+    both = ["bfloat16", "float32"]
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="what to measure")
+    parser.add_argument("--weights", nargs="+", default=both if on_cpu else both[:1])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
+    parser.add_argument(
+        "--context",
+        nargs="+",
+        type=int,
+        default=[128, 1024, 4096, 16000],
+        help="tokens of a row; batches have the first number",
+    )
+    parser.add_argument("--prefill", nargs="+", type=int, default=[128, 512], help="tokens")
+    parser.add_argument("--steps", type=int, default=8, help="between two looks at the clock")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--gpt-fast", type=Path, metavar="DIR", help="a checkout of it")
+    parser.add_argument("--entropix", type=Path, metavar="DIR", help="a checkout of xjdr-alt's")
+    parser.add_argument("--start-up", action="store_true", help="measure the command itself")
+    parser.add_argument("--model", metavar="DIR", help="of --start-up: a checkpoint's folder")
+    parser.add_argument("--new-tokens", type=int, default=32, help="of --start-up")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()
-    results = start_up(args) if args.start_up else benchmark(args)
-    Console(width=110).print(start_up_table(results) if args.start_up else steady_table(results))
+    if args.start_up:
+        results: Any = start_up(args.model, args.new_tokens)
+        Console(width=110).print(start_up_table(args.model, results))
+    else:
+        benchmark = Benchmark(args)
+        with tempfile.TemporaryDirectory() as scratch:
+            for weights in args.weights:
+                benchmark.of_weights(weights, Path(scratch))
+        goals = goals_of(benchmark.machine, benchmark.rows)
+        benchmark.console.print(table_of(benchmark))
+        benchmark.console.print(goals_table(goals))
+        results = {"machine": benchmark.machine, "rows": benchmark.rows, "goals": goals}
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

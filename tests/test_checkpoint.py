@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chex  # type: ignore[import-untyped]
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import entropix_jax.checkpoint as checkpoint
 from entropix_jax.checkpoint import checkpoint_dtype, load_params, save_params
 from entropix_jax.errors import UserError
+from entropix_jax.linear import quantized
 from entropix_jax.params import Params, count_params, init_params, param_specs
 from tests.models import random_params, tiny_config
 
@@ -128,6 +130,31 @@ def test_weights_are_converted_once(tmp_path: Path, dtype: str) -> None:
     save_params(tmp_path, params, config)
     loaded = load_params(tmp_path, config, dtype)
     assert_same(loaded, jax.tree.map(lambda x: x.astype(dtype), params))
+
+
+def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
+    """For float32 activations narrow matrices with long rows come in blocks; without a word on
+    activations, and for bfloat16 ones, as they are stored."""
+    config = tiny_config(num_layers=1, mlp_width=4100, dtype="bfloat16")
+    params = random_params(config, dtype=jnp.bfloat16)
+    save_params(tmp_path, params, config)
+    assert_same(load_params(tmp_path, config, "bfloat16"), params)
+    bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    assert_same(load_params(tmp_path, config, "bfloat16", activations=bfloat16), params)
+    loaded = load_params(tmp_path, config, "bfloat16", activations=float32)
+    down = loaded.layers[0].down
+    assert [block.shape for block in down.blocks] == [(32, 1366), (32, 1367), (32, 1367)]
+    chex.assert_trees_all_equal(jnp.concatenate(down.blocks, axis=1), params.layers[0].down)
+    chex.assert_trees_all_equal(loaded.layers[0].up, params.layers[0].up)
+
+
+def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    save_file(tensors, tmp_path / SINGLE)
+    loaded = load_params(tmp_path, CONFIG, "int8", activations=jnp.dtype(jnp.float32))
+    params = random_params(CONFIG)
+    chex.assert_trees_all_equal(loaded.embedding, quantized(params.embedding))
+    chex.assert_trees_all_equal(loaded.layers[0].down, quantized(params.layers[0].down))
+    chex.assert_trees_all_equal(loaded.final_norm, params.final_norm)
 
 
 def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:

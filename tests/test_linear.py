@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import chex  # type: ignore[import-untyped]
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.linear import linear, product, rows
+from entropix_jax.linear import arranged, linear, product, quantized, rows
 
 SMALL, LARGE = 2048, 2056  # a vector of float32 on either side of 8 KiB
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -93,3 +94,93 @@ def test_a_narrow_table_stays_narrow_in_a_loop() -> None:
 
     _, table = operands((1, 64), 96, F32, BF16)
     assert_carried_narrow(loop, (jnp.arange(3, dtype=jnp.int32), table), "96,64")
+
+
+# Narrow weights in blocks of columns.
+
+
+@pytest.mark.parametrize("width", [2048, 2049, 4096, 5000, 8192])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
+def test_blocks_of_columns_are_the_same_matrix(
+    width: int, lead: tuple[int, ...], small: bool
+) -> None:
+    x, weight = operands((*lead, width), 24, F32, BF16)
+    plain = quantized(weight) if small else weight
+    laid_out = arranged(plain, jnp.dtype(F32))
+    blocks = jax.tree.leaves(laid_out)[: -1 if small else None]
+    assert all(4 * block.shape[1] <= 8192 for block in blocks)
+    assert (len(blocks) > 1) == (width > 2048)
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=1), jax.tree.leaves(plain)[0])
+    got, want = (np.asarray(jax.jit(product)(x, w)) for w in (laid_out, plain))
+    np.testing.assert_allclose(got, want, atol=1e-6 * np.sqrt(width) * 8, rtol=1e-6)
+    ids = jnp.asarray([[3, 0]], jnp.int32)
+    got, want = (np.asarray(rows(w, ids, jnp.dtype(F32))) for w in (laid_out, plain))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_is_not_narrower_than_float32_activations_stays_as_it_is(dtype) -> None:
+    """Vectors of weights, float32 ones, and all where bfloat16 is multiplied."""
+    _, weight = operands((1, 4096), 3, F32, dtype)
+    activations = jnp.dtype(F32 if dtype == F32 else BF16)
+    assert arranged(weight, activations) is weight
+    chex.assert_trees_all_equal(arranged(weight[0], jnp.dtype(F32)), weight[0])
+
+
+def test_a_vector_is_made_once_for_a_narrow_product() -> None:
+    """Not anew for each row of the weight: nothing is fused into the compiled product."""
+
+    def block(x: jax.Array, weight: jax.Array) -> jax.Array:
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x) + 1e-5) * 3.0 + 1.0
+        return jnp.tanh(x + linear(normed, weight))
+
+    inputs = operands((1, 96), 96, F32, BF16)
+    text = jax.jit(block).lower(*inputs).compile().as_text() or ""
+    products = [line for line in text.splitlines() if " fusion(" in line and "dot" in line]
+    assert len(products) == 1
+    assert products[0].split(" fusion(")[1].split(")")[0].count("%") == 2
+    assert " call(" in text
+
+
+# Weights of 8 bits.
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3), (1, 5)], ids=str)
+@pytest.mark.parametrize("out", [24, 600])
+def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int) -> None:
+    """Half a step of each row's own scale at most, and the product is that of what they stand
+    for."""
+    x, weight = operands((*lead, 64), out, F32, F32)
+    weight = weight.at[0].set(0.0).at[1].mul(100.0)
+    small = quantized(weight)
+    assert small.values.dtype == jnp.int8
+    wide = np.asarray(weight, np.float64)
+    scale = np.abs(wide).max(axis=1) / 127
+    np.testing.assert_allclose(small.scale, scale, rtol=1e-6)
+    stands_for = np.asarray(small.values, np.float64) * np.asarray(small.scale, np.float64)[:, None]
+    assert np.all(np.abs(stands_for - wide) <= 0.5001 * scale[:, None])
+    assert np.abs(small.values).max(axis=1)[1:].min() == 127
+    got = jax.jit(product)(x, small)
+    want = np.asarray(x, np.float64) @ stands_for.T
+    bound = 1e-6 * 64 * np.abs(stands_for).max(axis=1)
+    assert np.all(np.abs(np.asarray(got) - want) <= bound + 1e-6 * np.abs(want))
+
+
+def test_eight_bits_where_bfloat16_is_multiplied() -> None:
+    x, weight = operands((2, 3, 64), 24, BF16, F32)
+    small = quantized(weight)
+    got = jax.jit(product)(x, small)
+    assert got.dtype == F32
+    stands_for = np.asarray(small.values, np.float64) * np.asarray(small.scale, np.float64)[:, None]
+    want = np.asarray(x, np.float64) @ stands_for.T
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)
+
+
+def test_rows_of_eight_bits_are_what_they_stand_for() -> None:
+    _, weight = operands((1, 64), 24, F32, F32)
+    small = quantized(weight)
+    ids = jnp.asarray([[23, 0, 5]], jnp.int32)
+    want = np.asarray(small.values, np.float32)[ids] * np.asarray(small.scale)[ids][..., None]
+    np.testing.assert_array_equal(rows(small, ids, jnp.dtype(F32)), want)
+    assert rows(small, ids, jnp.dtype(BF16)).dtype == BF16

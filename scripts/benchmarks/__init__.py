@@ -1,0 +1,1 @@
+"""What `scripts/benchmark.py` measures, a file for each side of it."""
