@@ -97,8 +97,8 @@ class EntropixLM(TemplateLM):
                 model.
             sampler: a preset's name, or a file that ends in .toml.
             seed: of all random numbers.
-            dtype: "float32" or "bfloat16", the type of the weights in memory; None or "auto" is the
-                checkpoint's own.
+            dtype: "float32", "bfloat16" or "int8", the type of the weights in memory; None or
+                "auto" is the checkpoint's own.
             batch_size: rows side by side. "auto" (or "auto:N") is 32, or fewer where the device's
                 memory has less room.
             max_batch_size: what "auto" starts from in place of 32.
@@ -119,8 +119,8 @@ class EntropixLM(TemplateLM):
                 raise UserError(f"no model argument '{name}'{nearest(name, _ARGUMENTS)}")
             changes[name.removeprefix("sampler.")] = value
         dtype = None if dtype == "auto" else dtype
-        if dtype not in (None, "float32", "bfloat16"):
-            raise UserError(f"dtype must be float32, bfloat16 or auto, not {dtype!r}")
+        if dtype not in (None, "float32", "bfloat16", "int8"):
+            raise UserError(f"dtype must be float32, bfloat16, int8 or auto, not {dtype!r}")
         auto = str(batch_size).partition(":")[0] == "auto"
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks, 1)
         self._most = _AUTO_SLOTS

@@ -70,8 +70,8 @@ def load(
     Args:
         model: a folder in the Hugging Face layout, or a hub id `owner/name`; None is the embedded
             one.
-        dtype: "float32" or "bfloat16", the type of the weights in memory; None is the checkpoint's
-            own (float32 for a float16 one).
+        dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
+            memory; None is the checkpoint's own (float32 for a float16 one).
         mesh: the devices that the weights are spread over, see `sharding.parse_mesh`; None is the
             default device alone.
 

@@ -322,7 +322,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
         ({"batch_size": "many"}, "batch_size must be a whole number, not 'many'"),
         ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
         ({"seed": float("inf")}, "seed must be a whole number, not inf"),
-        ({"dtype": "float16"}, "dtype must be float32, bfloat16 or auto, not 'float16'"),
+        ({"dtype": "float16"}, "dtype must be float32, bfloat16, int8 or auto, not 'float16'"),
         ({"pretrained": "nowhere"}, "no such model folder: 'nowhere'"),
     ],
 )

@@ -343,10 +343,14 @@ def test_a_budget_beyond_the_models_positions(command: Callable[..., Result]) ->
     assert result.err.rstrip().endswith("| context")
 
 
-def test_bfloat16(command: Callable[..., Result], tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--dtype", "--weights"])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_narrow_weights(
+    command: Callable[..., Result], tmp_path: Path, option: str, weights: str
+) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert command(*short("--dtype", "bfloat16", "--trace", trace, tokens=2)).status == 0
-    assert read_trace(trace)[0]["precision"]["weights"] == "bfloat16"
+    assert command(*short(option, weights, "--trace", trace, tokens=2)).status == 0
+    assert read_trace(trace)[0]["precision"]["weights"] == weights
 
 
 # The trace.
@@ -543,7 +547,7 @@ BAD: list[tuple[list[object], str]] = [
     (short("--samples", 0), "--samples must be at least 1, not 0"),
     (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),
     (short("--seed", "x"), "--seed"),
-    (short("--dtype", "int8"), "invalid choice 'int8' for argument '--dtype'"),
+    (short("--dtype", "int4"), "invalid choice 'int4' for argument '--weights/--dtype'"),
     (short("--format", "xml"), "invalid choice 'xml' for argument '--format'"),
     (short("--promt", "a"), "Unrecognized options: --promt"),
     (short("stray"), "Unrecognized options: stray"),

@@ -1,0 +1,141 @@
+"""What narrower weights change: bfloat16 and 8 bits against float32, token by token.
+
+    python scripts/precision.py [--model DIR] [--tokens N] [--text FILE]
+
+Reads texts with each type of weights, teacher-forced, and compares at every position: the
+Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely token, and the regime
+that the sampler `entropix` would be in. Then generates with each at the same seed, and counts the
+tokens until the first that differs. Without --text the model itself writes the text, at
+temperature 1; without --model it is the embedded model.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from entropix_jax.cache import init_cache
+from entropix_jax.generation import Generation
+from entropix_jax.loading import LanguageModel, load
+from entropix_jax.metrics import measure
+from entropix_jax.model import forward, unembed
+from entropix_jax.params import Params
+from entropix_jax.preparation import sampler_params
+from entropix_jax.results import Request
+from entropix_jax.sampler.params import REGIMES
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.regimes import classify
+
+TYPES = ("float32", "bfloat16", "int8")
+ROW, PROMPT, NEW = 256, 16, 128  # tokens of a text, of a prompt, and that are generated
+
+
+def texts_of(model: LanguageModel, args: argparse.Namespace) -> np.ndarray:
+    """Tokens int32 [rows, ROW]."""
+    if args.text:
+        ids = model.tokenizer.encode(args.text.read_text(encoding="utf-8"), add_bos=True)
+        rows = len(ids) // ROW
+        if not rows:
+            raise SystemExit(f"{args.text}: fewer than {ROW} tokens")
+        return np.asarray(ids[: min(rows, max(args.tokens // ROW, 1)) * ROW]).reshape(-1, ROW)
+    start = model.tokenizer.encode("The ", add_bos=True)
+    requests = [Request(start, str(i), ROW - len(start)) for i in range(args.tokens // ROW)]
+    run = Generation(model, requests, "temperature", ignore_eos=True)
+    for _ in run:
+        pass
+    return np.asarray([[*start, *(t.token_id for t in row.tokens)] for row in run.rows])
+
+
+def read(model: LanguageModel, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities float32 [rows, ROW, V], and the regimes int32 [rows, ROW]."""
+    config = model.config
+    one = sampler_params(model, load_sampler("entropix").calibrated(model.folder))
+    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROW, *x.shape)), one)
+
+    @jax.jit
+    def row(weights: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cache = init_cache(config, 1, ROW, model.precision.activations)
+        count = jnp.full(1, ROW, jnp.int32)
+        hidden, stats, _ = forward(
+            weights, config, tokens[None], count, cache, window=ROW, every=True
+        )
+        log_probs = jax.nn.log_softmax(unembed(weights, hidden[0]), axis=-1)
+        metrics = measure(log_probs, stats, params.layer_weights)
+        return log_probs, jax.vmap(classify)(metrics, params)
+
+    out: list[Any] = [row(model.params, jnp.asarray(text, jnp.int32)) for text in texts]
+    return np.stack([x for x, _ in out]), np.stack([x for _, x in out])
+
+
+def parting(model: LanguageModel, texts: np.ndarray, sampler: str) -> list[list[int]]:
+    """What each text's first tokens are followed by, at one seed."""
+    requests = [
+        Request(text[:PROMPT].tolist(), str(i), min(NEW, model.config.max_positions - PROMPT))
+        for i, text in enumerate(texts)
+    ]
+    run = Generation(model, requests, sampler, ignore_eos=True)
+    for _ in run:
+        pass
+    return [[token.token_id for token in row.tokens] for row in run.rows]
+
+
+def same_until(one: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint's folder")
+    parser.add_argument("--tokens", type=int, default=8192, help="how much is read")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what is read")
+    args = parser.parse_args()
+    models = {name: load(args.model, name) for name in TYPES}
+    exact = models["float32"]
+    texts = texts_of(exact, args)
+    log_probs, regimes = read(exact, texts)
+    written = {name: parting(exact, texts, name) for name in ("greedy", "entropix")}
+    title = f"{exact.folder}: {texts.size} tokens, {len(texts)} texts"
+    table = Table("against float32", "bfloat16", "int8", title=title)
+    columns = []
+    for name in TYPES[1:]:
+        model = models[name]
+        theirs, their_regimes = read(model, texts)
+        kl = np.sum(np.exp(log_probs) * (log_probs - theirs), axis=-1, dtype=np.float64)
+        changed = their_regimes != regimes
+        column = {
+            "KL a token, mean, nats": f"{kl.mean():.2e}",
+            "99th percentile": f"{np.quantile(kl, 0.99):.2e}",
+            "largest": f"{kl.max():.2e}",
+            "same most likely token": f"{np.mean(theirs.argmax(-1) == log_probs.argmax(-1)):.3%}",
+            "regime changes": f"{changed.mean():.3%}",
+        }
+        for index, regime in enumerate(REGIMES):
+            where = regimes == index
+            if where.any():
+                column[f"  of {regime}"] = f"{changed[where].mean():.2%} of {where.sum()}"
+        for sampler, those in written.items():
+            same = [
+                same_until(*pair)
+                for pair in zip(those, parting(model, texts, sampler), strict=True)
+            ]
+            whole = sum(s == len(t) for s, t in zip(same, those, strict=True))
+            column[f"{sampler}: tokens until they part, median"] = f"{np.median(same):.0f}"
+            column[f"{sampler}: texts that never part"] = f"{whole} of {len(same)}"
+        columns.append(column)
+    for key in columns[0]:
+        table.add_row(key, *(column[key] for column in columns))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
