@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object, replacing
-from entropix_jax.linear import Quantized, Weight, arranged, quantized
+from entropix_jax.linear import Columns, Quantized, Weight, arranged, quantized, whole
 from entropix_jax.params import Params, ParamSpec, param_specs
 from entropix_jax.precision import INT8
 
@@ -91,16 +91,14 @@ def load_params(
 
 
 def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
-    """Writes `folder/model.safetensors`, whole or not at all.
+    """Writes `folder/model.safetensors`, whole or not at all: float weights, however they lie.
 
     Raises:
         UserError: the file cannot be written.
     """
     specs = jax.tree.leaves(param_specs(config))
-    tensors = {
-        spec.name: np.asarray(array)
-        for spec, array in zip(specs, jax.tree.leaves(params), strict=True)
-    }
+    weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns))
+    tensors = {spec.name: whole(weight) for spec, weight in zip(specs, weights, strict=True)}
     path = folder / SINGLE_FILE
     with replacing(path) as temporary:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -80,6 +81,12 @@ def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
     number = -(-weight.shape[1] // most)
     bounds = [weight.shape[1] * i // number for i in range(number + 1)]
     return Columns(tuple(weight[:, start:end] for start, end in pairwise(bounds)))
+
+
+def whole(weight: jax.Array | Columns) -> np.ndarray:
+    """A matrix as a checkpoint has it."""
+    blocks = weight.blocks if isinstance(weight, Columns) else (weight,)
+    return np.concatenate([np.asarray(block) for block in blocks], axis=-1)
 
 
 def linear(x: jax.Array, weight: Weight) -> jax.Array:

@@ -162,11 +162,16 @@ class Benchmark:
         compiling = ours.compiling(1, self.args.context[0], 128)
         runs = [compiling() for _ in range(1 + self.args.repeats)]
         for name, some in (("cold", runs[:1]), ("from the cache", runs[1:])):
-            row = {"kind": "compile", "engine": name, **figures([sum(x.values()) for x in some])}
-            row |= {f"of the {part}": some[0][part] for part in some[0]}
+            totals = [run["step"] + run["prefill"] for run in some]
+            row = {"kind": "compile", "engine": name, **figures(totals), "parts": some[0]}
             self.rows.append(row)
             self.console.print(_line(row))
         jax.config.update("jax_enable_compilation_cache", False)
+        parts = ("step", "prefill")
+        taken = {part: int(runs[0][f"bytes of the {part}"]) for part in parts}
+        self.machine["temporary_bytes"] = taken
+        of = ", ".join(f"{taken[part] / 1e6:.0f} MB for a {part}" for part in parts)
+        self.console.print(f"beside weights, cache and state: {of}")
 
 
 def _line(row: dict[str, Any]) -> str:

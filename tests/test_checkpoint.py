@@ -146,6 +146,8 @@ def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
     assert [block.shape for block in down.blocks] == [(32, 1366), (32, 1367), (32, 1367)]
     chex.assert_trees_all_equal(jnp.concatenate(down.blocks, axis=1), params.layers[0].down)
     chex.assert_trees_all_equal(loaded.layers[0].up, params.layers[0].up)
+    save_params(tmp_path, loaded, config)
+    assert_same(load_params(tmp_path, config, "bfloat16"), params)
 
 
 def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -1,5 +1,6 @@
 """This package's own steps: decoding, prompts, the sampler by itself, compiling."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,38 +201,30 @@ class Ours:
         return lambda: seconds_of(lambda: multiply(matrices))
 
     def compiling(self, batch: int, context: int, prompt: int) -> Callable[[], dict[str, float]]:
-        """A function that traces, lowers and compiles a step and a prompt's reading."""
+        """A function that traces, lowers and compiles a step and a prompt's reading, and gives the
+        seconds of each, and the bytes that each takes for the time of its run."""
         state, _ = fresh_state(self.config, self.precision, batch, context, 2048)
         sampler = sampler_params("entropix", self.config, batch)
         tokens, count = jnp.zeros((batch, prompt), jnp.int32), jnp.zeros(batch, jnp.int32)
+        shapes = {"config": self.config, "window": _LEAST_WINDOW}
+        steps = {"max_steps": MAX_STEPS, "recording": Recording()}
+        lowerings = {
+            "step": lambda: decode.lower(
+                self.params, sampler, _NOBODY, state, jnp.int32(1), **shapes, **steps
+            ),
+            "prefill": lambda: prefill.lower(self.params, state, tokens, count, **shapes),
+        }
 
         def seconds() -> dict[str, float]:
             jax.clear_caches()
-            step = seconds_of(
-                lambda: (
-                    decode.lower(
-                        self.params,
-                        sampler,
-                        _NOBODY,
-                        state,
-                        jnp.int32(1),
-                        config=self.config,
-                        window=_LEAST_WINDOW,
-                        max_steps=MAX_STEPS,
-                        recording=Recording(),
-                    ).compile()
-                    and ()
-                )
-            )
-            read = seconds_of(
-                lambda: (
-                    prefill.lower(
-                        self.params, state, tokens, count, config=self.config, window=_LEAST_WINDOW
-                    ).compile()
-                    and ()
-                )
-            )
-            return {"step": step, "prefill": read}
+            figures: dict[str, float] = {}
+            for name, lower in lowerings.items():
+                started = time.perf_counter()
+                program = lower().compile()
+                figures[name] = time.perf_counter() - started
+                memory = program.memory_analysis()
+                figures[f"bytes of the {name}"] = memory.temp_size_in_bytes
+            return figures
 
         return seconds
 

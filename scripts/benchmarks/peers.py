@@ -354,3 +354,4 @@ def _write_gguf(config: ModelConfig, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    os.sync()  # else the disk is busy with it while the clock runs

@@ -32,6 +32,7 @@ def write_random_model(ours: Ours, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_config(ours.config, folder)
     save_params(folder, ours.params, ours.config)
+    os.sync()  # else the disk is busy with it while the clock runs
 
 
 def loading(config: ModelConfig, folder: Path) -> dict[str, Timed]:
