@@ -1,6 +1,5 @@
 """What goes into a run and what comes out of it: requests, rows, and the events between."""
 
-import importlib
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -121,14 +120,14 @@ class Rows(list[Row]):
         Raises:
             UserError: as `save_trace`.
         """
-        # By its name: a page imports the package, and the package exports this class.
-        page = importlib.import_module("entropix_jax.report.page")
+        from entropix_jax.report.page import check_report, write_report
+
         path = Path(path)
-        page.check_report(path)
+        check_report(path)
         with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
             trace = Path(folder) / f"{path.stem}.jsonl"
             self.save_trace(trace)
-            page.write_report(trace, path)
+            write_report(trace, path)
 
     def __repr__(self) -> str:
         shown = [*map(repr, self[:_REPR_ROWS])]

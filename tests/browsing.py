@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ class Watched:
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", timeout=60_000)
         return self.page
+
+    def timed(self) -> Callable[[], float]:
+        """The seconds that the page's own thread is at work from here on: what a quiet machine's
+        clock would say, whoever else is at work on this one."""
+        session = self.context.new_cdp_session(self.page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+        def busy() -> float:
+            metrics = session.send("Performance.getMetrics")["metrics"]
+            return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
+
+        return busy
 
 
 def frames(page: Any) -> None:
@@ -57,6 +70,12 @@ def nothing_is_cut_off(page: Any, width: int) -> None:
         }).map((node) => node.outerHTML.slice(0, 120))"""
     )
     assert wide == []
+
+
+def all_in_sight(page: Any, selector: str) -> None:
+    """What may scroll sideways where there is little room has room enough."""
+    inner, outer = page.locator(selector).evaluate("(node) => [node.scrollWidth, node.clientWidth]")
+    assert inner <= outer
 
 
 def texts_stand_out(page: Any, selector: str) -> None:

@@ -151,6 +151,14 @@ def test_nothing_in_it_is_anything_but_text() -> None:
     assert "@import" not in style()
 
 
+def test_dollars_are_no_formulas() -> None:
+    """Notebooks set what stands between dollar signs as formulas, in HTML too, but not here:
+    MathJax 3 and 2 look for these classes."""
+    rows = Rows([row_of(told("$x^2$"))], {"prompt": "$y$"})
+    (classes,) = re.findall(r'^<div class="([^"]*)">', rows._repr_html_())
+    assert {"mathjax_ignore", "tex2jax_ignore"} <= set(classes.split())
+
+
 def test_the_table_of_shares() -> None:
     row = row_of(
         *[told("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, told("b", "mid", entropy=2.0)

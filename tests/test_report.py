@@ -246,6 +246,14 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
     ),
     "a footer without rows": ([header(), without(footer([]), "rows")], "a footer without 'rows'"),
     "a row of a wrong form": ([header(), footer([], rows=[3])], "'rows' must hold an object"),
+    "an end of a wrong type": (
+        [header(), token(3), bad_footer(finish_reason=["eos"])],
+        "line 3: 'finish_reason' is not text",
+    ),
+    "an error of a wrong type": (
+        [header(), token(3), bad_footer(error=3)],
+        "line 3: 'error' is not text",
+    ),
     "a time of a wrong type": (
         [header(), footer([], timings={"total": "long"})],
         "line 2: 'total' of 'timings' is not a number",
@@ -338,6 +346,16 @@ def test_bad_paths(
     assert line.startswith("error: ")
     assert message in line
     assert whole.read_bytes() == before
+
+
+def test_a_pipe_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an input is, its beginning says, which a pipe gives once: it is not waited for."""
+    pipe, output = tmp_path / "pipe", tmp_path / "page.html"
+    os.mkfifo(pipe)
+    for inputs in ([str(pipe)], [str(pipe), str(pipe)]):
+        assert command.main([*inputs, "--output", str(output)]) == 2
+        assert capsys.readouterr().err == f"error: {pipe}: not a regular file: save it in one\n"
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("there", [False, True])

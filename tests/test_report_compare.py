@@ -303,6 +303,23 @@ def test_how_it_looks(
     texts_stand_out(page, ".side-badge, #sides .what, .side .about, .text .token.common, .parting")
 
 
+def test_long_runs_open_in_time(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """Two seconds for three runs of a thousand tokens, pictures included."""
+    paths = [
+        trace_at(tmp_path / f"{i}.jsonl", run_of(1000), sampler=name)
+        for i, name in enumerate(("greedy", "temperature", "<b>entropix &lt; 1</b>"))
+    ]
+    output = tmp_path / "page.html"
+    assert report(*paths, "--output", output) == 0
+    one = watched()
+    busy = one.timed()
+    page = one.open(output)
+    assert 0 < busy() < 2
+    assert page.locator("#texts .token").count() == 3 * len(run_of(1000))
+    legend = page.locator("#series .legendtext").all_text_contents()
+    assert legend == ["A greedy", "B temperature", "C <b>entropix &lt; 1</b>"]
+
+
 def test_texts_of_one_trace(watched: Callable[..., Watched], tmp_path: Path) -> None:
     """Those of several rows, of which one has nothing, and one ends where it would part."""
     rows = [run_of(12, 0), run_of(8, 1), [token(3, row=2, text="!")]]

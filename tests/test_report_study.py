@@ -19,7 +19,7 @@ from entropix_jax.report import study as report_study
 from entropix_jax.report.study import study_page
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.studies import figures
-from tests.browsing import Watched, frames, nothing_is_cut_off, texts_stand_out
+from tests.browsing import Watched, all_in_sight, frames, nothing_is_cut_off, texts_stand_out
 from tests.test_report import NASTY, Parsed, unpacked
 from tests.test_report_compare import refused, report
 
@@ -108,6 +108,12 @@ def change(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
+def change_findings(folder: Path, work: Callable[[Json], object]) -> None:
+    found = findings_of(folder)
+    work(found)
+    (folder / "findings.json").write_text(json.dumps(found))
+
+
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no study.json": (lambda f: (f / "study.json").unlink(), "no study.json: not the folder of"),
     "no findings": (
@@ -149,6 +155,36 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown regime": (
         lambda f: change(f / "findings.json", '"regimes": {"lelv"', '"regimes": {"none"'),
         'findings.json: settings[0].regimes: no regime "none"',
+    ),
+    "a description of a wrong type": (
+        lambda f: change(f / "study.json", '"description": ', '"description": 5, "other": '),
+        "study.json: description is not text",
+    ),
+    "a score missing": (
+        lambda f: change_findings(f, lambda found: found["settings"][1].update(line=None)),
+        "findings.json: settings[1].line: null, where other settings have one",
+    ),
+    "a task's score missing": (
+        lambda f: change_findings(f, lambda found: found["settings"][1]["line"]["by_task"].pop()),
+        "findings.json: settings[1].line.by_task: not one for each of the tasks",
+    ),
+    "votes of other sizes": (
+        lambda f: change_findings(f, lambda found: found["settings"][1]["line"]["votes"].pop()),
+        "findings.json: settings[1].line.votes: not as those of settings[0]",
+    ),
+    "a predictor of a wrong type": (
+        lambda f: change_findings(
+            f, lambda found: found["predictors"][0]["auroc"].update(perplexity=0.5)
+        ),
+        "findings.json: predictors[0].auroc.perplexity is not an object",
+    ),
+    "another predictor": (
+        lambda f: change_findings(f, lambda found: found["predictors"][1]["auroc"].popitem()),
+        "findings.json: predictors[1].auroc: not of the same measures as predictors[0]",
+    ),
+    "a bin without bounds": (
+        lambda f: change_findings(f, lambda found: found["reliability"][0]["bins"][0].pop("low")),
+        "findings.json: reliability[0].bins[0].low is missing",
     ),
     "parameters of another study": (
         lambda f: change(f / "study.json", '"greedy": {', '"other": {'),
@@ -194,8 +230,10 @@ def test_a_study_stands_alone(
     assert f"line 1: a row of a study: give its folder, {folder}" in line
     assert "not a trace, a batch's output" in refused(capsys, tmp_path, folder / "results.csv")
     output = tmp_path / "page.html"
-    assert report(folder / "study.json", "--output", output) == 0  # its folder is meant
-    assert output.read_text("utf-8") == study_page(folder)
+    for name in ("study.json", "findings.json"):
+        assert report(folder / name, "--output", output) == 0  # its folder is meant
+        assert output.read_text("utf-8") == study_page(folder)
+        output.unlink()
 
 
 def test_texts_are_left_out_where_they_are_too_much(
@@ -271,10 +309,11 @@ def test_the_table_has_the_studys_figures(page: Any, folder: Path) -> None:
         line, cells = one["line"], shown[one["name"]]
         assert cells["score"] == line["score"]["value"]
         assert cells["forwards"] == line["forwards"]
-        assert [cells["task-0"], cells["task-1"]] == line["by_task"]
         if line["over_baseline"]:
             assert cells["over-baseline"] == line["over_baseline"]["value"]
     for view, key, value in (
+        ("tasks", "task-0", lambda one: one["line"]["by_task"][0]),
+        ("tasks", "task-1", lambda one: one["line"]["by_task"][1]),
         ("regimes", "mid", lambda one: one["regimes"]["mid"] / one["tokens"]),
         ("actions", "sample", lambda one: one["actions"].get("sample", 0) / one["tokens"]),
         ("texts", "perplexity", lambda one: one["perplexity"]),
@@ -405,10 +444,13 @@ def test_how_it_looks(
 
 
 def test_the_committed_study_in_a_browser(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """Votes, tuning and eighteen settings; no answers."""
+    """Votes, tuning and eighteen settings; no answers. It opens in two seconds."""
     output = tmp_path / "page.html"
     assert report(COMMITTED, "--output", output) == 0
-    page = watched().open(output)
+    one = watched()
+    busy = one.timed()
+    page = one.open(output)
+    assert 0 < busy() < 2
     found = findings_of(COMMITTED)
     assert page.locator("#tuned tr").count() == len(found["tuned"])
     curve = page.evaluate("document.getElementById('costs').data[1].y")
@@ -417,8 +459,24 @@ def test_the_committed_study_in_a_browser(watched: Callable[..., Watched], tmp_p
     page.locator("#view").select_option(label="self-consistency")
     shown = table(page, "settings")[found["baseline"]]
     assert shown["vote-5"] == base["line"]["votes"][-1]["score"]["value"]
+    all_in_sight(page, "#settings .scroll")
     page.locator("#items .link").first.click()
     assert "The answers are not here" in page.locator("#opened").inner_text()
+
+
+def test_names_beside_a_picture_are_not_cut_off(
+    watched: Callable[..., Watched], tmp_path: Path
+) -> None:
+    output = tmp_path / "page.html"
+    assert report(COMMITTED, "--output", output) == 0
+    for width in (400, 1440):
+        page = watched(width).open(output)
+        lefts = page.evaluate(
+            """[...document.querySelectorAll("#intervals .ytick text")].map((node) =>
+                node.getBoundingClientRect().left)"""
+        )
+        assert len(lefts) == 18
+        assert min(lefts) >= page.locator("#intervals").bounding_box()["x"]
 
 
 def test_what_a_value_does(watched: Callable[..., Watched], copied: Path, tmp_path: Path) -> None:

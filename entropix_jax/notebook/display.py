@@ -27,7 +27,6 @@ _FUTURE = 60  # characters of a branch in a hint
 # Where notebooks say that they are dark: Jupyter, VS Code, Colab.
 _DARK = ('[data-jp-theme-light="false"]', ".vscode-dark", 'html[theme="dark"]')
 _COLOUR = re.compile(rf"--(?:{'|'.join(REGIMES)})(?:-fill)?: [^;]+;")
-_TOKEN_RULE = re.compile(r"^\.token(?!\.(?:faded|selected|pinned))[^{}]*\{[^}]*\}", re.M)
 _MARKS = {
     "token injected": ("thought", "injected by the sampler"),
     "token branched": ("branch", "the best of several futures"),
@@ -82,11 +81,12 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
 @functools.cache
 def style() -> str:
     """The style sheet. The regimes' colours and lines are those of the pages."""
-    page = (files("entropix_jax.report") / "static" / "page.css").read_text("utf-8")
+    static = files("entropix_jax.report") / "static"
+    page, tokens = ((static / name).read_text("utf-8") for name in ("page.css", "tokens.css"))
     light, dark = (" ".join(_COLOUR.findall(part)) for part in page.split(":root {")[1:3])
     rules = [
         ", ".join(f".entropix-jax {selector}" for selector in head.split(", ")) + "{" + body
-        for head, _, body in (rule.partition("{") for rule in _TOKEN_RULE.findall(page))
+        for head, _, body in (rule.partition("{") for rule in tokens.splitlines()[1:])
     ]
     themes = ", ".join(f"{theme} .entropix-jax" for theme in _DARK)
     own = (files("entropix_jax.notebook") / "rows.css").read_text("utf-8")

@@ -9,6 +9,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.report.page import run_page
 
 _NONE = "not a trace, a batch's output or a study's folder"
+_OF_A_STUDY = ("study.json", "findings.json")
 _PEEKED = 2**20  # bytes of a first line: a record's own fields stand at its beginning
 
 
@@ -49,24 +50,20 @@ def _kind(path: Path) -> str:
         return "study"
     first = _first_line(path)
     record = _object(first)
-    if record is None:
-        # Half a line is for its reader to refuse.
-        if first.startswith(b'{"type"'):
-            return "trace"
-        if first.startswith(b'{"id"'):
-            return "batch"
-        if path.name == "study.json":
-            return "study"
-        raise UserError(f"{path}: line 1: not JSON: {_NONE}")
-    if "type" in record:
+    # Half a line is for its reader to refuse.
+    if first.startswith(b'{"type"') if record is None else "type" in record:
         return "trace"
-    if {"id", "line", "digest"} <= record.keys():
+    if first.startswith(b'{"id"') if record is None else {"id", "line", "digest"} <= record.keys():
         return "batch"
-    raise UserError(f"{path}: line 1: {_NONE}")
+    if path.name in _OF_A_STUDY:
+        return "study"
+    raise UserError(f"{path}: line 1: {'not JSON: ' if record is None else ''}{_NONE}")
 
 
 def _first_line(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a regular file: save it in one")
         with path.open("rb") as file:
             first = file.readline(_PEEKED)
     except FileNotFoundError:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jinja2
 
-from entropix_jax import __version__
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_writable, replacing
 from entropix_jax.report.embedding import digest, packed, plotly_source, script, style
 from entropix_jax.report.reading import TraceReader
+from entropix_jax.version import __version__
 
 # As in `sampler.params` and `sampler.settings`, which need JAX. A test compares them.
 BOXES = ("lelv", "helv", "lehv", "hehv")
@@ -28,8 +28,8 @@ _ENDS = {
     "interrupt": "an interrupt",
 }
 _STYLES = {
-    "run": ["page"],
-    "compare": ["page", "compare"],
+    "run": ["tokens", "page"],
+    "compare": ["tokens", "page", "compare"],
     "batch": ["page", "tables"],
     "study": ["page", "compare", "tables"],
 }

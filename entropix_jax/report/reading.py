@@ -41,6 +41,7 @@ _TOKEN: dict[str, Any] = {
 }
 _FOOTER = {"rows": list, "timings": dict}
 _ROW = {"row": int, "text": str, "tokens": int, "forwards": int}
+_ENDED = ("finish_reason", "error")  # of a row, where there is something to tell
 KINDS = {int: "an integer", str: "text", dict: "an object", list: "a list", bool: "true or false"}
 
 
@@ -195,6 +196,8 @@ class TraceReader:
             if not isinstance(row, dict):
                 self._refuse("'rows' must hold an object for each row")
             self._check_fields(row, _ROW)
+            told = {name: str for name in _ENDED if row.get(name) is not None}
+            self._check_fields(row, told)
             found = self.tokens.get(row["row"], 0)
             if row["tokens"] != found:
                 self._refuse(

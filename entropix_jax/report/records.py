@@ -90,6 +90,13 @@ class RecordReader:
         if path.is_file():
             self._sidecar = parse_sidecar(read_bytes(path), str(path))
         identity = self._sidecar.get("identity", {})
+        for place, value, kind in (
+            ("identity.sampler", identity.get("sampler", {}), dict),
+            ("earlier", self._sidecar.get("earlier", []), list),
+            *((f"samplers.{k}", v, str) for k, v in self._sidecar.get("samplers", {}).items()),
+        ):
+            if not is_kind(value, kind):
+                raise UserError(f"{path}: {place} is not {KINDS[kind]}")
         names = ("model", "input", "seed", "max_new_tokens", "context", "version")
         return {
             "name": self._path.name,
@@ -180,6 +187,8 @@ class RecordReader:
             self._check_field(record, "id", str)
         self._check_field(record, "line", int)
         self._check_field(record, "digest", str)
+        if record.get("finish_reason") is not None:
+            self._check_field(record, "finish_reason", str)
         if "text" not in record:
             self._check_field(record, "error", str)
             return
@@ -190,9 +199,11 @@ class RecordReader:
         for name in ("regimes", "actions", "timings"):
             for key in record[name]:
                 self._check_field(record[name], key, NUMBER if name == "timings" else int)
-        for name in ("finish_reason", "error", "sampler_digest"):
+        for name in ("error", "sampler_digest"):
             if record.get(name) is not None:
                 self._check_field(record, name, str)
+        if "token_ids" in record:
+            self._check_field(record, "token_ids", list)
         for name in ("mean_entropy", "mean_varentropy"):
             if name in record:
                 self._check_field(record, name, NUMBER)

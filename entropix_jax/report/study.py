@@ -33,6 +33,7 @@ class _Maybe:
 
 _INTERVAL = {"value": _Maybe(NUMBER), "low": _Maybe(NUMBER), "high": _Maybe(NUMBER)}
 _DIFFERENCE = _Maybe(_INTERVAL | {"verdict": str})
+_BIN = dict.fromkeys(("low", "high", "mean", "right"), NUMBER) | {"number": int}
 _COUNTS = ("tokens", "rows", "positions", "errors", "retracted")
 _SHAPE = {
     "tasks": [str],
@@ -61,7 +62,7 @@ _SHAPE = {
         }
     ],
     "predictors": [{"setting": str, "task": str, "auroc": dict}],
-    "reliability": [{"setting": str, "bins": [dict]}],
+    "reliability": [{"setting": str, "bins": [_BIN]}],
     "truth": [{"regime": str, "true_entropy": NUMBER, "model_entropy": NUMBER}],
     "tuned": [{"sampler": str, "candidates": int, "score": NUMBER, "values": dict}],
 }
@@ -123,6 +124,8 @@ def _about(folder: Path) -> dict[str, Any]:
         )
     about = _object(path)
     _fit(about, {"settings": dict}, path, "")
+    if about.get("description") is not None:
+        _fit(about, {"description": str}, path, "")
     for name, one in about["settings"].items():
         _fit(one, {"sampler": str, "parameters": dict}, path, f"settings.{name}")
     return about
@@ -148,7 +151,29 @@ def _findings(folder: Path) -> dict[str, Any]:
         _fit(one["regimes"], dict.fromkeys(one["regimes"], int), path, f"{where}.regimes")
         if unknown := sorted(one["regimes"].keys() - set(REGIMES)):
             raise UserError(f"{path}: {where}.regimes: no regime {json.dumps(unknown[0])}")
+    _agree(findings, path)
     return findings
+
+
+def _agree(findings: Mapping[str, Any], path: Path) -> None:
+    """Refuses figures that are not of the same things in all settings."""
+    lines = [one["line"] for one in findings["settings"]]
+    for number, line in enumerate(lines):
+        where = f"{path}: settings[{number}].line"
+        if line is None:
+            if any(lines):
+                raise UserError(f"{where}: null, where other settings have one")
+            continue
+        if len(line["by_task"]) != len(findings["tasks"]):
+            raise UserError(f"{where}.by_task: not one for each of the tasks")
+        sizes = [[vote["samples"] for vote in one["votes"]] for one in (lines[0] or line, line)]
+        if sizes[0] != sizes[1]:
+            raise UserError(f"{where}.votes: not as those of settings[0]")
+    for number, one in enumerate(findings["predictors"]):
+        where, auroc = f"predictors[{number}].auroc", one["auroc"]
+        _fit(auroc, dict.fromkeys(auroc, _INTERVAL), path, where)
+        if auroc.keys() != findings["predictors"][0]["auroc"].keys():
+            raise UserError(f"{path}: {where}: not of the same measures as predictors[0]")
 
 
 def _object(path: Path) -> dict[str, Any]:

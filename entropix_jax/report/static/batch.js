@@ -47,7 +47,10 @@ function columns(records) {
 
 function groupsOf(rows) {
   const groups = new Map();
-  for (const row of rows) if (row.text != null) groups.set(row.sampler, [...(groups.get(row.sampler) ?? []), row]);
+  for (const row of rows) if (row.text != null) {
+    if (!groups.has(row.sampler)) groups.set(row.sampler, []);
+    groups.get(row.sampler).push(row);
+  }
   return groups;
 }
 

@@ -40,8 +40,8 @@ export function drawIntervals(box, settings, { title, of, difference }, open) {
     height: 90 + 26 * Math.max(there.length, 3),
     hovermode: "closest",
     dragmode: false,
-    xaxis: axis(look, title, { zeroline: Boolean(difference), zerolinecolor: look.colour("text"), zerolinewidth: 1 }),
-    yaxis: axis(look, "", { tickvals: there.map((_, i) => i), ticktext: names, range: [there.length - 0.5, -0.5], zeroline: false, fixedrange: true }),
+    xaxis: axis(look, escapeMarkup(title), { zeroline: Boolean(difference), zerolinecolor: look.colour("text"), zerolinewidth: 1 }),
+    yaxis: axis(look, "", { tickvals: there.map((_, i) => i), ticktext: names, range: [there.length - 0.5, -0.5], zeroline: false, fixedrange: true, automargin: true }),
   }), buttons());
   onClick(box, ({ points: [point] }) => open(there[point.pointIndex]));
 }
@@ -120,7 +120,7 @@ export function drawPredictors(box, predictors, numberOf) {
       type: "scatter", mode: "markers", name: escapeMarkup(setting),
       x: found.map((one) => one.value), y: names.map((_, k) => k + (i - (predictors.length - 1) / 2) * step),
       ...errors(found, "x"),
-      text: names.map((name, k) => `${escapeMarkup(setting)}, ${NAMES[name] ?? name}<br>${found[k].value?.toFixed(3)} [${found[k].low?.toFixed(3)}, ${found[k].high?.toFixed(3)}]`), hovertemplate: "%{text}<extra></extra>",
+      text: names.map((name, k) => `${escapeMarkup(setting)}, ${NAMES[name] ?? escapeMarkup(name)}<br>${found[k].value?.toFixed(3)} [${found[k].low?.toFixed(3)}, ${found[k].high?.toFixed(3)}]`), hovertemplate: "%{text}<extra></extra>",
       marker: { size: 10, symbol: shapeOf(numberOf(setting)), color: colourOf(numberOf(setting), look) },
     };
     group.error_x.color = group.marker.color;
@@ -129,7 +129,7 @@ export function drawPredictors(box, predictors, numberOf) {
   Plotly.react(box, groups, layout(look, {
     margin: { l: 124, r: 14, t: 44, b: 46 }, height: 130 + 46 * names.length, hovermode: "closest", dragmode: false, showlegend: true, legend: below,
     xaxis: axis(look, "area under the ROC curve", { range: [0, 1.03], zeroline: false }),
-    yaxis: axis(look, "", { tickvals: names.map((_, k) => k), ticktext: names.map((name) => NAMES[name] ?? name), range: [names.length - 0.5, -0.5], zeroline: false, fixedrange: true }),
+    yaxis: axis(look, "", { tickvals: names.map((_, k) => k), ticktext: names.map((name) => NAMES[name] ?? escapeMarkup(name)), range: [names.length - 0.5, -0.5], zeroline: false, fixedrange: true }),
     shapes: [{ type: "line", x0: 0.5, x1: 0.5, yref: "paper", y0: 0, y1: 1, line: { color: look.colour("text"), width: 1, dash: "dot" } }],
   }), buttons());
 }
@@ -149,7 +149,7 @@ export function drawReliability(box, reliability, numberOf) {
 
 export function drawTruth(truth) {
   const look = theme();
-  const bars = (name, field, color, shape) => ({ type: "bar", name, x: truth.map((one) => one.regime.toUpperCase()), y: truth.map((one) => one[field]), marker: { color: look.colour(color), pattern: { fillmode: "overlay", shape, fgcolor: look.colour("panel"), solidity: 0.3 } }, hovertemplate: "%{x}: %{y:.3f} bits<extra>%{fullData.name}</extra>" });
+  const bars = (name, field, color, shape) => ({ type: "bar", name, x: truth.map((one) => escapeMarkup(one.regime.toUpperCase())), y: truth.map((one) => one[field]), marker: { color: look.colour(color), pattern: { fillmode: "overlay", shape, fgcolor: look.colour("panel"), solidity: 0.3 } }, hovertemplate: "%{x}: %{y:.3f} bits<extra>%{fullData.name}</extra>" });
   Plotly.react(byId("truth"), [bars("true", "true_entropy", "muted", "/"), bars("the model's", "model_entropy", "side-0", "")], layout(look, {
     margin: { l: 52, r: 14, t: 44, b: 40 }, height: 320, barmode: "group", dragmode: false, showlegend: true, legend: below,
     xaxis: axis(look, ""), yaxis: axis(look, "mean entropy, bits"),

@@ -1,13 +1,13 @@
 // The pictures of a comparison: one line, and one kind of point, for each side.
 
 import { byId, onceAFrame } from "./dom.js";
-import { axis, boxShape, config, cursorAt, hoverText, layout, rangesOf, theme } from "./plotting.js";
+import { axis, boxShape, config, cursorAt, escapeMarkup, hoverText, layout, rangesOf, theme } from "./plotting.js";
 
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const SYMBOLS = ["circle", "diamond", "square", "cross", "x", "triangle-up", "star", "hexagon"];
 
 const colourOf = (side, look) => look.colour(`side-${side.number % 8}`);
-const titleOf = (side) => `${side.name} ${side.facts.sampler}`.replaceAll("<", "&lt;");
+const titleOf = (side) => escapeMarkup(`${side.name} ${side.facts.sampler}`);
 
 export function showOverlay(group) {
   const box = byId("series");

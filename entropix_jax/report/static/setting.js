@@ -22,6 +22,9 @@ function shares(title, counts, all) {
 
 const shown = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
+// A key may go on in the next line after a dot or a low line, rather than anywhere.
+const breakable = (key) => key.split(/(?<=[._])/).flatMap((part) => [part, element("wbr")]);
+
 function parameters(one, study, settings) {
   const base = settings.find((other) => other.name === study.baseline) ?? one;
   const keys = [...new Set([...Object.keys(one.parameters), ...Object.keys(base.parameters)])].sort();
@@ -30,7 +33,7 @@ function parameters(one, study, settings) {
   const only = element("input", { type: "checkbox", id: "only-differing" });
   const body = element("tbody", { id: "parameters" });
   const fill = () => body.replaceChildren(...keys.filter((key) => key.includes(search.value.trim()) && (!only.checked || differs(key))).map((key) =>
-    element("tr", { "data-key": key, class: differs(key) ? "differs" : "" }, element("th", { scope: "row" }, key),
+    element("tr", { "data-key": key, class: differs(key) ? "differs" : "" }, element("th", { scope: "row" }, ...breakable(key)),
       element("td", {}, shown(one.parameters[key]), differs(key) ? element("span", { class: "muted" }, ` (${study.baseline}: ${shown(base.parameters[key])})`) : null))));
   search.addEventListener("input", fill);
   only.addEventListener("change", fill);

@@ -36,7 +36,7 @@ export function viewsOf(study, facts) {
     const gap = (key, title, of) => (settings.some((one) => of(one.line)) ? [{ key, title, numeric: true, value: (one) => of(one.line)?.value ?? null, cell: (one) => difference(of(one.line)) }] : []);
     views.push({
       name: "scores",
-      about: "Scores are means over tasks, of means over items, of means over seeds. Forwards are token positions evaluated for an answer beyond its prompt. ▲ and ▼: the interval of a difference leaves out 0.",
+      about: "Scores are means over tasks, of means over items, of means over seeds. Forwards are token positions evaluated for an answer beyond its prompt. ▲ and ▼: the interval of a difference leaves out 0; =: it does not.",
       columns: [
         name,
         { key: "score", title: "score [95 %]", numeric: true, value: (one) => one.line.score.value, cell: (one) => interval(one.line.score) },
@@ -44,9 +44,15 @@ export function viewsOf(study, facts) {
         ...gap("over-baseline", `over ${baseline}`, (line) => line.over_baseline),
         ...gap("at-equal", "at equal forwards", (line) => line.at_equal_forwards),
         ...gap("over-base", "over what it changes", (line) => line.over_base),
-        ...(tasks.length > 1 ? tasks.map((task, i) => figure(`task-${i}`, task, (one) => one.line.by_task[i], three)) : []),
       ],
     });
+    if (tasks.length > 1) {
+      views.push({
+        name: "tasks",
+        about: "Scores by task, and their mean.",
+        columns: [name, figure("score", "mean", (one) => one.line.score.value, three), ...tasks.map((task, i) => figure(`task-${i}`, task, (one) => one.line.by_task[i], three))],
+      });
+    }
     const sizes = settings[0].line.votes.map((vote) => vote.samples);
     if (sizes.length > 1) {
       views.push({
