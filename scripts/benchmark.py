@@ -20,6 +20,7 @@ watches the anonymous memory that it holds. Without --model it is the embedded m
 import argparse
 import gc
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,7 @@ class Benchmark:
             steps = max(2, args.steps // max(1, batch // 4))
             contestants = engines(batch, context, steps)
             contestants |= beside(lambda peer: peer.decode(batch, context, steps))  # noqa: B023
-            if batch > 1:
+            if batch > 1 and ours.precision.weights == ours.precision.activations:
                 contestants["products alone"] = ours.products(batch)
             what = {"weights": weights, "batch": batch, "context": context}
             self.measure(kind, contestants, batch, step_floor(batch, context), **what)
@@ -151,6 +152,7 @@ class Benchmark:
             write_random_model(ours, folder)
             size = sum(x.nbytes for x in jax.tree.leaves(ours.params))
             self.measure("load", loading(ours.config, folder), size, None, bytes=size)
+            shutil.rmtree(folder)
         if "compile" in args.only:
             self.compiling(ours, scratch)
 
