@@ -85,7 +85,7 @@ def load_params(
             array = quantized(tensor.read(jnp.dtype(tensor.dtype), place))
         else:
             array = tensor.read(jnp.dtype(jnp.float32), place)
-        return arranged(array, activations) if activations and place is None else array
+        return arranged(array, activations) if activations is not None and place is None else array
 
     return jax.tree.unflatten(tree, map(weight, specs, places))
 
@@ -94,10 +94,12 @@ def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
     """Writes `folder/model.safetensors`, whole or not at all: float weights, however they lie.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: weights of 8 bits, which have no place there, or the file cannot be written.
     """
     specs = jax.tree.leaves(param_specs(config))
-    weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns))
+    weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns | Quantized))
+    if any(isinstance(weight, Quantized) for weight in weights):
+        raise UserError(f"{folder}: weights of 8 bits are not written: save those they came from")
     tensors = {spec.name: whole(weight) for spec, weight in zip(specs, weights, strict=True)}
     path = folder / SINGLE_FILE
     with replacing(path) as temporary:

@@ -85,8 +85,9 @@ def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
 
 def whole(weight: jax.Array | Columns) -> np.ndarray:
     """A matrix as a checkpoint has it."""
-    blocks = weight.blocks if isinstance(weight, Columns) else (weight,)
-    return np.concatenate([np.asarray(block) for block in blocks], axis=-1)
+    if isinstance(weight, Columns):
+        return np.concatenate([np.asarray(block) for block in weight.blocks], axis=1)
+    return np.asarray(weight)
 
 
 def linear(x: jax.Array, weight: Weight) -> jax.Array:

@@ -17,7 +17,7 @@ from entropix_jax.config import (
     load_model_config,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.params import Params
+from entropix_jax.params import Params, count_params
 from entropix_jax.precision import Precision, choose_precision
 from entropix_jax.resources import resource_folder
 from entropix_jax.sharding import Rules, rules_for
@@ -41,7 +41,7 @@ class LanguageModel:
     rules: Rules | None = None  # where it lies on a mesh; None: on the default device
 
     def __repr__(self) -> str:
-        number = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        number = count_params(self.config)
         weights = jnp.dtype(self.precision.weights).name
         return f"<LanguageModel {str(self.folder)!r}: {number:,} parameters, {weights}>"
 

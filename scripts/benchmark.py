@@ -39,7 +39,8 @@ from rich.table import Table
 
 KINDS = ("decode", "context", "prefill", "sampler", "capacity", "compile", "load")
 FULL, GREEDY = "entropix", "greedy"
-LARGE, SMALL = 16384, 256  # capacities that a step in a short text is compared in
+# A step in a short text is compared in caches of these sizes.
+USED, SMALL, LARGE = 128, 256, 16384
 
 
 class Benchmark:
@@ -129,6 +130,7 @@ class Benchmark:
             contestants |= beside(lambda peer: peer.prefill(1, tokens))  # noqa: B023
             floor = max(tokens * ours.token_flops(tokens // 2) / rate, step_floor(1, 0))
             self.measure("prefill", contestants, tokens, floor, weights=weights, context=tokens)
+            del contestants
         others.clear()
         gc.collect()
         if weights == args.weights[0]:
@@ -142,10 +144,12 @@ class Benchmark:
             self.measure("sampler", contestants, batch, None, batch=batch)
         if "capacity" in args.only:
             contestants = {
-                f"{capacity} slots": ours.decode(FULL, 1, args.context[0], capacity, args.steps)
+                f"{capacity} slots": ours.decode(
+                    FULL, 1, USED, capacity, min(args.steps, SMALL - USED)
+                )
                 for capacity in (SMALL, LARGE)
             }
-            self.measure("capacity", contestants, 1, None, batch=1, context=args.context[0])
+            self.measure("capacity", contestants, 1, None, batch=1, context=USED)
             del contestants
         if "load" in args.only and str(ours.precision.weights) == "bfloat16":
             folder = scratch / "random"
@@ -237,7 +241,13 @@ def main() -> None:
     on_cpu = jax.default_backend() == "cpu"
     both = ["bfloat16", "float32"]
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="what to measure")
-    parser.add_argument("--weights", nargs="+", default=both if on_cpu else both[:1])
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        choices=[*both, "int8"],
+        default=both if on_cpu else both[:1],
+        help="their types in memory; peers have none of 8 bits",
+    )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
     parser.add_argument(
         "--context",

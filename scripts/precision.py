@@ -4,14 +4,14 @@
 
 Reads texts with each type of weights, teacher-forced, and compares at every position: the
 Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely token, and the regime
-that the sampler `entropix` would be in. Then generates with each at the same seed, and counts the
-tokens until the first that differs. Without --text the model itself writes the text, at
-temperature 1; without --model it is the embedded model.
+that the sampler `entropix` would be in, its loop guard aside. Then generates with each at the same
+seed, and counts the tokens until the first that differs. Without --text the model itself writes the
+text, at temperature 1; without --model it is the embedded model.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from rich.table import Table
 from entropix_jax.cache import init_cache
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.metrics import measure
+from entropix_jax.metrics import apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
 from entropix_jax.preparation import sampler_params
@@ -44,15 +44,16 @@ def texts_of(model: LanguageModel, args: argparse.Namespace) -> np.ndarray:
             raise SystemExit(f"{args.text}: fewer than {ROW} tokens")
         return np.asarray(ids[: min(rows, max(args.tokens // ROW, 1)) * ROW]).reshape(-1, ROW)
     start = model.tokenizer.encode("The ", add_bos=True)
-    requests = [Request(start, str(i), ROW - len(start)) for i in range(args.tokens // ROW)]
+    requests = [Request(start, str(i), ROW - len(start)) for i in range(max(args.tokens // ROW, 1))]
     run = Generation(model, requests, "temperature", ignore_eos=True)
     for _ in run:
         pass
     return np.asarray([[*start, *(t.token_id for t in row.tokens)] for row in run.rows])
 
 
-def read(model: LanguageModel, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities float32 [rows, ROW, V], and the regimes int32 [rows, ROW]."""
+def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of one text after the other: log-probabilities float32 [ROW, V], and the regimes int32
+    [ROW]."""
     config = model.config
     one = sampler_params(model, load_sampler("entropix").calibrated(model.folder))
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROW, *x.shape)), one)
@@ -65,11 +66,25 @@ def read(model: LanguageModel, texts: np.ndarray) -> tuple[np.ndarray, np.ndarra
             weights, config, tokens[None], count, cache, window=ROW, every=True
         )
         log_probs = jax.nn.log_softmax(unembed(weights, hidden[0]), axis=-1)
-        metrics = measure(log_probs, stats, params.layer_weights)
+        heard = apply_noise_floor(log_probs, params.noise_epsilon)
+        metrics = measure(heard, stats, params.layer_weights)
         return log_probs, jax.vmap(classify)(metrics, params)
 
-    out: list[Any] = [row(model.params, jnp.asarray(text, jnp.int32)) for text in texts]
-    return np.stack([x for x, _ in out]), np.stack([x for _, x in out])
+    for text in texts:
+        log_probs, regimes = row(model.params, jnp.asarray(text, jnp.int32))
+        yield np.asarray(log_probs), np.asarray(regimes)
+
+
+def compare(exact: LanguageModel, model: LanguageModel, texts: np.ndarray) -> dict[str, np.ndarray]:
+    """At every position: the divergence, whether the likeliest token is the same, both regimes."""
+    rows = []
+    for (true, regimes), (theirs, their_regimes) in zip(
+        read(exact, texts), read(model, texts), strict=True
+    ):
+        kl = np.sum(np.exp(true) * (true - theirs), axis=-1, dtype=np.float64)
+        rows.append((kl, true.argmax(-1) == theirs.argmax(-1), regimes, their_regimes))
+    names = ("kl", "same", "regimes", "their_regimes")
+    return dict(zip(names, map(np.concatenate, zip(*rows, strict=True)), strict=True))
 
 
 def parting(model: LanguageModel, texts: np.ndarray, sampler: str) -> list[list[int]]:
@@ -102,21 +117,20 @@ def main() -> None:
     models = {name: load(args.model, name) for name in TYPES}
     exact = models["float32"]
     texts = texts_of(exact, args)
-    log_probs, regimes = read(exact, texts)
     written = {name: parting(exact, texts, name) for name in ("greedy", "entropix")}
     title = f"{exact.folder}: {texts.size} tokens, {len(texts)} texts"
     table = Table("against float32", "bfloat16", "int8", title=title)
     columns = []
     for name in TYPES[1:]:
         model = models[name]
-        theirs, their_regimes = read(model, texts)
-        kl = np.sum(np.exp(log_probs) * (log_probs - theirs), axis=-1, dtype=np.float64)
-        changed = their_regimes != regimes
+        found = compare(exact, model, texts)
+        kl, regimes = found["kl"], found["regimes"]
+        changed = found["their_regimes"] != regimes
         column = {
             "KL a token, mean, nats": f"{kl.mean():.2e}",
             "99th percentile": f"{np.quantile(kl, 0.99):.2e}",
             "largest": f"{kl.max():.2e}",
-            "same most likely token": f"{np.mean(theirs.argmax(-1) == log_probs.argmax(-1)):.3%}",
+            "same most likely token": f"{found['same'].mean():.3%}",
             "regime changes": f"{changed.mean():.3%}",
         }
         for index, regime in enumerate(REGIMES):

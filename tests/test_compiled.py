@@ -87,9 +87,10 @@ def instructions(text: str) -> list[tuple[str, str, str]]:
     for line in text.splitlines():
         if line and not line.startswith(" "):
             fused = "fused_computation" in line or "wrapped_" in line
-        match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = \(?(\w+\[[\d,]*\]).*? ([\w\-]+)\(", line)
-        if match and not fused:
-            found.append((match[1], match[2], match[3]))
+        match = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\(%", line)
+        if match and not fused:  # a tuple has several shapes
+            shapes = re.findall(r"\w+\[[\d,]*\]", match[2])
+            found += [(match[1], shape, match[3]) for shape in shapes]
     return found
 
 

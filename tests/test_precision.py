@@ -64,7 +64,7 @@ def test_narrow_weights_stay_close_to_float32(weights: str) -> None:
     changed = true.argmax(-1) != narrow.argmax(-1)
     rows = np.arange(len(true))[changed]
     gap = true[rows, true[rows].argmax(-1)] - true[rows, narrow[rows].argmax(-1)]
-    assert changed.mean() < 0.05
+    assert changed.mean() < 0.08
     assert gap.max(initial=0.0) < 0.2
 
 

@@ -13,7 +13,8 @@ def goals_of(machine: Row, rows: list[Row]) -> list[Row]:
     cpu = machine["platform"] == "cpu"
     goals: list[Row] = []
 
-    def find(kind: str, engine: str, **what: Any) -> Row | None:
+    def find(kind: str, engine: str, **what: Any) -> Any:
+        """A row, or None."""
         for row in rows:
             same = all(row.get(key) == value for key, value in what.items())
             if row["kind"] == kind and row["engine"] == engine and same:

@@ -118,7 +118,7 @@ class Ours:
             decode,
             config=self.config,
             window=window,
-            max_steps=MAX_STEPS,
+            max_steps=max(MAX_STEPS, steps),
             recording=Recording(),
         )
 
@@ -222,7 +222,7 @@ class Ours:
                 started = time.perf_counter()
                 program = lower().compile()
                 figures[name] = time.perf_counter() - started
-                memory = program.memory_analysis()
+                memory: Any = program.memory_analysis()
                 figures[f"bytes of the {name}"] = memory.temp_size_in_bytes
             return figures
 

@@ -4,6 +4,7 @@ Weights are random, and a context is filled with random keys and values where th
 neither changes what a step costs. llama.cpp reads a prompt instead, outside the clock.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ import numpy as np
 from benchmarks.shape import transformers_config
 from benchmarks.timing import Timed
 from entropix_jax.config import ModelConfig
+from entropix_jax.precision import INT8
 
 
 class Peer(Protocol):
@@ -40,7 +42,9 @@ def peers(
     gpt_fast: Path | None,
     entropix: Path | None,
 ) -> Iterator[Peer]:
-    """Those that are installed, or that a checkout was pointed to."""
+    """Those that are installed, or that a checkout was pointed to; none has weights of 8 bits."""
+    if weights == INT8:
+        return
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
         yield Transformers(config, weights)
         if _cuda():
@@ -69,7 +73,6 @@ class Transformers:
         with torch.device(self._device):
             model = transformers.LlamaForCausalLM._from_config(self._config, dtype=self._dtype)
         self._model = model.eval()
-        self._step = torch.compile(model, mode="reduce-overhead") if compiled else model
 
     def decode(self, batch: int, context: int, steps: int) -> Timed | None:
         from transformers import DynamicCache, StaticCache
@@ -77,7 +80,10 @@ class Transformers:
         torch, config = self._torch, self._config
         heads, size = config.num_key_value_heads, config.head_dim
         token = torch.zeros((batch, 1), dtype=torch.long, device=self._device)
+        step = self._model
         if self._compiled:
+            torch._dynamo.reset()  # else another shape before makes this one's sizes dynamic
+            step = torch.compile(step, mode="reduce-overhead", dynamic=False)
             cache: Any = StaticCache(config=config, max_cache_len=context + steps)
         else:
             cache = DynamicCache(config=config)
@@ -89,21 +95,17 @@ class Transformers:
                     )
                     for _ in range(2)
                 ]
-                places = torch.arange(context - 1, device=self._device)
-                cache.update(*slots, layer, {"cache_position": places})
+                cache.update(*slots, layer)
 
         def seconds() -> float:
+            if self._compiled:  # a static cache counts for itself where it is
+                for layer in cache.layers:
+                    layer.cumulative_length.fill_(context - 1)
             started = time.perf_counter()
             with torch.inference_mode():
-                for step in range(steps):
-                    place = torch.tensor([context - 1 + step], device=self._device)
-                    out = self._step(
-                        token,
-                        past_key_values=cache,
-                        use_cache=True,
-                        cache_position=place,
-                        position_ids=place[None].expand(batch, 1),
-                    )
+                for i in range(steps):
+                    place = torch.full((batch, 1), context - 1 + i, device=self._device)
+                    out = step(token, past_key_values=cache, use_cache=True, position_ids=place)
                     token.copy_(out.logits[:, -1:].argmax(-1))
                 token.cpu()
             elapsed = time.perf_counter() - started
@@ -161,6 +163,7 @@ class GptFast:
 
     def __init__(self, config: ModelConfig, weights: str, checkout: Path) -> None:
         import torch
+        import torch._inductor.config
 
         self.name = "gpt-fast"
         self._torch = torch
@@ -194,6 +197,7 @@ class GptFast:
     def decode(self, batch: int, context: int, steps: int) -> Timed | None:
         torch = self._torch
         torch._dynamo.reset()
+        torch._inductor.config.coordinate_descent_tuning = True
         self._model.max_seq_length = self._model.max_batch_size = -1
         with torch.device(self._device):
             self._model.setup_caches(batch, context + steps)
@@ -232,12 +236,11 @@ class Entropix:
 
         self.name = "xjdr-alt/entropix"
         sys.path.insert(0, str(checkout))
-        from entropix import model, sampler, weights
-        from entropix.config import LLAMA_1B_PARAMS
-        from entropix.kvcache import KVCache
-
-        self._forward, self._sampler = model.xfmr, sampler
-        self._cache, self._shape = KVCache, LLAMA_1B_PARAMS
+        names = ("model", "sampler", "weights", "config", "kvcache")
+        parts: list[Any] = [importlib.import_module(f"entropix.{name}") for name in names]
+        model, self._sampler, weights, shapes, caches = parts
+        self._forward, self._cache = model.xfmr, caches.KVCache
+        self._shape = shapes.LLAMA_1B_PARAMS
         width, mlp, kv = config.width, config.mlp_width, config.num_kv_heads * config.head_dim
         keys = iter(jax.random.split(jax.random.key(0), 7 * config.num_layers + 1))
 
@@ -310,9 +313,9 @@ def _module(folder: Path, name: str) -> Any:
 
 def _write_gguf(config: ModelConfig, path: Path) -> None:
     """A model file for llama.cpp: bfloat16 matrices, float32 norms, no vocabulary's texts."""
-    import gguf
     import ml_dtypes
 
+    gguf: Any = importlib.import_module("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.width)
