@@ -23,6 +23,7 @@ from entropix_jax.sharding import DATA, MODEL, rules_for
 # Float32 arrays of a vocabulary for each row: the last token's logits, and what a step makes of
 # this one's on the way to a draw.
 _LOGITS = 8
+_SCORES = 4  # arrays of the size of all scores, while they are measured
 _CHUNKS = 2  # of steps whose records are there at a time
 _NOTHING = Recording()
 
@@ -34,7 +35,7 @@ class MemoryPlan:
     weights: int
     cache: int
     logits: int
-    working: int  # a prefill's scores, or the branches' own slots
+    working: int  # a prefill's scores, or a step's and the branches' own slots
     records: int = 0  # of what each step did besides the choice
 
     @property
@@ -83,14 +84,17 @@ def plan_memory(
     lanes = min(lanes_of(rows), rows)
     branches = lanes * (capacity + MAX_WIDTH * MAX_DEPTH) * position
     chunk = chunk_size(config, capacity, 1, MAX_PREFILL)
-    scores = chunk * config.num_heads * bucket(capacity, MIN_WINDOW) * 4 // model
+    position_scores = config.num_heads * bucket(capacity, MIN_WINDOW) * 4 // model
+    prompts = chunk * position_scores
+    # A step measures the attention of all layers at once, the branches' too.
+    stats = max(rows, lanes * MAX_WIDTH) * config.num_layers * position_scores * _SCORES
     note = 8 * recording.top + 4 * config.num_layers * config.num_heads * recording.layers
     log = (rows + LOG_STEPS * MAX_STEPS) * MAX_DEPTH
     return MemoryPlan(
         weights=weights * precision.weights.itemsize,
         cache=rows * capacity * position,
         logits=_LOGITS * (rows + lanes * MAX_WIDTH) * config.vocab_size * 4,
-        working=max(scores, branches),
+        working=max(prompts, branches + stats),
         records=_CHUNKS * (MAX_STEPS * rows + log) * note,
     )
 

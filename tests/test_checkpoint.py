@@ -159,6 +159,13 @@ def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np
     chex.assert_trees_all_equal(loaded.final_norm, params.final_norm)
 
 
+def test_eight_bits_are_not_saved(tmp_path: Path) -> None:
+    small = jax.tree.map(lambda x: quantized(x) if x.ndim == 2 else x, random_params(CONFIG))
+    with pytest.raises(UserError, match="weights of 8 bits are not written"):
+        save_params(tmp_path, small, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
     write_shards(tmp_path, tensors)
     assert_same(load_params(tmp_path, CONFIG, "float32"), random_params(CONFIG))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,19 @@ def test_narrow_weights_stay_close_to_float32(weights: str) -> None:
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_the_layout_gives_the_logits_of_the_plain_form(weights: str, tokens: int) -> None:
-    config = tiny_config(mlp_width=4100, num_layers=2)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"mlp_width": 4100, "num_layers": 2},
+        {"width": 2056, "num_layers": 1},
+        {"width": 2056, "num_layers": 1, "tied_head": False},
+    ],
+    ids=["wide MLP", "wide", "wide, untied"],
+)
+def test_the_layout_gives_the_logits_of_the_plain_form(
+    weights: str, tokens: int, shape: dict[str, Any]
+) -> None:
+    config = tiny_config(**shape)
     params = random_params(config)
 
     def stored(array: jax.Array, *, laid_out: bool) -> Weight:

@@ -190,7 +190,8 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
-def test_the_embedded_model_s_logits(tiny: LanguageModel, mesh: str) -> None:
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_the_embedded_model_s_logits(mesh: str, weights: str) -> None:
     """Its vocabulary of 1249 is not split."""
     tokens = np.random.default_rng(0).integers(0, 1244, (2, 24), dtype=np.int32)
     count = np.array([24, 17], np.int32)
@@ -202,7 +203,7 @@ def test_the_embedded_model_s_logits(tiny: LanguageModel, mesh: str) -> None:
         hidden, _, _ = run(model.params, model.config, tokens, count, cache, window=24)
         return np.asarray(logits_of(model.params, hidden))
 
-    one, spread = logits(tiny), logits(load(mesh=two(mesh)))
+    one, spread = logits(load(None, weights)), logits(load(None, weights, two(mesh)))
     assert np.abs(one - spread)[[0, 1], [23, 16]].max() <= 1e-5 * np.abs(one).max()
 
 
