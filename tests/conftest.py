@@ -56,6 +56,17 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+@pytest.fixture(autouse=True)
+def _compiled_programs_stay_there() -> Iterator[None]:
+    """A command that a test runs in this process may choose a folder that is gone after it."""
+    config: Any = jax.config
+    folder, size = config.jax_compilation_cache_dir, config.jax_compilation_cache_max_size
+    yield
+    if config.jax_compilation_cache_dir != folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_max_size", size)
+
+
 def pytest_report_header() -> str | None:
     """Says what a complete run leaves out because a bare machine cannot have it."""
     if REQUIRE_ALL and not BROWSER:
