@@ -92,9 +92,11 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     mean_weights = jnp.mean(weights, axis=2, keepdims=True)
     divergence = jnp.sum(jnp.abs(weights - mean_weights), axis=-1)
     strength = jnp.sum(jnp.where(valid, jnp.abs(scores), 0.0), axis=-1)
-    # Keys first, then heads: in one sum over both, its order and with it the last digits would
-    # depend on how many slots there are.
-    divergence, strength = lax.optimization_barrier((divergence, strength))
+    # Over the keys first: were a later sum over heads or layers joined with it, its order and with
+    # it the last digits would depend on how many slots there are.
+    entropy, varentropy, divergence, strength = lax.optimization_barrier(
+        (entropy, varentropy, divergence, strength)
+    )
     return AttnStats(
         entropy=entropy,
         varentropy=varentropy,

@@ -293,7 +293,8 @@ def test_what_cannot_be_written(model: LanguageModel, tmp_path: Path) -> None:
 
 
 def test_a_model_is_a_line(model: LanguageModel) -> None:
-    assert re.fullmatch(r"<LanguageModel '.*model0': [\d,]+ parameters, float32>", repr(model))
+    line = rf"<LanguageModel '.*{model.folder.name}': [\d,]+ parameters, float32>"
+    assert re.fullmatch(line, repr(model))
 
 
 def test_the_readme_s_cell(
