@@ -88,6 +88,9 @@ class Arguments:
     """Go on past end tokens."""
     dtype: Dtype = None
     """Type of the weights in memory (default: as in the checkpoint)."""
+    check: Flag = False
+    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
+    the layer and the position."""
     mesh: Annotated[
         str | None,
         tyro.conf.arg(metavar="data=N,model=M", constructor=str, help_behavior_hint=""),
@@ -163,9 +166,12 @@ def _main(arguments: Arguments) -> int:
     check_output(output, input=arguments.input)
     use_compilation_cache()
     mesh = _mesh(arguments)
-    recording = Recording(top=arguments.trace_top, layers=arguments.trace_layers)
+    recording = Recording(
+        top=arguments.trace_top, layers=arguments.trace_layers, check=arguments.check
+    )
     context = _check_memory(arguments, mesh, recording)
-    model = load(arguments.model, arguments.dtype, mesh if mesh.size > 1 else None)
+    spread = mesh if mesh.size > 1 else None
+    model = load(arguments.model, arguments.dtype, spread, check=arguments.check)
     run = BatchRun(
         model,
         defaults,

@@ -353,7 +353,8 @@ class _Grid:
         """How many points a rectangle holds that none of the others does."""
         (left, bottom), (right, top) = low.T, np.maximum(low, high).T
         table = self._below
-        count = table[right, top] - table[left, top] - table[right, bottom] + table[left, bottom]
+        corners = table[right, top], table[left, top], table[right, bottom], table[left, bottom]
+        count: np.ndarray = corners[0] - corners[1] - corners[2] + corners[3]
         for i in range(others[0].shape[1]):
             common = np.maximum(low, others[0][:, i]), np.minimum(high, others[1][:, i])
             if np.any(np.all(common[0] < common[1], axis=1)):
@@ -364,7 +365,9 @@ class _Grid:
 def _loss(deviations: np.ndarray) -> np.ndarray:
     """How far occupancies are from the wanted one: float64 [m] of [m, 5]."""
     deviations = np.abs(deviations)
-    return deviations.max(axis=1) + _TIE_BREAK * np.sqrt(np.sum(deviations**2, axis=1))
+    tie_break = _TIE_BREAK * np.sqrt(np.sum(deviations**2, axis=1))
+    losses: np.ndarray = deviations.max(axis=1) + tie_break
+    return losses
 
 
 def _nearest(points: np.ndarray, boxes: Boxes, goal: np.ndarray, axes: list[_Axis]) -> list[int]:
@@ -393,8 +396,8 @@ def _search(grid: _Grid, ranges: np.ndarray, goal: np.ndarray, resolution: float
     small as the ranges let them be, and at most what they hold when all are as large.
     """
     low, high = ranges[None, :, 0], ranges[None, :, 1]
-    best, least = low[0], np.inf
-    threshold = 0
+    best: np.ndarray = low[0]
+    least, threshold = np.inf, 0
     while len(low):
         middle = (low + high) // 2
         splits = low[:, threshold] < high[:, threshold]
@@ -459,7 +462,7 @@ def _settled(
         gaps = np.where(as_good, axes[own].gaps[first : last + 1], -1)
         if gaps.max() > gaps[now]:
             bounds[i] = first + np.argmax(gaps)
-    return bounds.tolist()
+    return [int(bound) for bound in bounds]
 
 
 # The picture. Row 0 is the lowest until it is printed.
@@ -497,7 +500,8 @@ class _Scale:
     def cells(self, values: Any) -> np.ndarray:
         """The cells of values; an entropy can be negative by rounding."""
         scaled = self._size * np.sqrt(np.maximum(values, 0) / self._largest)
-        return np.minimum(scaled, self._size - 1).astype(int)
+        cells: np.ndarray = np.minimum(scaled, self._size - 1).astype(int)
+        return cells
 
 
 def _bounds_of(axis: int, thresholds: Mapping[str, float], boxes: Boxes) -> dict[str, np.float32]:

@@ -1,24 +1,35 @@
 """Chat templates: a conversation rendered by the Jinja template that comes with a checkpoint.
 
-The template is a stranger's program, so it runs in Jinja's sandbox. The environment is the one
-that templates are written for: `transformers.PreTrainedTokenizerBase.apply_chat_template`.
+The template is a stranger's program. Jinja's immutable sandbox keeps it from reaching out, but
+bounds neither time nor memory: `'a' * 10**9`, `2 ** 2**30`, `'{:>999999999}'.format(1)` and loops
+within loops are single instructions or run for ever, each by a way of its own, and nothing in this
+process could interrupt them all. So it runs in a child process (`entropix_jax.chat_worker`), to
+which the system grants only so much of processor time and memory. The child is started for the
+first conversation and takes all others; starting it takes about as long as importing Jinja.
+
+The environment is the one that templates are written for:
+`transformers.PreTrainedTokenizerBase.apply_chat_template`.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
+import atexit
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from contextlib import suppress
+from typing import Any
 
 from entropix_jax.errors import UserError
+
+# For one conversation. A real template takes milliseconds and a few MiB.
+SECONDS = 5.0  # of processor time
+MEMORY = 512 * 2**20  # bytes of address space
+LONGEST_TEXT = 2**24  # characters
 
 
 def render_chat(
@@ -40,25 +51,31 @@ def render_chat(
         add_generation_prompt: end with the start of the assistant's answer.
 
     Raises:
-        UserError: messages of another shape, or a template that is wrong or refuses them.
+        UserError: messages of another shape, or a template that is wrong, refuses them, or takes
+          more time, memory or text than any would need.
     """
-    conversation = _checked(messages)
+    variables = {
+        "messages": _checked(messages),
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **special_tokens,
+    }
+    limits = {"seconds": SECONDS, "bytes": MEMORY, "characters": LONGEST_TEXT}
     try:
-        return _compiled(template).render(
-            messages=conversation,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"{origin}: chat template, line {error.lineno}: {error}") from error
-    except _Refused as error:
-        raise UserError(f"{origin}: the chat template refuses the messages: {error}") from error
-    except Exception as error:  # whatever the stranger's program does
+        request = json.dumps({"template": template, "variables": variables, **limits}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"messages must hold nothing but what JSON can: {error}") from None
+    answer = _asked(request)
+    if isinstance(answer, int):
+        if sys.platform != "win32" and answer == -signal.SIGPROF:
+            raise UserError(f"{origin}: the chat template fails: it takes more than {SECONDS:g} s")
         raise UserError(
-            f"{origin}: the chat template fails: {type(error).__name__}: {error}"
-        ) from error
+            f"{origin}: the chat template fails: it ends the process that renders it ({answer})"
+        )
+    if "error" in answer:
+        raise UserError(f"{origin}: {answer['error']}")
+    return answer["text"]
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:
@@ -75,54 +92,81 @@ def _checked(messages: object) -> list[dict[str, Any]]:
     return messages
 
 
-class _Refused(jinja2.TemplateError):
-    """What a template raises by `raise_exception`."""
+class _Worker:
+    """The child process."""
+
+    def __init__(self) -> None:
+        # Isolated, but for the packages of this process; in a session of its own, where no Ctrl-C
+        # of the terminal's reaches it.
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        start = f"import sys; sys.path[:] = {path!r}; from entropix_jax import chat_worker"
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", f"{start}; chat_worker.serve()"],
+            stdin=subprocess.PIPE,  # it ends with this process, whatever ends that
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        self._owner = os.getpid()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there, and this process's own: a fork must not read another's answers."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, request: bytes) -> bytes:
+        """The answer; empty where there is none to come."""
+        try:
+            self._requests.write(request + b"\n")
+            self._requests.flush()
+        except BrokenPipeError:
+            return b""
+        return self._answers.readline()
+
+    def close(self) -> int:
+        """Ends it, unless it has ended; its exit status."""
+        if self._owner != os.getpid():
+            return 0
+        with suppress(BrokenPipeError):  # of what it never read
+            self._requests.close()
+        try:
+            return self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._answers.close()
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
+_worker: _Worker | None = None
+_turn = threading.Lock()
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _asked(request: bytes) -> dict[str, str] | int:
+    """What the child answers, or the status with which it ended."""
+    global _worker
+    with _turn:
+        if _worker is None or not _worker.usable:
+            _worker = _Worker()
+        try:
+            answer = _worker.ask(request)
+            if answer.endswith(b"\n"):
+                told: dict[str, str] = json.loads(answer)
+                return told
+        except BaseException:  # an answer may be left in the pipe
+            _close()
+            raise
+        status = _worker.close()
+        _worker = None
+        return status
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is what it encloses."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+@atexit.register
+def _close() -> None:
+    global _worker
+    if _worker is not None:
+        _worker.close()
+        _worker = None

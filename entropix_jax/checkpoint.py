@@ -2,6 +2,9 @@
 
 Files are memory-mapped and each tensor goes straight into a JAX array, or its parts each to their
 device: the weights stand in memory once. Nothing is unpickled.
+
+An index names files beside it, nothing else. Links are followed: the hub's own cache is made of
+them, and what they lead to is read as safetensors or refused, and never shown.
 """
 
 import json
@@ -19,6 +22,7 @@ from safetensors.numpy import save_file
 from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object, replacing
+from entropix_jax.health import unsound_entry
 from entropix_jax.linear import Columns, Quantized, Weight, arranged, quantized, whole
 from entropix_jax.params import Params, ParamSpec, param_specs
 from entropix_jax.precision import INT8
@@ -26,7 +30,9 @@ from entropix_jax.precision import INT8
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {
+_PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
+
+_DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -46,6 +52,22 @@ def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
     return _stored_dtype(stored, config)
 
 
+def check_format(folder: Path) -> None:
+    """Refuses a folder whose weights are pickles alone, which can run code when they are read.
+
+    Raises:
+        UserError: it is one; the line says how to convert it.
+    """
+    if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
+        return
+    if pickled := sorted(p.name for p in folder.glob("*") if p.suffix.lower() in _PICKLED):
+        raise UserError(
+            f"{folder}: weights in {pickled[0]}, which can run code when it is read, so it is not: "
+            "convert them to safetensors where you trust their source, with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+
+
 def load_params(
     folder: Path,
     config: ModelConfig,
@@ -53,6 +75,7 @@ def load_params(
     shardings: Params | None = None,
     *,
     activations: jnp.dtype | None = None,
+    check: bool = False,
 ) -> Params:
     """Reads the weights of a folder into JAX arrays of type `dtype`.
 
@@ -60,6 +83,7 @@ def load_params(
         dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
         activations: the type of what the weights will be multiplied with, for which they are
             `arranged`, where no sharding says how they lie. None: they are left as they are.
+        check: refuse a weight with an entry that is NaN or infinite.
         shardings: where each weight goes, a tree of shardings: each device is sent its parts alone.
             None: all go to the default device.
 
@@ -78,16 +102,17 @@ def load_params(
 
     def weight(spec: ParamSpec, place: Sharding | None) -> Weight:
         tensor = stored[spec.name]
-        array: jax.Array | Quantized
-        if dtype != INT8:
-            array = tensor.read(jnp.dtype(dtype), place)
-        elif len(spec.shape) == 2:
-            array = quantized(tensor.read(jnp.dtype(tensor.dtype), place))
-        else:
-            array = tensor.read(jnp.dtype(jnp.float32), place)
+        matrix = len(spec.shape) == 2
+        kept = tensor.dtype if matrix else np.float32
+        read = tensor.read(jnp.dtype(kept if dtype == INT8 else dtype), place)
+        if check and (entry := unsound_entry(read)) is not None:
+            where = f"{tensor.path}: tensor '{tensor.name}'"
+            raise UserError(f"{where} holds NaN or infinity, first at {list(entry)}")
+        array = quantized(read) if dtype == INT8 and matrix else read
         return arranged(array, activations) if activations is not None and place is None else array
 
-    return jax.tree.unflatten(tree, map(weight, specs, places))
+    params: Params = jax.tree.unflatten(tree, map(weight, specs, places))
+    return params
 
 
 def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
@@ -139,7 +164,8 @@ class _StoredTensor:
         # Always a copy: an array that aliased the file would change, or crash, with the file.
         if sharding is None:
             return jnp.array(values, dtype=dtype, copy=True)
-        return jax.device_put(np.array(values, dtype=dtype), sharding)
+        array: jax.Array = jax.device_put(np.array(values, dtype=dtype), sharding)
+        return array
 
 
 def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
@@ -147,6 +173,7 @@ def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists():
         return _open_file(single)
+    check_format(folder)
     if not index.exists():
         raise UserError(f"{folder}: {SINGLE_FILE} is missing, and so is {INDEX_FILE}")
     weight_map = read_json_object(index).get("weight_map")
@@ -171,6 +198,8 @@ def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
 
 
 def _open_file(path: Path) -> dict[str, _StoredTensor]:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UserError(f"{path}: not a regular file")
     try:
         # The library checks the header: offsets in range, none overlapping, sizes as the shapes
         # say.

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *arguments = argv or [""]
     if name in _COMMANDS:
         module = importlib.import_module(f"entropix_jax.{_COMMANDS[name][0]}")
-        return module.main(arguments, f"entropix-jax {name}")
+        status: int = module.main(arguments, f"entropix-jax {name}")
+        return status
     from entropix_jax.commandline import run_command
 
     return run_command(lambda: _without_command(name))

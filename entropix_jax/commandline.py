@@ -142,7 +142,8 @@ def printable(text: str) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"error: {printable(message)}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error on a full disk
+        print(f"error: {printable(message)}", file=sys.stderr)
     return EXIT_USAGE
 
 

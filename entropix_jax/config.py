@@ -98,7 +98,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
     "chunk_size_feed_forward": (0,),
-    "auto_map": (None,),
 }
 
 # Keys that concern training, bookkeeping or other tasks, and never the logits.
@@ -127,6 +126,7 @@ _HARMLESS = {
     "transformers_version",
     "use_bfloat16",
     "use_cache",
+    "auto_map",  # null: see check_own_code
     "_attn_implementation_autoset",
     "_name_or_path",
 }
@@ -150,6 +150,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     Raises:
         UserError: as `load_model_config`.
     """
+    check_own_code(raw, path)
     for key, value in raw.items():
         if key in _FIXED:
             if value not in _FIXED[key]:
@@ -205,6 +206,19 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         tied_head=tied_head,
         dtype=dtype,
     )
+
+
+def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
+    """Refuses a file that names Python code of the folder's own; `path` is only named in errors.
+
+    Raises:
+        UserError: it does.
+    """
+    if raw.get("auto_map") is not None:
+        raise UserError(
+            f"{path}: 'auto_map' names code of the folder's own, which is not run: "
+            "remove it if the model is a plain Llama without that code"
+        )
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:

@@ -29,6 +29,7 @@ from entropix_jax.decode_state import (
     finish_of,
     init_log,
 )
+from entropix_jax.health import NOWHERE, earlier, first_unsound
 from entropix_jax.information import AttnStats
 from entropix_jax.model import forward, forward_branches, unembed
 from entropix_jax.params import Params
@@ -79,9 +80,18 @@ def decode_step(
     rows = _rows(state)
     pending = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
     hidden, stats, cache = forward(
-        params, config, pending, running.astype(jnp.int32), state.cache, window=window
+        params,
+        config,
+        pending,
+        running.astype(jnp.int32),
+        state.cache,
+        window=window,
+        check=recording.check,
     )
-    logits = unembed(params, hidden[:, 0])
+    logits, unsound = unembed(params, hidden[:, 0]), state.unsound
+    if stats.sound is not None:
+        unsound = earlier(unsound, first_unsound(stats.sound, state.cache.length))
+        logits = jnp.where(unsound[:, :1] == NOWHERE, logits, jnp.nan)
     choice, sampler_state = choose(logits, stats, sampler, state.sampler, rows, arms)
 
     goes_on = running & choice.finite
@@ -106,6 +116,7 @@ def decode_step(
         extras=extras_of(logits, stats, recording),
         may_return=commits & (finish == RUNNING) & may_return(sampler_state, sampler),
         branch=jnp.full_like(position, -1),
+        unsound=unsound,
     )
     before = state.sampler.tally
     history = begin_thoughts(
@@ -122,8 +133,8 @@ def decode_step(
         forwards=record.forwards,
         finish=finish,
     )
-    read = partial(_forward_branches, params, config=config, window=window)
-    return lax.cond(
+    read = partial(_forward_branches, params, config=config, window=window, check=recording.check)
+    carry: tuple[DecodeState, StepRecord, BranchLog] = lax.cond(
         jnp.any(branches),
         lambda carry: commit_branches(
             branches, Step(logits, before, rows, sampler, eos_ids), read, recording, window, carry
@@ -131,6 +142,7 @@ def decode_step(
         lambda carry: carry,
         (state, record, log),
     )
+    return carry
 
 
 @partial(
@@ -215,7 +227,7 @@ def decode(
     return state, records, replace(log, count=total(log.count))
 
 
-@partial(jax.jit, static_argnames=("config", "window"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("config", "window", "check"), donate_argnames="state")
 @split_rows(rows={"state": 1}, returns=ROWS)
 def prefill(
     params: Params,
@@ -226,17 +238,26 @@ def prefill(
     *,
     config: ModelConfig,
     window: int,
+    check: bool = False,
 ) -> DecodeState:
     """Caches `count[A]` more prompt tokens, of `tokens[A, T]`, of the rows `slots[A]`, or of all in
     order. The others wait, and what is cached does not depend on them. Donates the state.
 
-    A number past the last row is nobody's.
+    A number past the last row is nobody's. With `check` the state notes where activations are not
+    finite; the row's first step then fails.
     """
     whole = state.cache
+
+    def cached(part: KVCache, unsound: jax.Array) -> tuple[KVCache, jax.Array]:
+        _, stats, grown = forward(params, config, tokens, count, part, window=window, check=check)
+        if stats.sound is not None:
+            unsound = earlier(unsound, first_unsound(stats.sound, part.length))
+        return grown, unsound
+
     if slots is None:
         tokens, count = ours((tokens, count), whole.length.shape[0])
-        _, _, cache = forward(params, config, tokens, count, whole, window=window)
-        return replace(state, cache=cache)
+        cache, unsound = cached(whole, state.unsound)
+        return replace(state, cache=cache, unsound=unsound)
     slots = here(slots, whole.length.shape[0])
 
     def picked(rows: jax.Array) -> jax.Array:
@@ -245,20 +266,24 @@ def prefill(
     def put(rows: jax.Array, part: jax.Array) -> jax.Array:
         return rows.at[slots, :, :window].set(part, mode="drop")
 
-    def read(whole: KVCache) -> KVCache:
+    def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
+        whole, unsound = carry
         part = KVCache(
             keys=tuple(map(picked, whole.keys)),
             values=tuple(map(picked, whole.values)),
             length=jnp.take(whole.length, slots, mode="clip"),
         )
-        _, _, part = forward(params, config, tokens, count, part, window=window)
-        return KVCache(
+        part, found = cached(part, jnp.take(unsound, slots, axis=0, mode="clip"))
+        grown = KVCache(
             keys=tuple(map(put, whole.keys, part.keys)),
             values=tuple(map(put, whole.values, part.values)),
             length=whole.length.at[slots].set(part.length, mode="drop"),
         )
+        return grown, unsound.at[slots].set(found, mode="drop")
 
-    return replace(state, cache=where_any(slots < whole.length.shape[0], read, whole))
+    ours_here = slots < whole.length.shape[0]
+    cache, unsound = where_any(ours_here, read, (whole, state.unsound))
+    return replace(state, cache=cache, unsound=unsound)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -317,9 +342,13 @@ def _forward_branches(
     *,
     config: ModelConfig,
     window: int,
+    check: bool,
 ) -> tuple[jax.Array, AttnStats, Suffixes]:
     """Logits [A*W, V] of one more token of each branch, its statistics, and the suffixes."""
     hidden, stats, suffixes = forward_branches(
-        params, config, tokens, depth, prefix, suffixes, window=window
+        params, config, tokens, depth, prefix, suffixes, window=window, check=check
     )
-    return unembed(params, hidden.reshape(-1, config.width)), stats, suffixes
+    logits = unembed(params, hidden.reshape(-1, config.width))
+    if stats.sound is not None:  # such a branch loses
+        logits = jnp.where(jnp.all(stats.sound, axis=(1, 2))[:, None], logits, jnp.nan)
+    return logits, replace(stats, sound=None), suffixes

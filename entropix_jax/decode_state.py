@@ -11,6 +11,7 @@ from jax import lax
 
 from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig
+from entropix_jax.health import NOWHERE
 from entropix_jax.information import AttnStats
 from entropix_jax.sampler.branch import Branches
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
@@ -46,6 +47,7 @@ class DecodeState:
     sampler: SamplerState
     forwards: jax.Array  # int32 [B], token positions evaluated beyond the prompt
     finish: jax.Array  # int32 [B], RUNNING, why the row ended, or what it waits for
+    unsound: jax.Array  # int32 [B, 2], see `health.first_unsound`, of the prompt as far as checked
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Recording:
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
+    check: bool = False  # where an activation is NaN or infinite; such a row fails there
 
 
 @struct.dataclass
@@ -77,6 +80,7 @@ class StepRecord:
     extras: Extras  # of the distribution that the step evaluated
     may_return: jax.Array  # bool: the next step may take the token back
     branch: jax.Array  # int32, which record of the branch log belongs to it; -1: none
+    unsound: jax.Array  # int32 [B, 2], see `health.first_unsound`; NOWHERE where nothing is checked
 
 
 @struct.dataclass
@@ -128,6 +132,7 @@ def init_state(
         sampler=init_sampler_state(batch, config.vocab_size),
         forwards=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
+        unsound=jnp.full((batch, 2), NOWHERE, jnp.int32),
     )
 
 

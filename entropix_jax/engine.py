@@ -215,6 +215,7 @@ class Engine:
                 None if len(self._rows) == 1 else jnp.full(1, number, jnp.int32),
                 config=model.config,
                 window=min(bucket(done + size, MIN_WINDOW), self._capacity),
+                check=self._recording.check,
             )
             done += len(part)
             jax.block_until_ready(state.cache.length)

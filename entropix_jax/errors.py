@@ -1,5 +1,7 @@
 """The one exception that a user is meant to see."""
 
+_LONGEST = 1500  # characters of a message: what is quoted in it may have any length
+
 
 class UserError(Exception):
     """Something that a user caused and can mend.
@@ -10,4 +12,7 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         # A message may quote another library's, which may have several lines.
-        super().__init__(" ".join(message.splitlines()))
+        line = " ".join(message.splitlines())
+        if len(line) > _LONGEST:
+            line = f"{line[: _LONGEST - 300]} ... {line[-295:]}"
+        super().__init__(line)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
+import stat
+import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
+
+_SCRATCH = ".part"  # how the names of temporary folders end
 
 
 def read_bytes(path: Path) -> bytes:
@@ -48,6 +57,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         UserError: missing, unreadable, not JSON, or not an object.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UserError(f"{path}: cannot be read: not a regular file")
     try:
         raw = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -58,20 +69,119 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`, which goes when the block ends.
+
+    What a killed run left of one, `.NAME.????????.part`, goes with the next run that writes `path`:
+    a folder is locked as long as its process lives, so that nobody takes it from another.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SCRATCH, dir=path.parent))
+        lock = _locked(folder, wait=True)
+        if folder.is_dir():  # else somebody took it for abandoned before it was locked
+            break
+        if lock is not None:
+            os.close(lock)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def open_alone(path: Path) -> int:
+    """Opens a file to write it anew: a descriptor. A regular file is locked until that is closed,
+    and is emptied only then.
+
+    Raises:
+        OSError: it cannot be opened, or another process has it open so.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            if sys.platform != "win32":
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise OSError(error.errno, "another run is writing to it") from None
+                except OSError:  # a file system without locks
+                    pass
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_abandoned(path: Path) -> None:
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.????????{_SCRATCH}"):
+        lock = None if folder.is_symlink() else _locked(folder, wait=False)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path, *, wait: bool) -> int | None:
+    """Locks a folder: a descriptor to close; None where it is another's, or where there are no
+    locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds.
+
+    Raises:
+        UserError: missing, unreadable or not TOML.
+    """
+    try:
+        return parse_toml(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML document holds.
+
+    Raises:
+        ValueError: it is none, or holds a number that is too long.
+        RecursionError: it is too deep.
+    """
+    raw = tomllib.loads(text)
+    # In hexadecimal an integer may be read that is too long to be written, in an error for one.
+    repr(raw)
+    return raw
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place when the block ends without an error.
+    Where `path` is a link, it is what that leads to that is replaced.
 
     Raises:
         UserError: the folder cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            yield scratch / path.name
-            os.replace(scratch / path.name, path)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        place = Path(os.path.realpath(path))
+        with scratch_beside(place) as scratch:
+            yield scratch / place.name
+            os.replace(scratch / place.name, place)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -88,3 +198,13 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written: no permission")
+
+
+def is_standard_output(path: Path) -> bool:
+    """Whether a path leads to where standard output goes: `/dev/stdout`, or the file that the shell
+    was told. The null device may take both."""
+    try:
+        place, out = path.stat(), os.fstat(sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):  # not there; not a file
+        return False
+    return os.path.samestat(place, out) and not os.path.samestat(place, os.stat(os.devnull))

@@ -66,7 +66,7 @@ _HEARD = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completi
 
 
 @register_model("entropix_jax")
-class EntropixLM(TemplateLM):
+class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
     """A model with a sampler, as the harness runs it.
 
     Generation goes by the sampler, whatever a task says of `temperature`, `do_sample` and the like;

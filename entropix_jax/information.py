@@ -21,6 +21,10 @@ class AttnStats:
     divergence: jax.Array  # [B, L] mean over heads of sum_j |a_j - mean over heads of a_j|
     interaction: jax.Array  # [B, L] mean of |s| over heads and valid keys
     keys: jax.Array  # float32 [B], n
+    # Bool [B, T, 1+2L], where it is asked for: whether a new token's activations are finite, those
+    # of the embedding, and of each layer its queries, keys and values and what it adds up to. True
+    # for padding.
+    sound: jax.Array | None = None
 
 
 def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -69,6 +69,9 @@ class Arguments:
     """Add the attention entropy of each layer and head to each token (with --format json)."""
     dtype: Dtype = None
     """Type of the weights in memory (default: as in the checkpoint)."""
+    check: Flag = False
+    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
+    the layer and the position."""
     format: Literal["table", "text", "json"] = "table"
     """A line for each token, the text coloured by regime, or JSON Lines with all metrics."""
 
@@ -88,7 +91,7 @@ def _main(arguments: Arguments) -> int:
 
     sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     use_compilation_cache()
-    model = load(arguments.model, arguments.dtype)
+    model = load(arguments.model, arguments.dtype, check=arguments.check)
     sampler = sampler.calibrated(model.folder)
     tokens = model.tokenizer.encode(text, add_bos=True)
     inspected = inspect(
@@ -96,7 +99,7 @@ def _main(arguments: Arguments) -> int:
         tokens,
         sampler,
         context=arguments.context or None,
-        recording=Recording(top=arguments.top, layers=arguments.layers),
+        recording=Recording(top=arguments.top, layers=arguments.layers, check=arguments.check),
     )
     for note in sampler.notes:
         print(f"note: {note}", file=sys.stderr)

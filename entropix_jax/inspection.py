@@ -4,6 +4,7 @@ A long text is read in segments of bounded length that overlap, and a segment in
 does not grow with the text.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import Extras, Recording, extras_of
 from entropix_jax.errors import UserError
+from entropix_jax.health import NOWHERE, describe, first_unsound
 from entropix_jax.information import AttnStats
 from entropix_jax.loading import LanguageModel
 from entropix_jax.metrics import Metrics, apply_noise_floor, measure
@@ -83,7 +85,8 @@ class _Reading:
     metrics: Metrics
     regime: jax.Array  # int32
     logprob: jax.Array  # float32, nats, of the token that came
-    finite: jax.Array  # bool
+    finite: jax.Array  # bool, the logits and what is checked besides
+    sound: jax.Array  # bool [B, T, 1+2L], see `AttnStats`; [B, T, 0] where it is not asked for
     extras: Extras
 
 
@@ -146,8 +149,7 @@ def _inspected(
             known = slice(at - segment.start - start - 1, segment.end - segment.start - start - 1)
             here = jax.tree.map(lambda x: x[0, known], reading)  # noqa: B023
             if not here.finite.all():
-                bad = _first_bad(model, params, tokens[segment.start : segment.end])
-                raise UserError(f"NaN or infinite logits at position {segment.start + bad}")
+                raise UserError(_fault(model, params, tokens[: segment.end], segment.start))
             measured = each(
                 regime=[REGIMES[regime] for regime in here.regime],
                 logprob=plain(here.logprob),
@@ -232,12 +234,17 @@ def _segments(length: int, context: int) -> Iterator[_Segment]:
         done = end
 
 
-def _first_bad(model: LanguageModel, params: SamplerParams, segment: Sequence[int]) -> int:
-    """The first position whose logits are NaN or infinite. In a chunk they spoil the others'."""
-    for start, reading in _read_segments(model, params, [segment], Recording(), largest=1):
+def _fault(model: LanguageModel, params: SamplerParams, tokens: Sequence[int], first: int) -> str:
+    """Where reading `tokens` from `first` on yields NaN or infinity, found token by token: in a
+    chunk one spoils the others."""
+    text = [*tokens[first:], 0]  # something follows each token, the last one too
+    for start, reading in _read_segments(model, params, [text], Recording(check=True), largest=1):
+        position, stage = first_unsound(reading.sound, jnp.array([first + start]))[0].tolist()
+        if position != NOWHERE:
+            return describe(position, stage)
         if not reading.finite.all():
-            return start + 1
-    return 1
+            return f"NaN or infinite logits at position {first + start + 1}"
+    return "NaN or infinite logits"
 
 
 def _read_segments(
@@ -288,7 +295,16 @@ def _read(
     recording: Recording,
 ) -> tuple[KVCache, _Reading]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`; what it says of `following[B, T]`."""
-    hidden, stats, cache = forward(params, config, tokens, count, cache, window=window, every=True)
+    hidden, stats, cache = forward(
+        params,
+        config,
+        tokens,
+        count,
+        cache,
+        window=window,
+        every=True,
+        check=recording.check,
+    )
     logits = unembed(params, hidden.reshape(-1, config.width))
     return cache, _measure(logits, stats, sampler, following, recording)
 
@@ -306,14 +322,18 @@ def _measure(
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     heard = apply_noise_floor(log_probs, of_token.noise_epsilon)
     metrics = measure(heard, stats, of_token.layer_weights)
+    sound = jnp.ones((*shape, 0), bool) if stats.sound is None else stats.sound
+    sound = sound.reshape(math.prod(shape), sound.shape[-1])
     reading = _Reading(
         metrics=metrics,
         regime=jax.vmap(classify)(metrics, of_token),
         logprob=jnp.take_along_axis(log_probs, following.reshape(-1)[:, None], axis=1)[:, 0],
-        finite=jnp.all(jnp.isfinite(logits), axis=-1),
+        finite=jnp.all(jnp.isfinite(logits), axis=-1) & jnp.all(sound, axis=-1),
+        sound=sound,
         extras=extras_of(logits, stats, recording),
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), reading)
+    measured: _Reading = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), reading)
+    return measured
 
 
 class _RunningVariance:

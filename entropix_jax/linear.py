@@ -118,7 +118,8 @@ def _vector_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     # A function of its own in the compiled program, too: else XLA fuses what makes x into the
     # product, and computes it anew for each of the weight's rows, at half the speed.
     with set_xla_metadata(inlineable="false"):
-        return _widening_product(x, weight)
+        out: jax.Array = _widening_product(x, weight)
+        return out
 
 
 @jax.jit
@@ -166,7 +167,8 @@ def _in_this_step(weight: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
     Without it XLA widens all weights once, before the decode loop, holds a float32 copy of the
     model (5 GB at 1B) and reads twice the bytes in each step.
     """
-    return lax.optimization_barrier((weight, other))
+    tied: tuple[jax.Array, jax.Array] = lax.optimization_barrier((weight, other))
+    return tied
 
 
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:

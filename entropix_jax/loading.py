@@ -1,7 +1,9 @@
 """From a folder or a hub id to a model that can run."""
 
+import contextlib
 import os
-import re
+import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from entropix_jax.checkpoint import checkpoint_dtype, load_params
+from entropix_jax.checkpoint import check_format, checkpoint_dtype, load_params
 from entropix_jax.config import (
     GenerationConfig,
     ModelConfig,
@@ -17,15 +19,15 @@ from entropix_jax.config import (
     load_model_config,
 )
 from entropix_jax.errors import UserError
+from entropix_jax.hub import is_hub_id, snapshot
 from entropix_jax.params import Params, count_params
 from entropix_jax.precision import Precision, choose_precision
+from entropix_jax.programs import drop_torn_programs
 from entropix_jax.resources import resource_folder
 from entropix_jax.sharding import Rules, rules_for
 from entropix_jax.tokenizer import Tokenizer, load_tokenizer
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,7 +65,11 @@ class LanguageModel:
 
 
 def load(
-    model: str | None = None, dtype: str | None = None, mesh: Mesh | None = None
+    model: str | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    *,
+    check: bool = False,
 ) -> LanguageModel:
     """Loads a model.
 
@@ -74,13 +80,16 @@ def load(
             memory; None is the checkpoint's own (float32 for a float16 one).
         mesh: the devices that the weights are spread over, see `sharding.parse_mesh`; None is the
             default device alone.
+        check: look for NaN and infinity in all weights.
 
     Raises:
-        UserError: no such folder or repository, one that is not a Llama checkpoint, a mesh over
-            which the model cannot be split, or a device that JAX was told to use and does not find.
+        UserError: no such folder or repository, one that is not a Llama checkpoint, a weight that
+            was looked at and is not finite, a mesh over which the model cannot be split, or a
+            device that JAX was told to use and does not find.
     """
     check_backend()
     folder = resolve_model(model)
+    check_format(folder)
     config = load_model_config(folder)
     generation = load_generation_config(folder)
     tokenizer = load_tokenizer(folder)
@@ -99,7 +108,9 @@ def load(
         folder=folder,
         config=config,
         generation=generation,
-        params=load_params(folder, config, weights, shardings, activations=precision.activations),
+        params=load_params(
+            folder, config, weights, shardings, activations=precision.activations, check=check
+        ),
         precision=precision,
         tokenizer=tokenizer,
         rules=rules,
@@ -128,9 +139,9 @@ def resolve_model(model: str | None) -> Path:
         return Path(model)
     if model and Path(model).exists():
         raise UserError(f"{model}: a file, not a model folder")
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise UserError(f"no such model folder: '{model}' (a hub id has the form owner/name)")
-    return _snapshot(model)
+    return snapshot(model)
 
 
 def logits_epsilon(model: LanguageModel) -> float:
@@ -141,21 +152,42 @@ def logits_epsilon(model: LanguageModel) -> float:
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
 
-    A folder that JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no
-    folder can be written, nothing is kept.
+    The folder is made for the user alone. Programs in it are run as they are, so one that another
+    user could write to is not used, and a note says so. A folder that JAX's own setting
+    (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be written, nothing is
+    kept. What a killed run has left half-written there goes.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
         try:
-            folder = root.expanduser() / "entropix_jax" / "xla"
-            folder.mkdir(parents=True, exist_ok=True)
+            own = root.expanduser() / "entropix_jax"
+            folder = own / "xla"
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if stranger := next((path for path in (own, folder) if not _is_own(path)), None):
+                print(
+                    f"note: {stranger}: others could write there: compiled programs are not kept "
+                    "(remove it, or name another folder in XDG_CACHE_HOME)",
+                    file=sys.stderr,
+                )
+                return
+            for path in (own, folder):
+                path.chmod(0o700)
         except (OSError, RuntimeError):  # not writable; no home at all
             return
         if not os.access(folder, os.W_OK):
             return
+        with contextlib.suppress(OSError):
+            drop_torn_programs(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is this user's, and not open to all."""
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
 
 
 def check_backend() -> None:
@@ -165,29 +197,3 @@ def check_backend() -> None:
     except (RuntimeError, AssertionError) as error:
         wanted = os.environ.get("JAX_PLATFORMS", "")
         raise UserError(f"JAX finds no device (JAX_PLATFORMS='{wanted}'): {error}") from None
-
-
-def _snapshot(repo: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(snapshot_download(repo, allow_patterns=_HUB_FILES))
-    except GatedRepoError:
-        raise UserError(
-            f"{repo}: access is restricted; accept its terms on its page, then run 'hf auth login'"
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"{repo}: neither a folder here nor a repository that can be read on the hub"
-        ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"{repo}: no such folder, and not downloaded from the hub: {first}"
-        ) from None

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports, which take a while
 import contextlib
 import itertools
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.files import check_writable, read_text
+from entropix_jax.files import check_writable, is_standard_output, read_text, scratch_beside
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
 from entropix_jax.status import StatusLine, is_terminal
 
@@ -91,6 +90,9 @@ class Arguments:
     """Go on past end tokens."""
     dtype: Dtype = None
     """Type of the weights in memory (default: as in the checkpoint)."""
+    check: Flag = False
+    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
+    the layer and the position."""
     format: Literal["text", "json"] = "text"
     """text as it comes, or one JSON object for each sample at the end."""
     retrieve: Annotated[
@@ -133,7 +135,7 @@ def _main(arguments: Arguments) -> int:
     sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     prompt_text = _read_prompt(arguments)
     if arguments.trace is not None:
-        check_writable(Path(arguments.trace))
+        _check_trace(Path(arguments.trace), arguments.report)
     if arguments.report is not None:
         from entropix_jax.report.page import check_report, write_report
 
@@ -144,7 +146,7 @@ def _main(arguments: Arguments) -> int:
     status = StatusLine()
     status.show((_LOADING, ""))
     try:
-        model = load(arguments.model, arguments.dtype)
+        model = load(arguments.model, arguments.dtype, check=arguments.check)
     finally:
         status.clear()
     chat = _is_chat(arguments, model)
@@ -166,36 +168,44 @@ def _main(arguments: Arguments) -> int:
         waits = "step" if "first_token" in generation.timings else "compiler"
         status.show((f"stopping as soon as the {waits} is done ...", ""))
 
-    with (
-        deferred_interrupts(generation.stop),
-        noticed_interrupts(heard),
-        _trace_file(arguments) as trace,
-    ):
-        if trace is None:
+    if arguments.trace is not None and Path(arguments.trace).is_fifo():
+        print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        trace = stack.enter_context(_trace_file(arguments))
+        # Opened while a signal still ends it all: a pipe that nobody reads would wait for good.
+        writer = None if trace is None else stack.enter_context(TraceWriter(trace))
+        stack.enter_context(deferred_interrupts(generation.stop))
+        stack.enter_context(noticed_interrupts(heard))
+        if trace is None or writer is None:
             return _run(arguments, generation, None, status)
-        with TraceWriter(trace) as writer:
-            writer.write(_trace_header(arguments, generation, prompt))
-            try:
-                return _run(arguments, generation, writer, status)
-            finally:
-                # Whatever ended the run: the trace says how far it came.
-                for event in generation.interrupt():
-                    if event.token is not None:
-                        writer.write(event.token.to_json(retracted=event.retracted))
-                rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
-                writer.write(footer(rows, generation.timings))
-                if arguments.report is not None:
-                    write_report(trace, Path(arguments.report))
+        writer.write(_trace_header(arguments, generation, prompt))
+        try:
+            return _run(arguments, generation, writer, status)
+        finally:
+            # Whatever ended the run: the trace says how far it came.
+            for event in generation.interrupt():
+                if event.token is not None:
+                    writer.write(event.token.to_json(retracted=event.retracted))
+            rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
+            writer.write(footer(rows, generation.timings))
+            if arguments.report is not None:
+                write_report(trace, Path(arguments.report))
 
 
 @contextlib.contextmanager
 def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
-    """The file that the run's trace goes to: where a page alone is wanted, one for the while."""
+    """The file that the run's trace goes to: where a page alone is wanted, one beside it for the
+    while."""
     if arguments.trace is not None or arguments.report is None:
         yield None if arguments.trace is None else Path(arguments.trace)
         return
-    with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
-        yield Path(folder) / f"{Path(arguments.report).stem}.jsonl"
+    report = Path(arguments.report)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_beside(report))
+        except OSError as error:
+            raise UserError(f"{report}: cannot be written: {error.strerror}") from None
+        yield folder / f"{report.stem}.jsonl"
 
 
 def _recording(arguments: Arguments) -> "Recording":
@@ -204,7 +214,7 @@ def _recording(arguments: Arguments) -> "Recording":
     top, layers = arguments.trace_top, arguments.trace_layers
     if arguments.report is not None and not (top or layers):
         top, layers = _REPORT_TOP, True
-    return Recording(top=top, layers=layers)
+    return Recording(top=top, layers=layers, check=arguments.check)
 
 
 def _run(
@@ -349,6 +359,15 @@ def _check(arguments: Arguments) -> None:
         arguments.trace or arguments.report
     ):
         raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
+
+
+def _check_trace(path: Path, report: str | None) -> None:
+    """Refuses, before anything is computed, a trace that could not be written."""
+    check_writable(path)
+    if report is not None and path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file: --report reads the trace again")
+    if is_standard_output(path):
+        raise UserError(f"{path}: cannot be written: it is standard output, which is for the text")
 
 
 def _read_prompt(arguments: Arguments) -> Any:

@@ -42,7 +42,7 @@ def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
     `epsilon` is float32 [B]; where it is 0 there is no floor and the row stays as it is. So does a
     row that has nothing above the floor (bfloat16, and all of 128,256 tokens about as likely).
     """
-    floor = noise_floor(jnp.where(epsilon > 0, epsilon, 1.0), log_probs.shape[-1])[:, None]
+    floor = noise_floor(epsilon, log_probs.shape[-1])[:, None]
     audible = log_probs >= floor
     kept = jnp.where(audible, log_probs, -jnp.inf)
     renormalised = kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)

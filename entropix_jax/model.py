@@ -12,6 +12,7 @@ The model knows nothing of sampling.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ def forward(
     *,
     window: int,
     every: bool = False,
+    check: bool = False,
 ) -> tuple[jax.Array, AttnStats, KVCache]:
     """Runs new tokens of each row through the layers, from the row's length on.
 
@@ -55,6 +57,7 @@ def forward(
         window: static; only slots below it are read. `length + count <= window` must hold, so cost
             follows the rows' lengths and not the capacity.
         every: static; statistics of all positions, not of each row's last real one alone.
+        check: static; the statistics tell where activations are finite, too.
 
     Returns:
         The final hidden states [B, T, D], the statistics (B rows, or with `every` B*T, position by
@@ -88,9 +91,14 @@ def forward(
         return mixed, scores, (keys, values)
 
     slots: list[_Slots] = list(zip(cache.keys, cache.values, strict=True))
-    hidden, noted, slots = _layers(params, config, tokens, positions, attention, slots)
+    hidden, noted, slots, sound = _layers(
+        params, config, tokens, positions, attention, slots, check=check
+    )
     keys, values = zip(*slots, strict=True)
     stats = join_layers(noted) if every else attention_stats(jnp.stack(noted, axis=1), visible)
+    if sound is not None:
+        padding = (positions >= length[:, None])[:, :, None]
+        stats = replace(stats, sound=sound | padding)
     return hidden, stats, KVCache(keys=keys, values=values, length=length)
 
 
@@ -103,6 +111,7 @@ def forward_branches(
     suffixes: Suffixes,
     *,
     window: int,
+    check: bool = False,
 ) -> tuple[jax.Array, AttnStats, Suffixes]:
     """Runs one more token of each branch through the layers; the branches of a row share its cache.
 
@@ -111,6 +120,7 @@ def forward_branches(
         depth: int32, how many tokens each branch holds beyond the cache.
         cache: is read below `window`, and not written.
         suffixes: the branches' own slots.
+        check: static; the statistics tell where activations are finite, too, of B*W rows.
 
     Returns:
         The final hidden states [B, W, D], the statistics of B*W rows, and the suffixes with the
@@ -133,10 +143,14 @@ def forward_branches(
     slots: list[_Slots] = list(
         zip(cache.keys, cache.values, suffixes.keys, suffixes.values, strict=True)
     )
-    hidden, noted, slots = _layers(params, config, tokens, positions, attention, slots)
+    hidden, noted, slots, sound = _layers(
+        params, config, tokens, positions, attention, slots, check=check
+    )
     keys, values = zip(*slots, strict=True)
     scores = jnp.stack([scores for scores, _ in noted], axis=1)
     stats = attention_stats(scores, jnp.repeat(noted[0][1], tokens.shape[1], axis=0))
+    if sound is not None:
+        stats = replace(stats, sound=sound.reshape(tokens.size, 1, -1))
     return hidden, stats, Suffixes(keys=keys, values=values)
 
 
@@ -160,31 +174,43 @@ def _layers(
     positions: jax.Array,
     attention: _Attention,
     slots: list[_Slots],
-) -> tuple[jax.Array, list[Any], list[_Slots]]:
-    """Embedding, all layers, final norm: hidden states [B, T, D] in the slots' type, and what each
-    layer's attention noted and keeps."""
+    *,
+    check: bool,
+) -> tuple[jax.Array, list[Any], list[_Slots], jax.Array | None]:
+    """Embedding, all layers, final norm: hidden states [B, T, D] in the slots' type, what each
+    layer's attention noted and keeps, and, to check, where activations are finite: bool
+    [B, T, 1+2L]."""
     cos, sin = rotations(config, positions)
 
     # Jitted to be traced once for all layers: XLA inlines it.
     @jax.jit
     def one_layer(
         layer: LayerParams, hidden: jax.Array, slots: _Slots
-    ) -> tuple[jax.Array, Any, _Slots]:
+    ) -> tuple[jax.Array, Any, _Slots, list[jax.Array]]:
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
         query, key, value = _project(normed, layer, config)
         mixed, note, kept = attention(slots, rotate(query, cos, sin), rotate(key, cos, sin), value)
         hidden = hidden + linear(mixed, layer.output)
         normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-        return hidden + _swiglu(normed, layer), note, kept
+        hidden = hidden + _swiglu(normed, layer)
+        return hidden, note, kept, [_finite(query, key, value), _finite(hidden)] if check else []
 
     hidden = rows(params.embedding, tokens, slots[0][0].dtype)
-    noted, kept = [], []
+    noted, kept, sound = [], [], [_finite(hidden)] if check else []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            hidden, note, own = one_layer(layer, hidden, slots[i])
+            hidden, note, own, finite = one_layer(layer, hidden, slots[i])
         noted.append(note)
         kept.append(own)
-    return rms_norm(hidden, params.final_norm, config.norm_eps), noted, kept
+        sound += finite
+    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
+    return hidden, noted, kept, jnp.stack(sound, axis=-1) if sound else None
+
+
+def _finite(*activations: jax.Array) -> jax.Array:
+    """Whether all of a token's are finite, whatever their shapes [B, T, ...]: bool [B, T]."""
+    each = [jnp.all(jnp.isfinite(x), axis=tuple(range(2, x.ndim))) for x in activations]
+    return jnp.all(jnp.stack(each), axis=0)
 
 
 def _put(slots: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:

@@ -105,4 +105,6 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params
             return jnp.ones(spec.shape, dtype)
         return jnp.asarray(0.02 * jax.random.normal(key, spec.shape, jnp.float32), dtype)
 
-    return jax.tree.unflatten(tree, [init(s, k) for s, k in zip(specs, keys, strict=True)])
+    leaves = [init(spec, key) for spec, key in zip(specs, keys, strict=True)]
+    params: Params = jax.tree.unflatten(tree, leaves)
+    return params

@@ -63,4 +63,5 @@ def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
 def for_rows(params: SamplerParams, rows: int) -> SamplerParams:
     """The same parameters for each row."""
     stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), params)
-    return jax.device_put(stacked)
+    placed: SamplerParams = jax.device_put(stacked)
+    return placed

@@ -30,6 +30,7 @@ class Outcome:
     finish: int  # see `decode_state`
     may_return: bool  # the next step may take the token back
     branch: int  # which record of the branch log belongs to it; -1: none
+    unsound: tuple[int, int]  # see `health.first_unsound`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ def outcomes(
         finish=plain(records.finish),
         may_return=plain(records.may_return),
         branch=plain(records.branch),
+        unsound=plain(records.unsound),
     )
     return [Outcome(token, **end) for token, end in zip(tokens, ends, strict=True)]
 

@@ -12,6 +12,7 @@ from entropix_jax.decode_state import (
     WAITS_FOR_TEXT,
 )
 from entropix_jax.errors import UserError
+from entropix_jax.health import NOWHERE, describe
 from entropix_jax.loading import LanguageModel
 from entropix_jax.records import Branching, Fields, Outcome, branch_records, differ, two_best
 from entropix_jax.results import Event, Piece, Request, Row
@@ -100,9 +101,11 @@ class RunningRow:
         if finish == FINISHED_ERROR:
             yield from self._release()
             if self.running:  # no stop string
-                self.row.error = (
-                    f"row {self.number}: NaN or infinite logits at position {token['position']}"
-                )
+                position, stage = outcome.unsound
+                fault = f"NaN or infinite logits at position {token['position']}"
+                if position != NOWHERE:
+                    fault = describe(position, stage)
+                self.row.error = f"row {self.number}: {fault}"
                 yield self._end("error")
             return
         if finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):

@@ -62,12 +62,14 @@ class Rules:
 
     def params(self, config: ModelConfig) -> Params:
         """Of each weight: a tree of `NamedSharding`s."""
-        return jax.tree.map(lambda spec: self.sharding(spec.axes), param_specs(config))
+        shardings: Params = jax.tree.map(lambda spec: self.sharding(spec.axes), param_specs(config))
+        return shardings
 
     def rows(self, tree: _Tree) -> _Tree:
         """Of each leaf [B, ...] of a tree: a `DecodeState`, a batch's `SamplerParams`, end tokens;
         a `KVCache` in it by its own axes."""
-        return _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
+        shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
+        return shardings
 
 
 def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
@@ -137,7 +139,8 @@ def describe(mesh: Mesh) -> str:
 
 def place(tree: _Tree, shardings: _Tree) -> _Tree:
     """The tree with each leaf's parts on their devices."""
-    return jax.device_put(tree, shardings)
+    placed: _Tree = jax.device_put(tree, shardings)
+    return placed
 
 
 def split_rows(
@@ -170,7 +173,8 @@ def split_rows(
                 return call(*args, **kwargs)
 
             def spec(name: str, leaf: jax.Array) -> P:
-                return ROWS if jnp.ndim(leaf) >= rows.get(name, math.inf) else ONCE
+                axes: P = ROWS if jnp.ndim(leaf) >= rows.get(name, math.inf) else ONCE
+                return axes
 
             whole = jax.shard_map(
                 partial(call, **bound.kwargs),
@@ -180,7 +184,8 @@ def split_rows(
                 out_specs=returns,
                 check_vma=False,
             )(*bound.args)
-            return jax.tree.map(lambda spec, part: _keep(mesh, spec, part), returns, whole)
+            kept: _Result = jax.tree.map(lambda spec, part: _keep(mesh, spec, part), returns, whole)
+            return kept
 
         return split
 
@@ -192,7 +197,8 @@ def gathered(logits: jax.Array) -> jax.Array:
     there without another word between the devices."""
     if MODEL not in jax.sharding.get_abstract_mesh().auto_axes:
         return logits
-    return lax.with_sharding_constraint(logits, P())
+    whole: jax.Array = lax.with_sharding_constraint(logits, P())
+    return whole
 
 
 def anywhere(flag: jax.Array) -> jax.Array:
@@ -219,7 +225,8 @@ def ours(tree: _Tree, size: int) -> _Tree:
     if not _is_split():
         return tree
     start = lax.axis_index(DATA) * size
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
+    own: _Tree = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
+    return own
 
 
 def row_of(rows: jax.Array, number: jax.Array) -> jax.Array:
@@ -238,7 +245,8 @@ def where_any(ours: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> 
     nothing to do, and `value` stays as it is."""
     if not _is_split():
         return work(value)
-    return lax.cond(jnp.any(ours), work, lambda value: value, value)
+    out: _Tree = lax.cond(jnp.any(ours), work, lambda value: value, value)
+    return out
 
 
 def everywhere(numbers: jax.Array, size: int) -> jax.Array:
@@ -287,7 +295,7 @@ def _by_row(tree: Any, row: Any, cache: Any) -> Any:
 def _mesh_of(tree: Any) -> AbstractMesh | None:
     """The mesh that a function's arguments lie on; None for no more than one device."""
     for leaf in jax.tree.leaves(tree):
-        mesh = jax.typeof(leaf).sharding.mesh
+        mesh: AbstractMesh = jax.typeof(leaf).sharding.mesh
         if mesh.size > 1:
             return mesh
     return None

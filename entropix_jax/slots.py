@@ -16,6 +16,7 @@ from flax import struct
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING, DecodeState, init_state
 from entropix_jax.errors import UserError
+from entropix_jax.health import NOWHERE
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.sample import init_sampler_state
 from entropix_jax.sharding import ROWS, Rules, here, place, row_of, split_rows
@@ -102,6 +103,7 @@ def admit(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
             sampler=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler, fresh),
             forwards=put(state.forwards, zero),
             finish=put(state.finish, jnp.int32(RUNNING)),
+            unsound=put(state.unsound, jnp.int32(NOWHERE)),
         ),
         sampler=jax.tree.map(put, slots.sampler, row.sampler),
         eos_ids=put(slots.eos_ids, row.eos_ids),
@@ -122,4 +124,4 @@ def share_prefix(
 
     cache = jax.tree.map(share, state.cache)
     length = state.cache.length.at[target].set(count, mode="drop")
-    return replace(state, cache=replace(cache, length=length))
+    return replace(state, cache=replace(cache, length=length), unsound=share(state.unsound))

@@ -16,10 +16,12 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from entropix_jax.config import check_own_code
 from entropix_jax.detokenizer import StreamDecoder, TokenBytes, token_bytes_of_decoder
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_bytes, read_json_object, read_text
@@ -89,10 +91,15 @@ class _Settings:
     def load(cls, folder: Path) -> _Settings:
         path = folder / "tokenizer_config.json"
         raw = read_json_object(path) if path.is_file() else {}
+        check_own_code(raw, path)
         special_tokens = {}
         for key, value in raw.items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise UserError(f"{path}: '{key}' has half a surrogate pair") from None
                 special_tokens[key] = text
         add_bos = raw.get("add_bos_token")
         if not isinstance(add_bos, bool | None):
@@ -224,22 +231,24 @@ class _HuggingFaceTokenizer(Tokenizer):
         super().__init__(settings)
         import tokenizers
 
-        try:
+        self._path = path
+        with _panics_told(f"{path}: not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower class
-            raise UserError(f"{path}: not a tokenizer.json: {error}") from error
-        # Such files may hold the settings of a training run.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            # Such files may hold the settings of a training run.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         try:
             self._token_bytes = token_bytes_of_decoder(_decoder_of(self._tokenizer))
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        sizes = [self._tokenizer.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)]
-        self.vocab_size = max(sizes)
-        self.bos_id = self._find_bos(path, settings)
+        # Not how many there are: a file may leave out ids.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        with _panics_told(f"{path}: not a tokenizer.json"):
+            self.bos_id = self._find_bos(path, settings)
+        if self.bos_id is not None and self.bos_id >= self.vocab_size:
+            raise UserError(f"{path}: the post-processor puts {self.bos_id}, which is no token")
 
     def _find_bos(self, path: Path, settings: _Settings) -> int | None:
         if settings.add_bos is False:
@@ -263,7 +272,22 @@ class _HuggingFaceTokenizer(Tokenizer):
             return None
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics_told(f"{self._path}: the tokenizer fails"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@contextmanager
+def _panics_told(what: str) -> Iterator[None]:
+    """Turns whatever the library raises over a damaged file into an error that a user can act on:
+    it has no narrower class, and its panics are no `Exception`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {error}") from error
 
 
 def _decoder_of(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ import jaxlib.version
 import numpy as np
 
 from entropix_jax.errors import UserError
+from entropix_jax.files import open_alone
 
 FORMAT_VERSION = 1
 
@@ -138,12 +139,14 @@ class TraceWriter:
         """Opens the file.
 
         Raises:
-            UserError: the path cannot be written.
+            UserError: the path cannot be written, or another run writes to it.
         """
         self._path = path
         try:
             # A name with bytes that are not UTF-8 becomes a JSON escape.
-            self._file = path.open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
+            self._file = open(  # noqa: SIM115
+                open_alone(path), "w", buffering=1, encoding="utf-8", errors="backslashreplace"
+            )
         except OSError as error:
             raise self._failure(error) from None
 

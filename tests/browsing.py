@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,24 @@ class Watched:
             return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
 
         return busy
+
+
+@contextmanager
+def watched_page(browser: Any, path: Path) -> Iterator[Any]:
+    """A page in a wide window, opened once for many tests; it may ask for itself alone, and not
+    complain of anything."""
+    watched = Watched(browser, viewport={"width": 1440, "height": 900})
+    yield watched.open(path)
+    assert watched.messages == []
+    assert set(watched.requests) == {path.as_uri()}
+    watched.context.close()
+
+
+def reloaded(page: Any) -> Any:
+    """The page as it is at first."""
+    page.reload()
+    page.wait_for_selector("html[data-ready]", timeout=60_000)
+    return page
 
 
 def frames(page: Any) -> None:

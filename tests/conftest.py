@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
 from tests.browsing import Watched  # noqa: E402
+from tests.examples import TRIED  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -35,9 +37,17 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), "")
 NO_BROWSER = f"no browser: none of {', '.join(BROWSERS)} is there, ENTROPIX_BROWSER names none"
 
-# Time is not what property tests check. A complete run draws the same examples each time.
-hypothesis.settings.register_profile("entropix", deadline=None, derandomize=REQUIRE_ALL)
-hypothesis.settings.load_profile("entropix")
+# Time is not what property tests check. A complete run draws the same examples each time, a
+# thorough one many more, and others each time.
+hypothesis.settings.register_profile(
+    "entropix", deadline=None, derandomize=REQUIRE_ALL, max_examples=100
+)
+hypothesis.settings.register_profile(
+    "thorough", deadline=None, derandomize=False, max_examples=2000, print_blob=True
+)
+hypothesis.settings.load_profile(
+    "thorough" if os.environ.get("ENTROPIX_THOROUGH") == "1" else "entropix"
+)
 
 # Asking for one of these fixtures marks a test.
 MARKER_OF_FIXTURE = {
@@ -65,6 +75,12 @@ def _compiled_programs_stay_there() -> Iterator[None]:
     if config.jax_compilation_cache_dir != folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_compilation_cache_max_size", size)
+
+
+def pytest_sessionfinish() -> None:
+    """Tells what the property tests tried, in the file that ENTROPIX_TRIED names."""
+    if path := os.environ.get("ENTROPIX_TRIED"):
+        Path(path).write_text(json.dumps(TRIED), encoding="utf-8")
 
 
 def pytest_report_header() -> str | None:

@@ -427,6 +427,15 @@ def test_mixing(nearby: str) -> None:
     assert (sidecar["identity"], sidecar["earlier"]) == (other, [RUN])
 
 
+def test_a_description_that_is_none_is_refused(tmp_path: Path) -> None:
+    address = str(tmp_path / "out.jsonl")
+    run(address, range(1))
+    sidecar = Path(f"{address}.run.json")
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), "earlier": 3}))
+    with pytest.raises(UserError, match=r"out\.jsonl\.run\.json: earlier is not a list"):
+        Store.open(address, other_run(model="b"), mix=True)
+
+
 def sampled(number: int) -> Record:
     return replace(record(number), sampler="own.toml")
 

@@ -255,3 +255,10 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, eos: Any) -> Non
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(UserError, match=r"generation_config\.json: 'eos_token_id'"):
         load_generation_config(tmp_path)
+
+
+def test_a_value_of_any_length_is_told_of_in_a_short_line(tmp_path: Path) -> None:
+    write_config(tmp_path, {"hidden_act": "x" * 100_000})
+    with pytest.raises(UserError, match=r"'hidden_act': 'xxx.* \.\.\. .*xxx' is not imp") as caught:
+        load_model_config(tmp_path)
+    assert len(str(caught.value)) <= 1500

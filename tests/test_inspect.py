@@ -179,7 +179,7 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     bad = load(str(write_model(tmp_path / "bad", poisoned(tokens[12]))))
     first = tokens.index(tokens[12])
     found: list[InspectedToken] = []
-    with pytest.raises(UserError, match=f"NaN or infinite logits at position {first + 1}"):
+    with pytest.raises(UserError, match=f"NaN or infinity in the embedding at position {first}"):
         found.extend(inspect(bad, tokens, ENTROPIX))
     with pytest.raises(UserError, match="NaN or infinite logits"):
         entropies_of(bad, [tokens], ENTROPIX)

@@ -98,6 +98,17 @@ def test_noise_floor_silences_what_lies_under_it() -> None:
     np.testing.assert_allclose(np.exp(got[0][kept]), p[kept] / p[kept].sum(), rtol=1e-5)
 
 
+def test_without_a_noise_floor_nothing_is_touched() -> None:
+    """Not even the last bits by which the probabilities miss a sum of 1, nor what is impossible."""
+    logits = np.random.default_rng(5).normal(size=(16, 1000)).astype(np.float32)
+    logits[:, :3] = -np.inf
+    log_probs = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
+    got = apply_noise_floor(log_probs, jnp.zeros(16, jnp.float32))
+    np.testing.assert_array_equal(got, log_probs)
+    sums = jax.nn.logsumexp(log_probs, axis=-1, keepdims=True)
+    assert not np.array_equal(log_probs - sums, log_probs)
+
+
 def test_noise_floor_never_silences_everything() -> None:
     """All 128,256 about as likely, each under bfloat16's floor: no row becomes NaN, or certain."""
     flat = np.zeros((2, LLAMA_VOCAB), np.float32)

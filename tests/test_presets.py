@@ -384,19 +384,98 @@ def test_wrong_values(key: str, value: Any, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_both_ends_of_a_range_are_allowed() -> None:
-    for key, number in scalars().items():
-        if key.startswith("loop."):
-            continue
-        for end in (number["low"], number["high"]):
-            assert ENTROPIX.with_values({key: end}).values[key] == end
+COUNT = (0, 2**31 - 1)
+HEAT = (0.0, 100.0)
+SHARE = (0.0, 1.0)
+SOME_SHARE = (1e-6, 1.0)
+SWITCH = (False, True)
+# What each scalar may be, both ends included. What is not here is a coefficient.
+RANGES: dict[str, tuple[Any, Any]] = {
+    "base.temperature": HEAT,
+    "base.top_k": COUNT,
+    "base.top_p": SOME_SHARE,
+    "base.min_p": SHARE,
+    "truncation.sigmas": (0.0, 1e4),
+    "truncation.typical_mass": SOME_SHARE,
+    "truncation.eta_epsilon": SHARE,
+    "truncation.mirostat_target": (0.0, 100.0),
+    "truncation.mirostat_rate": (0.0, 100.0),
+    "inject.per_row": COUNT,
+    "inject.cooldown": COUNT,
+    "inject.until_confident": SWITCH,
+    "inject.temperature_max": HEAT,
+    "explore.temperature_max": HEAT,
+    "explore.top_k_min": (1, 2**31 - 1),
+    "branch.width": (1, 8),
+    "branch.depth": (1, 32),
+    "branch.temperature": (0.01, 100.0),
+    "branch.noise": (0.0, 100.0),
+    "branch.min_p": SHARE,
+    "branch.top_p": SOME_SHARE,
+    "branch.rollout_temperature": HEAT,
+    "branch.commit_all": SWITCH,
+    "branch.margin": (0.0, 1e6),
+    "branch.per_row": COUNT,
+    "resample.temperature_min": HEAT,
+    "resample.top_p_min": SOME_SHARE,
+    "backspace.per_position": (0, 8),
+    "backspace.per_row": COUNT,
+    "adaptive.draws": (1, 16),
+    "adaptive.top_p_min": SOME_SHARE,
+    "adaptive.top_k_max": (1, 2**31 - 1),
+    "adaptive.min_p_min": SHARE,
+    "adaptive.min_p_max": SHARE,
+    "edt.base": SOME_SHARE,
+    "edt.theta": (0.0, 100.0),
+    "repetition.penalty": (0.01, 100.0),
+    "loop.max_period": (0, 32),
+    "loop.repeats": (0, 256),
+}
+COEFFICIENT = (-100.0, 100.0)
+
+
+@pytest.mark.parametrize("key", scalars())
+def test_a_range_is_what_it_is(key: str) -> None:
+    """Both ends are allowed, and nothing past them is; a whole number stays one."""
+    low, high = RANGES.get(key, COEFFICIENT)
+    # The guard looks 256 tokens back: so many repeats are of single tokens.
+    beside = {"loop.repeats": {"loop.max_period": 1}, "loop.max_period": {"loop.repeats": 8}}
+    sampler = ENTROPIX.with_values(beside.get(key, {}))
+    for end in (low, high):
+        assert sampler.with_values({key: end}).values[key] == end
+    if isinstance(low, bool):
+        return
+    whole = isinstance(low, int)
+    for value in (
+        (low - 1, high + 1) if whole else (np.nextafter(low, -1e9), np.nextafter(high, 1e9))
+    ):
+        with pytest.raises(UserError, match="must lie in"):
+            sampler.with_values({key: value if whole else float(value)})
+    between = low + (high - low) / 2 + 0.25
+    if whole:
+        with pytest.raises(UserError, match="must be an integer"):
+            sampler.with_values({key: float(between)})
+    else:
+        assert sampler.with_values({key: between}).values[key] == between
+
+
+def test_a_guard_may_look_as_far_back_as_it_can() -> None:
+    sampler = ENTROPIX.with_values({"loop.max_period": 32, "loop.repeats": 8})
+    assert sampler.values["loop.repeats"] == 8
+    with pytest.raises(UserError, match="at most 256"):
+        sampler.with_values({"loop.repeats": 9})
+
+
+def test_any_token_may_be_banned() -> None:
+    bans = [0, 2**31 - 1, *range(1, 15)]
+    assert params_of("entropix", {"draw.bans": bans}).bans.tolist() == bans
 
 
 def test_the_model_decides_about_layers_and_thoughts() -> None:
     with pytest.raises(UserError, match="has 3 weights, the model has 2 layers"):
         params_of("entropix", {"metrics.layers": [1, 1, 1]})
     assert params_of("entropix", {"inject.thought": "x" * 64}).inject.lengths[0] == 64
-    for thought in ("x" * 65, ["a", "x" * 65, "x" * 66]):
+    for thought in ("x" * 65, ["a", "x" * 65, "x" * 66]):  # the first one that is too long
         with pytest.raises(UserError, match=r"inject\.thought is 65 tokens long, at most 64"):
             params_of("entropix", {"inject.thought": thought})
 
@@ -427,6 +506,10 @@ def params_of_file(path: str) -> Any:
         ("base = 1\nbase = 2", "not valid TOML"),
         ("x = " + "[" * 5000, "not valid TOML"),
         ("x = " + "1" * 5000, "not valid TOML"),
+        (
+            'extends = "entropix"\n[base]\ntop_k = 0x' + "f" * 5000,
+            "not valid TOML: Exceeds the limit",
+        ),
         ('extends = "entropix"\nbase = 3', "no sampler key 'base'"),
         ('extends = "entropix"\nentropy = 3', "no sampler key 'entropy'"),
         ('extends = "entropix"\n[base.top_k]\nx = 3', r"no sampler key 'base.top_k.x'"),

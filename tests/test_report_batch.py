@@ -16,7 +16,15 @@ from entropix_jax import batch
 from entropix_jax.report import records
 from entropix_jax.report.records import batch_page
 from entropix_jax.sampler.params import REGIMES
-from tests.browsing import Watched, all_in_sight, frames, nothing_is_cut_off, texts_stand_out
+from tests.browsing import (
+    Watched,
+    all_in_sight,
+    frames,
+    nothing_is_cut_off,
+    reloaded,
+    texts_stand_out,
+    watched_page,
+)
 from tests.test_report import NASTY, Parsed, unpacked
 from tests.test_report_compare import refused, report
 
@@ -191,18 +199,13 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Json],
 
 @pytest.fixture(scope="module")
 def shown(browser: Any, outcome: tuple[Path, list[Json], list[Json]]) -> Iterator[Any]:
-    watched = Watched(browser, viewport={"width": 1440, "height": 900})
-    yield watched.open(outcome[0])
-    assert watched.messages == []
-    assert set(watched.requests) == {outcome[0].as_uri()}
-    watched.context.close()
+    with watched_page(browser, outcome[0]) as page:
+        yield page
 
 
 @pytest.fixture
 def page(shown: Any) -> Any:
-    shown.reload()
-    shown.wait_for_selector("html[data-ready]", timeout=60_000)
-    return shown
+    return reloaded(shown)
 
 
 def listed(page: Any) -> list[str]:

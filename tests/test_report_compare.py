@@ -17,7 +17,14 @@ from entropix_jax.report.comparing import comparison_page
 from entropix_jax.report.reading import Trace, read_trace
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from tests.browsing import Watched, frames, nothing_is_cut_off, texts_stand_out
+from tests.browsing import (
+    Watched,
+    frames,
+    nothing_is_cut_off,
+    reloaded,
+    texts_stand_out,
+    watched_page,
+)
 from tests.test_report import NASTY, footer, header, run_of, token, write
 
 Json = dict[str, Any]
@@ -109,18 +116,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trace]]:
 
 @pytest.fixture(scope="module")
 def shown(browser: Any, runs: tuple[Path, list[Trace]]) -> Iterator[Any]:
-    watched = Watched(browser, viewport={"width": 1440, "height": 900})
-    yield watched.open(runs[0])
-    assert watched.messages == []
-    assert watched.requests == [runs[0].as_uri()] * len(watched.requests)
-    watched.context.close()
+    with watched_page(browser, runs[0]) as page:
+        yield page
 
 
 @pytest.fixture
 def page(shown: Any) -> Any:
-    shown.reload()
-    shown.wait_for_selector("html[data-ready]", timeout=60_000)
-    return shown
+    return reloaded(shown)
 
 
 def committed(trace: Trace) -> list[Json]:

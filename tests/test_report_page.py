@@ -22,7 +22,14 @@ from entropix_jax.report.reading import Trace, read_trace
 from entropix_jax.sampler.params import QUANTITIES, REGIMES
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
-from tests.browsing import Watched, frames, nothing_is_cut_off, texts_stand_out
+from tests.browsing import (
+    Watched,
+    frames,
+    nothing_is_cut_off,
+    reloaded,
+    texts_stand_out,
+    watched_page,
+)
 from tests.samplers import metrics_of, params_of
 from tests.test_report import NASTY, footer, header, run_of, token, write
 
@@ -51,18 +58,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
 @pytest.fixture(scope="module")
 def shown(browser: Any, run: tuple[Path, Trace]) -> Iterator[Any]:
     """The run's page, which tests that only look share."""
-    watched = Watched(browser, viewport={"width": 1440, "height": 900})
-    yield watched.open(run[0])
-    assert watched.messages == []
-    watched.context.close()
+    with watched_page(browser, run[0]) as page:
+        yield page
 
 
 @pytest.fixture
 def page(shown: Any) -> Any:
     """The same, as it was opened."""
-    shown.reload()
-    shown.wait_for_selector("html[data-ready]", timeout=60_000)
-    return shown
+    return reloaded(shown)
 
 
 def committed(trace: Trace) -> list[dict[str, Any]]:

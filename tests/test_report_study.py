@@ -19,7 +19,15 @@ from entropix_jax.report import study as report_study
 from entropix_jax.report.study import study_page
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.studies import figures
-from tests.browsing import Watched, all_in_sight, frames, nothing_is_cut_off, texts_stand_out
+from tests.browsing import (
+    Watched,
+    all_in_sight,
+    frames,
+    nothing_is_cut_off,
+    reloaded,
+    texts_stand_out,
+    watched_page,
+)
 from tests.test_report import NASTY, Parsed, unpacked
 from tests.test_report_compare import refused, report
 
@@ -272,18 +280,13 @@ def test_nothing_breaks_out_of_the_page_of_a_study(copied: Path) -> None:
 def opened(browser: Any, folder: Path) -> Iterator[Any]:
     output = folder.parent / "page.html"
     assert report(folder, "--output", output) == 0
-    watched = Watched(browser, viewport={"width": 1440, "height": 900})
-    yield watched.open(output)
-    assert watched.messages == []
-    assert set(watched.requests) == {output.as_uri()}
-    watched.context.close()
+    with watched_page(browser, output) as page:
+        yield page
 
 
 @pytest.fixture
 def page(opened: Any) -> Any:
-    opened.reload()
-    opened.wait_for_selector("html[data-ready]", timeout=60_000)
-    return opened
+    return reloaded(opened)
 
 
 def table(page: Any, box: str) -> dict[str, dict[str, float]]:

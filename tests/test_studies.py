@@ -1052,7 +1052,7 @@ class Reciter:
             for number, token in enumerate([*ids, row.eos_ids[0]], 1):
                 finish = FINISHED_LENGTH if number == row.budget else RUNNING
                 finish = FINISHED_EOS if number > len(ids) else finish
-                outcome = Outcome(self._record(row, number, token), finish, False, -1)
+                outcome = Outcome(self._record(row, number, token), finish, False, -1, (-1, -1))
                 yield from row.take(outcome, None, lambda: False)
                 if not row.running:
                     break

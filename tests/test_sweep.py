@@ -382,6 +382,7 @@ BAD: list[tuple[str, str]] = [
     ("tasks = ['sums']\ntasks = ['facts']", "not valid TOML"),
     ("x = " + "[" * 5000, "not valid TOML"),
     ("x = " + "1" * 5000, "not valid TOML"),
+    ("items = 0x" + "f" * 5000, "not valid TOML: Exceeds the limit"),
 ]
 
 

@@ -181,6 +181,16 @@ def test_vocabulary(loaded: dict[str, Tokenizer]) -> None:
     assert loaded["byte_level"].token_id("plain é") == loaded["byte_level"].vocab_size - 1
 
 
+def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
+    """An id past the model's embedding must be seen when the model is loaded."""
+    raw = json.loads(byte_level().to_str())
+    raw["model"]["vocab"]["z"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("z", add_bos=False) == [4_000_000_000]
+    assert tokenizer.vocab_size == 4_000_000_001
+
+
 def test_settings_of_training_do_not_act(tmp_path: Path, loaded: dict[str, Tokenizer]) -> None:
     raw = byte_level()
     raw.enable_truncation(4)
@@ -397,6 +407,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
         ("tokenizer_config.json", b'{"add_bos_token": "yes"}', "'add_bos_token' must be"),
         ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
         ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
+        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' has half a surrogate"),
         ("chat_template.jinja", b"\xff", "not UTF-8"),
     ],
 )
@@ -406,6 +417,57 @@ def test_garbage_files(tmp_path: Path, name: str, content: bytes, message: str) 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # The library panics, which is no Exception: over these files as they are read, ...
+        ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
+        # ... and over a text, here one on which an expression backtracks without end.
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(x+x+)+y"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
+            "the tokenizer fails: Onig: Regex search error: retry-limit-in-match over",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [
+                        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                    "pair": [],
+                    "special_tokens": {"<s>": {"id": "<s>", "ids": [99999], "tokens": ["<s>"]}},
+                }
+            },
+            "the post-processor puts 99999, which is no token",
+        ),
+        # Some errors of its own come with the first text that meets them.
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
+            "the tokenizer fails: WordLevel error: Missing \\[UNK\\] token",
+        ),
+    ],
+)
+def test_what_the_library_does_over_hostile_files(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    raw = json.loads(byte_level(bos=False).to_str())
+    for key, value in change.items():
+        raw[key] = value if raw[key] is None or "type" in value else {**raw[key], **value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(tmp_path).encode("a" + "x" * 100, add_bos=False)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 

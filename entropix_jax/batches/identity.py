@@ -31,6 +31,8 @@ def parse_sidecar(data: bytes, address: str) -> dict[str, Any]:
         for name, kind in (("identity", None), ("samplers", {}))
     ):
         raise UserError(f"{address}: not the description of a run")
+    if not isinstance(content.get("earlier", []), list):
+        raise UserError(f"{address}: earlier is not a list")
     return content
 
 

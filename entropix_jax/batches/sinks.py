@@ -23,13 +23,14 @@ from entropix_jax.batches.source import (
     reaching,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.files import check_writable, replacing
+from entropix_jax.files import check_writable, is_standard_output, replacing
 
 if sys.platform != "win32":
     import fcntl
 
 PART_RECORDS = 1000
 PART_SECONDS = 60.0
+_STANDARD_OUTPUT = "the output cannot be standard output: a run is resumed from its file"
 
 
 class LocalFile:
@@ -262,7 +263,7 @@ def _number(path: str) -> int:
 def check_name(address: str) -> None:
     """Refuses what no output can be called."""
     if address == "-":
-        raise UserError("the output cannot be standard output: a run is resumed from its file")
+        raise UserError(_STANDARD_OUTPUT)
     if "\0" in address:
         raise UserError(f"{address!r}: not a file name")
     if not address or address.endswith("/"):
@@ -276,4 +277,6 @@ def check_file(address: str, path: Path) -> None:
     with reaching(address, "written"):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{address}: cannot be written: not a regular file")
+        if is_standard_output(path):
+            raise UserError(_STANDARD_OUTPUT)
         check_writable(path)

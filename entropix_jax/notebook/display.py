@@ -17,6 +17,7 @@ import jinja2
 
 from entropix_jax.commandline import printable
 from entropix_jax.sampler.params import REGIMES
+from entropix_jax.templating import page_template
 from entropix_jax.trace import MEANINGS, TokenRecord
 
 MOST_TOKENS = 2000  # of all rows together: half a megabyte or so
@@ -95,14 +96,7 @@ def style() -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("entropix_jax.notebook"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("rows.html")
+    return page_template("entropix_jax.notebook", "rows.html")
 
 
 def _items(row: Shown, most: int) -> Iterator[dict[str, Any]]:

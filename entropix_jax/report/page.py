@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_writable, replacing
 from entropix_jax.report.embedding import digest, packed, plotly_source, script, style
 from entropix_jax.report.reading import TraceReader
+from entropix_jax.templating import page_template
 from entropix_jax.version import __version__
 
 # As in `sampler.params` and `sampler.settings`, which need JAX. A test compares them.
@@ -177,15 +176,8 @@ def _condition(text: Any, parameters: dict[str, Any], box: str, trace: Path) -> 
 
 def render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:
     """A page: `templates/{kind}.html`, `static/{kind}.js` with what it imports, and the style."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("entropix_jax.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     plotly, own = plotly_source(), script(kind)
-    return environment.get_template(f"{kind}.html").render(
+    return page_template("entropix_jax.report", f"{kind}.html").render(
         **values,
         version=__version__,
         style=style(_STYLES[kind]),

@@ -92,7 +92,6 @@ class RecordReader:
         identity = self._sidecar.get("identity", {})
         for place, value, kind in (
             ("identity.sampler", identity.get("sampler", {}), dict),
-            ("earlier", self._sidecar.get("earlier", []), list),
             *((f"samplers.{k}", v, str) for k, v in self._sidecar.get("samplers", {}).items()),
         ):
             if not is_kind(value, kind):

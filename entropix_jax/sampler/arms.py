@@ -70,7 +70,8 @@ def propose(
     arms: tuple[Arm, ...],
 ) -> Proposal:
     """The proposal of `arms[arm]` for one row; `metrics` are `as_seen`."""
-    return lax.switch(arm, [partial(one, metrics, params, row) for one in arms])
+    proposal: Proposal = lax.switch(arm, [partial(one, metrics, params, row) for one in arms])
+    return proposal
 
 
 def as_seen(metrics: Metrics, params: SamplerParams) -> Metrics:
@@ -186,7 +187,7 @@ def edt(metrics: Metrics, params: SamplerParams, row: RowView) -> Proposal:
     (Zhang et al. 2024, "EDT: Improving Large Language Models' Generation by Entropy-based Dynamic
     Temperature Sampling")."""
     nats = metrics.entropy * _LN2
-    exponent = jnp.where(nats > 0, params.edt.theta / jnp.where(nats > 0, nats, 1.0), jnp.inf)
+    exponent = jnp.where(nats > 0, params.edt.theta / nats, jnp.inf)
     # With theta = 0 it is T0 at any entropy; a certain distribution has one outcome anyway.
     cooling = jnp.where(params.edt.theta > 0, params.edt.base**exponent, 1.0)
     return draw(SAMPLE, params, temperature=params.base.temperature * cooling)
@@ -241,7 +242,8 @@ def draw(
 
 
 def _either(condition: jax.Array, one: Proposal, other: Proposal) -> Proposal:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+    chosen: Proposal = jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+    return chosen
 
 
 def _or_off(params: SamplerParams, top_k: jax.Array) -> jax.Array:

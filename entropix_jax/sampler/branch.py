@@ -206,7 +206,7 @@ def _candidates(
     admitted = admitted.at[:, 0].set(True)
     ids = jnp.pad(ids, ((0, 0), (0, MAX_WIDTH - width)))
     number = jnp.sum(admitted, axis=-1, dtype=jnp.int32)
-    return ids, jnp.clip(number, 1, p.width)
+    return ids, jnp.minimum(number, p.width)
 
 
 def _follow(
@@ -234,4 +234,5 @@ def _follow(
     def likeliest() -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    return lax.cond(jnp.any(proposal.temperature > 0), drawn, likeliest)
+    tokens: jax.Array = lax.cond(jnp.any(proposal.temperature > 0), drawn, likeliest)
+    return tokens

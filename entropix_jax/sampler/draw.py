@@ -91,10 +91,12 @@ def truncated_draw(
 
     def row(args: tuple[jax.Array, Drawn, tuple[Any, ...]]) -> Drawn:
         complete, drawn, inputs = args
-        return lax.cond(complete, lambda *_: drawn, _draw_from_all, *inputs)
+        from_row: Drawn = lax.cond(complete, lambda *_: drawn, _draw_from_all, *inputs)
+        return from_row
 
     rows = (complete, drawn, (logits, head, cut, uniforms, proposal.draws))
-    return lax.cond(jnp.all(complete), lambda: drawn, lambda: lax.map(row, rows))
+    from_rows: Drawn = lax.cond(jnp.all(complete), lambda: drawn, lambda: lax.map(row, rows))
+    return from_rows
 
 
 def cumulate(mass: jax.Array) -> jax.Array:
@@ -141,11 +143,12 @@ def _draw_from_all(
 
     def pick(prefix: _Prefix, uniform: jax.Array, wanted: jax.Array) -> jax.Array:
         target = jnp.where(wanted, uniform * prefix.mass, 0.0)
-        return lax.cond(
+        token: jax.Array = lax.cond(
             target < top_mass,
             lambda: head.ids[jnp.sum(head.cumulated <= target)],
             lambda: _token_at(order, mass, target, prefix),
         )
+        return token
 
     def deep() -> Drawn:
         nucleus = lax.cond(
@@ -164,17 +167,19 @@ def _draw_from_all(
 
     closes_in_head = (cut.top_p < 1) & (cut.top_p * outer.mass <= top_mass)
     size = jnp.int32(head.ids.shape[0])
-    return lax.cond(
+    drawn: Drawn = lax.cond(
         closes_in_head,
         lambda: _draw_from_head(head, size, outer.mass, cut.top_p, uniforms),
         deep,
     )
+    return drawn
 
 
 def _sortable(values: jax.Array) -> jax.Array:
     """An int32 with the order of the float32: negative ones get their magnitude bits flipped."""
     bits = lax.bitcast_convert_type(values, jnp.int32)
-    return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    ordered: jax.Array = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    return ordered
 
 
 def _crossing(
@@ -237,5 +242,6 @@ def _tied_id(order: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
         few = jnp.sum(tied & (ids < middle), dtype=jnp.int32) <= index
         return jnp.where(few, middle, low), jnp.where(few, high, middle)
 
-    low, _ = lax.fori_loop(0, 32, halve, (jnp.int32(0), jnp.int32(order.shape[0])))
+    start = jnp.int32(0), jnp.int32(order.shape[0])
+    low: jax.Array = lax.fori_loop(0, 32, halve, start)[0]
     return low

@@ -5,13 +5,12 @@ all four of its own: a model's calibrated ones do not take their place.
 """
 
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_text
+from entropix_jax.files import parse_toml, read_toml
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.settings import (
     REQUIRED,
@@ -72,7 +71,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     if not equals or not key.startswith("sampler."):
         raise UserError(f"--set {text}: expected sampler.KEY=VALUE")
     try:
-        parsed = tomllib.loads(f"value = {value}")
+        parsed = parse_toml(f"value = {value}")
     except (ValueError, RecursionError):
         parsed = {}
     return key.removeprefix("sampler."), parsed["value"] if parsed.keys() == {"value"} else value
@@ -114,10 +113,7 @@ def _read_file(name_or_path: str) -> tuple[Path, dict[str, Any], str | None]:
             )
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise UserError(f"{path}: cannot be read: not a regular file")
-    try:
-        raw = tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:  # a number may be too long for Python
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    raw = read_toml(path)
     base = raw.pop("extends", None)
     if base is None:
         return path, raw, None

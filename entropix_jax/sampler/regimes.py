@@ -19,7 +19,7 @@ LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 
 def classify(metrics: Metrics, params: SamplerParams) -> jax.Array:
     """The regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box holds the
-    point, else MID. A NaN is in no box."""
+    point, else MID. What is not a finite number is in no box."""
     point = jnp.stack([getattr(metrics, quantity) for quantity in QUANTITIES])[None, :]
     inside = jnp.all((params.low < point) & (point < params.high), axis=-1)  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)

@@ -152,7 +152,9 @@ def init_sampler_state(batch: int, vocab_size: int) -> SamplerState:
             bans=jnp.full((batch, MAX_ATTEMPTS), -1, jnp.int32),
         ),
     )
-    return jax.tree.map(jnp.array, state)  # copies: a state is donated, each leaf once
+    # Copies: a state is donated, each leaf once.
+    copies: SamplerState = jax.tree.map(jnp.array, state)
+    return copies
 
 
 def blank_observation(shape: tuple[int, ...]) -> Observation:
@@ -334,7 +336,8 @@ def begin_thoughts(
         rows = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
         return history.at[rows, target].set(tokens, mode="drop")
 
-    return lax.cond(jnp.any(begins), written, lambda: history)
+    begun: jax.Array = lax.cond(jnp.any(begins), written, lambda: history)
+    return begun
 
 
 def may_return(state: SamplerState, params: SamplerParams) -> jax.Array:
@@ -355,7 +358,8 @@ def where_rows(condition: jax.Array, one: Tree, other: Tree) -> Tree:
     def choose(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
-    return jax.tree.map(choose, one, other)
+    chosen: Tree = jax.tree.map(choose, one, other)
+    return chosen
 
 
 def _view(params: SamplerParams, state: SamplerState, rows: Rows) -> RowView:

@@ -70,11 +70,12 @@ def truncate(
     rules = [_CUTS[name] for name in RULES]
     # `nucleus` leaves its passes over the vocabulary to the draw. What the others cost is paid by
     # the rows that have them: mapped, a switch stays a switch.
-    return lax.cond(
+    cut: Cut = lax.cond(
         jnp.all(proposal.rule == NUCLEUS),
         lambda: jax.vmap(_nucleus)(*rows),
         lambda: lax.map(lambda row: lax.switch(row[1].rule, rules, *row), rows),
     )
+    return cut
 
 
 def surprise(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -172,7 +173,7 @@ def _mirostat(
     # epsilon / (1 - N^-epsilon), which is 1 / ln N at epsilon = 0.
     scale = jnp.where(x == 0, 1.0, x / -jnp.expm1(-x)) / log_number
     log_k = (mu * _LN2 + jnp.log(scale)) / s
-    k = jnp.round(jnp.exp(jnp.clip(log_k, 0.0, log_number)))
+    k = jnp.round(jnp.exp(jnp.minimum(log_k, log_number)))
     return _likeliest(logits, proposal, k.astype(jnp.int32))
 
 

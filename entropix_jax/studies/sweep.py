@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ from random import Random
 from typing import Any, get_args
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_text
+from entropix_jax.files import read_toml
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import lineage, load_sampler
@@ -115,12 +114,7 @@ def read_sweep(path: Path) -> Sweep:
     Raises:
         UserError: it is none; the line names the file and the key.
     """
-    try:
-        raw = tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-    folder = path.parent
-    return _Reader(str(path), raw, folder).sweep()
+    return _Reader(str(path), read_toml(path), path.parent).sweep()
 
 
 def find_sweep(name: str) -> Path:
@@ -209,9 +203,7 @@ def tuning_of(
 def _shipped_ranges() -> dict[str, dict[str, Any]]:
     path = resource_folder("configs") / _RANGES
     return {
-        name: flatten(table)
-        for name, table in tomllib.loads(read_text(path)).items()
-        if isinstance(table, dict)
+        name: flatten(table) for name, table in read_toml(path).items() if isinstance(table, dict)
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from entropix_jax.errors import UserError
-from entropix_jax.tasks.task import Item, Prompt, Split, Task
+from entropix_jax.tasks.task import Item, Prompt, Split, Task, check_split
 
 EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
 
@@ -47,6 +47,7 @@ class Gsm8k(Task):
         self._tuning = tuning
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
         path = self._test if split == "test" else self._tuning
         if path is None:
             raise UserError(

@@ -61,7 +61,7 @@ def _own(name: str) -> Task:
             f"task '{name}': importing {place} failed: {type(error).__name__}: {error}"
         ) from error
     try:
-        task = getattr(module, attribute)
+        task: Task = getattr(module, attribute)  # its members are looked at below
     except AttributeError:
         raise UserError(f"task '{name}': {place} has no '{attribute}'") from None
     if isinstance(task, type):

@@ -16,7 +16,9 @@ say only its name, its items and how to read an answer:
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
+
+from entropix_jax.errors import UserError
 
 Split = Literal["tuning", "test"]
 Prompt = str | tuple[Mapping[str, str], ...]
@@ -79,3 +81,9 @@ class Task(Protocol):
     def score(self, item: Item, answer: str | None) -> float:
         """1 for a right answer, 0 for a wrong one and for none."""
         return float(answer == item.answer)
+
+
+def check_split(split: str) -> None:
+    """Raises a UserError where there is no split of that name."""
+    if split not in get_args(Split):
+        raise UserError(f"no split '{split}' (there are {' and '.join(get_args(Split))})")

@@ -15,7 +15,7 @@ from itertools import islice
 from random import Random
 
 from entropix_jax.tasks.judge import PAUSED, WAITED, leave_out_hesitations, share_possible
-from entropix_jax.tasks.task import Item, Prompt, Split, Task
+from entropix_jax.tasks.task import Item, Prompt, Split, Task, check_split
 from entropix_jax.world import facts
 from entropix_jax.world.chat import facts_asked
 from entropix_jax.world.documents import document
@@ -60,6 +60,7 @@ class _Problems(Task):
         self._sizes = sizes
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
         posed = problems(self._kind, split, self._sizes[split], seed=0)
         for number, problem in enumerate(posed, 1):
             yield Item(
@@ -86,6 +87,7 @@ class _Facts(Task):
     _STATEMENT = re.compile(r"(\w+) (?:[a-z]+ |\.\.\. )+(\w+)(?:,|\.(?!\.))")
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
         asked = sorted(facts_asked(_world()), key=lambda pair: _digest(pair[0]))
         kept = (pair for pair in asked if _split_of(pair[0]) == split)
         for number, (question, fact) in enumerate(kept, 1):
@@ -113,6 +115,7 @@ class _Forks(Task):
     _FUTURES = range(2, 7)
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
         rng = Random("forks 0")
         found: set[str] = set()
         while len(found) < self._SIZE:
@@ -195,6 +198,7 @@ class _Documents(Task):
     _LONGEST = 12  # terminals of a beginning
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
         rng = Random("documents 0")
         found: set[str] = set()
         while len(found) < self._SIZE:

@@ -208,7 +208,7 @@ class Ours:
         tokens, count = jnp.zeros((batch, prompt), jnp.int32), jnp.zeros(batch, jnp.int32)
         shapes = {"config": self.config, "window": _LEAST_WINDOW}
         steps = {"max_steps": MAX_STEPS, "recording": Recording()}
-        lowerings = {
+        lowerings: dict[str, Any] = {
             "step": lambda: decode.lower(
                 self.params, sampler, _NOBODY, state, jnp.int32(1), **shapes, **steps
             ),

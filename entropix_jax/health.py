@@ -1,0 +1,52 @@
+"""Where NaN or infinity arises: in a weight, in a layer's activations, or in the logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NOWHERE = -1
+
+
+def first_unsound(sound: jax.Array, start: jax.Array) -> jax.Array:
+    """The position and the stage at which some activation first is NaN or infinite: int32 [B, 2],
+    NOWHERE twice in a row that is sound.
+
+    The first stage counts, then the first position: from a layer's values on one token spoils all.
+
+    Args:
+        sound: bool [B, T, 1+2L], see `information.AttnStats`.
+        start: int32 [B], the position of each row's first token here.
+    """
+    tokens = sound.shape[1]
+    unsound = ~sound.swapaxes(1, 2).reshape(sound.shape[0], -1)
+    first = jnp.argmax(unsound, axis=-1).astype(jnp.int32)
+    place = jnp.stack([start + first % tokens, first // tokens], axis=-1)
+    return jnp.where(jnp.any(unsound, axis=-1)[:, None], place, NOWHERE)
+
+
+def earlier(one: jax.Array, other: jax.Array) -> jax.Array:
+    """`one` where something was found, else `other`: int32 [B, 2] each."""
+    return jnp.where(one[:, :1] != NOWHERE, one, other)
+
+
+def describe(position: int, stage: int) -> str:
+    """What `first_unsound` found, for a person."""
+    layer, attention = (stage - 1) // 2, stage % 2 == 1
+    where = "the embedding"
+    if stage:
+        where = f"the queries, keys or values of layer {layer}" if attention else f"layer {layer}"
+    return f"NaN or infinity in {where} at position {position}"
+
+
+def unsound_entry(weight: jax.Array) -> tuple[int, ...] | None:
+    """The index of the first entry of a weight that is NaN or infinite; None where all are
+    finite."""
+    if bool(_all_finite(weight)):
+        return None
+    values = np.asarray(weight.astype(jnp.float32))
+    return tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
+
+
+@jax.jit
+def _all_finite(weight: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(weight))

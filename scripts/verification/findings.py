@@ -1,0 +1,43 @@
+"""What a part of the verification found, kept as a file so that the table can be made of all."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from entropix_jax.version import __version__
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table."""
+
+    what: str  # what was tried, as a reader says it
+    tried: int
+    unit: str  # of what: "inputs", "kill points", "mutants"
+    failures: int
+    wanted: str = "0 failures"
+    note: str = ""
+    details: list[dict[str, Any]] = field(default_factory=list)  # of each failure
+
+
+def write_findings(folder: Path, part: str, lines: list[Line], seconds: float) -> None:
+    """Replaces `folder/PART.json`, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {
+        "version": __version__,
+        "seconds": round(seconds, 1),
+        "lines": [asdict(line) for line in lines],
+    }
+    path, new = folder / f"{part}.json", folder / f".{part}.json.new"
+    new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def read_findings(folder: Path, part: str) -> list[Line]:
+    """The lines of `folder/PART.json`; none where the part has not been run."""
+    path = folder / f"{part}.json"
+    if not path.exists():
+        return []
+    return [Line(**line) for line in json.loads(path.read_text(encoding="utf-8"))["lines"]]

@@ -1,0 +1,180 @@
+"""The same rows again: alone and in batches of other sizes, streamed and not, in two processes.
+
+Alone and in a batch a row has the same tokens, and floats within TOLERANCE of each other. A row
+that parts from itself is a failure: none has been seen whose decision was too close to call.
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import entropix_jax
+from entropix_jax.decode_state import Recording
+from entropix_jax.engine import Engine
+from entropix_jax.loading import LanguageModel, load, use_compilation_cache
+from entropix_jax.preparation import sampler_params
+from entropix_jax.results import Request, Row
+from entropix_jax.running import RunningRow, budget_of
+from entropix_jax.sampler.presets import load_sampler, preset_names
+from verification.findings import Line
+
+TOLERANCE = 1e-5
+CAPACITY, NEW = 512, 60
+PROMPTS = (
+    "Guests:",
+    "Once upon a time",
+    "Anna has 30 apples. Anna finds 4 apples.",
+    "There Adam met Rita. Rita was happy and sang. Then Adam went to the market. " * 4,
+    "12 + 7 =",
+    "Dear diary",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--rows", type=int, default=180, help="rows, over presets and prompts")
+    parser.add_argument("--slots", type=int, nargs="+", default=[2, 3, 8, 32])
+    parser.add_argument("--processes", type=int, default=6, help="commands that are run twice")
+
+
+def run(args: argparse.Namespace, folder: Path) -> list[Line]:
+    """Runs all rows in each number of slots, and some commands twice."""
+    use_compilation_cache()
+    model = load()
+    alone = rows_of(model, args.rows, slots=1)
+    lines = []
+    for slots in args.slots:
+        found, tokens, largest = [], 0, 0.0
+        for number, (one, other) in enumerate(
+            zip(alone, rows_of(model, args.rows, slots=slots), strict=True)
+        ):
+            tokens += len(one)
+            difference = apart(one, other)
+            if isinstance(difference, float):
+                largest = max(largest, difference)
+                if difference <= TOLERANCE:
+                    continue
+            found.append({"row": number, "slots": slots, "difference": difference})
+        lines.append(
+            Line(
+                f"tokens of rows alone and in {slots} slots",
+                tokens,
+                "tokens",
+                len(found),
+                f"same tokens, floats within {TOLERANCE:g}",
+                f"largest difference {largest:.1e}",
+                found,
+            )
+        )
+    streams = list(streamed(model))
+    lines.append(Line("runs streamed and not", len(streams), "runs", streams.count(False)))
+    twice = [same_bytes(*command) for command in itertools.islice(commands(), args.processes)]
+    lines.append(
+        Line("traces of two processes", len(twice), "pairs", twice.count(False), "same bytes")
+    )
+    return lines
+
+
+def rows_of(model: LanguageModel, number: int, slots: int) -> list[list[dict[str, Any]]]:
+    """The records of rows of every preset in turn, run in so many slots."""
+    rng = np.random.default_rng(0)
+    running = []
+    for i in range(number):
+        presets = preset_names()
+        sampler = load_sampler(presets[i % len(presets)]).calibrated(model.folder)
+        prompt = model.tokenizer.encode(PROMPTS[i % len(PROMPTS)], add_bos=True)
+        request = Request(prompt, f"row {i}", int(rng.integers(1, NEW)))
+        running.append(
+            RunningRow(
+                i,
+                Row(request),
+                model,
+                sampler,
+                sampler_params(model, sampler),
+                budget=budget_of(model, request, CAPACITY),
+                seed=i,
+            )
+        )
+    engine = Engine(
+        model,
+        running[0].params,
+        running[0].sampler.arms,
+        slots=slots,
+        capacity=CAPACITY,
+        recording=Recording(top=3, layers=True),
+    )
+    for _ in engine.run(running):
+        pass
+    return [
+        [token.to_json() for token in (*row.row.tokens, *row.row.taken_back)] for row in running
+    ]
+
+
+def apart(one: Any, other: Any) -> float | str:
+    """The largest difference of two numbers of two records, over the larger of 1 and their size;
+    or where they differ in anything else."""
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) / max(1.0, abs(one))
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        parts: Sequence[tuple[Any, Any, Any]] = [(key, one[key], other[key]) for key in one]
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return f"{len(one)} entries, {len(other)} entries"
+        parts = [(i, a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        return 0.0 if one == other else f"{one!r}, {other!r}"
+    largest = 0.0
+    for name, a, b in parts:
+        difference = apart(a, b)
+        if isinstance(difference, str):
+            return f"{name}: {difference}"
+        largest = max(largest, difference)
+    return largest
+
+
+def streamed(model: LanguageModel) -> Iterator[bool]:
+    """Whether a run that is iterated over gives the records of one that is not."""
+    for preset in preset_names():
+        options: Any = {"max_new_tokens": NEW, "samples": 2, "seed": 1}
+        whole = entropix_jax.generate(model, PROMPTS[0], preset, **options)
+        stream = entropix_jax.stream(model, PROMPTS[0], preset, **options)
+        told: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+        text = ["", ""]
+        for event in stream:
+            text[event.row] += "".join(piece.text for piece in event.pieces)
+            if event.token is not None:
+                told[event.row].append(event.token.to_json(retracted=event.retracted))
+        yield all(
+            row.text == text[i]
+            and [t.to_json() for t in row.tokens] == [t for t in told[i] if t["type"] == "token"]
+            for i, row in enumerate(whole)
+        )
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """Command lines of `main`, one for each preset and prompt in turn."""
+    for seed, preset in enumerate(preset_names()):
+        prompt = PROMPTS[seed % len(PROMPTS)]
+        yield "--prompt", prompt, "--sampler", preset, "--seed", str(seed), "--samples", "3"
+
+
+def same_bytes(*arguments: str) -> bool:
+    """Whether two processes write the same trace, the timings of its footer aside."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = []
+        for path in (Path(scratch) / "one.jsonl", Path(scratch) / "two.jsonl"):
+            command = [sys.executable, "-m", "entropix_jax.main", *arguments]
+            more = ["--trace", str(path), "--max-new-tokens", str(NEW)]
+            subprocess.run([*command, *more], check=True, capture_output=True)
+            *lines, footer = path.read_bytes().splitlines()
+            counts = {k: v for k, v in json.loads(footer).items() if k != "timings"}
+            found.append((lines, counts))
+    return found[0] == found[1]

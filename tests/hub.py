@@ -1,0 +1,117 @@
+"""A stand-in for the hub, on loopback: one repository, as the hub's client asks for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+REPO = "owner/name"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_stand_in"
+
+
+class Hub:
+    """What the stand-in serves, and what it was asked.
+
+    `cut` files break off in the middle when they are first asked for, `lost` ones are listed and
+    not there; a `gated` repository is for who sends the token.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        self.cut: set[str] = set()
+        self.lost: set[str] = set()
+        self.gated = False
+        self.asked: list[tuple[str, str, str | None]] = []  # method, path, range
+        self.address = ""
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path, span = handler.path.partition("?")[0], handler.headers.get("Range")
+        self.asked.append((handler.command, path, span))
+        if self.gated and handler.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return _send(handler, 401, b"{}", {"X-Error-Code": "GatedRepo"})
+        if re.fullmatch(rf"/api/models/{REPO}(/revision/(main|{COMMIT}))?", path):
+            names = [{"rfilename": name} for name in self.files]
+            about = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": names}
+            return _send(handler, 200, json.dumps(about).encode())
+        if path == f"/api/models/{REPO}/tree/{COMMIT}":
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                for name, data in self.files.items()
+            ]
+            return _send(handler, 200, json.dumps(tree).encode())
+        found = re.fullmatch(rf"/{REPO}/resolve/{COMMIT}/([\w.]+)", path)
+        if found is None or found[1] not in self.files.keys() - self.lost:
+            code = "EntryNotFound" if found else "RepoNotFound"
+            return _send(handler, 404, b"{}", {"X-Error-Code": code})
+        self._file(handler, found[1], span)
+        return None
+
+    def _file(self, handler: BaseHTTPRequestHandler, name: str, span: str | None) -> None:
+        data = self.files[name]
+        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if span is not None:
+            first = int(span.removeprefix("bytes=").partition("-")[0])
+            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+            return _send(handler, 206, data[first:], headers)
+        if handler.command == "GET" and name in self.cut:
+            self.cut.remove(name)
+            handler.close_connection = True
+            return _send(handler, 200, data[: len(data) // 2], headers, size=len(data))
+        return _send(handler, 200, data, headers)
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """The stand-in at `hub.address`, for the while."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            hub.answer(self)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _send(
+    handler: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    headers: dict[str, str] | None = None,
+    size: int | None = None,
+) -> None:
+    handler.send_response(status)
+    for name, value in (headers or {}).items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(body) if size is None else size))
+    handler.end_headers()
+    if handler.command == "GET":
+        handler.wfile.write(body)
+
+
+def _oid(data: bytes) -> str:
+    """As git names a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

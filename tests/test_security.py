@@ -1,0 +1,446 @@
+"""What comes from others runs nothing, reaches nothing, and takes neither all time nor memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from verification.surfaces import SURFACES
+
+from entropix_jax import chat_template
+from entropix_jax.chat_template import render_chat
+from entropix_jax.checkpoint import load_params
+from entropix_jax.errors import UserError
+from entropix_jax.loading import load, use_compilation_cache
+from tests.folders import config_of_folder, write_model
+from tests.test_report import Parsed
+
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+# Checkpoints.
+
+
+class _Intruder:
+    """What, unpickled, leaves a file."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.place,)
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "pytorch_model-1-of-2.bin"]
+)
+def test_pickles_are_not_read(folder: Path, tmp_path: Path, name: str) -> None:
+    """Neither alone, which is said with a way out, nor beside weights of the right kind."""
+    intruder = pickle.dumps(_Intruder(tmp_path / "intruded"))
+    (folder / name).write_bytes(intruder)
+    load(str(folder))
+    (folder / "model.safetensors").unlink()
+    said = rf"{name}, which can run code.*convert them to safetensors.*save_pretrained"
+    with pytest.raises(UserError, match=said):
+        load(str(folder))
+    (folder / "model.safetensors").write_bytes(intruder)
+    with pytest.raises(UserError, match="not a valid safetensors file"):
+        load(str(folder))
+    assert not (tmp_path / "intruded").exists()
+    pickle.loads(intruder)  # which is what would have happened
+    assert (tmp_path / "intruded").exists()
+
+
+def test_pickles_come_before_what_else_is_missing(tmp_path: Path) -> None:
+    """The layout in which Llama's weights were first published has no config.json."""
+    (tmp_path / "consolidated.00.pth").touch()
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(UserError, match=r"consolidated\.00\.pth, which can run code"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_code_of_the_folders_own_is_refused(folder: Path, name: str) -> None:
+    raw = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**raw, "auto_map": None}))
+    load(str(folder))
+    (folder / "own.py").write_text("raise SystemExit")
+    (folder / name).write_text(json.dumps({**raw, "auto_map": {"AutoModel": "own.Model"}}))
+    with pytest.raises(UserError, match=rf"{name}: 'auto_map' names code .* which is not run"):
+        load(str(folder))
+
+
+def test_links_into_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    """There a snapshot is made of links; what they lead to is safetensors or refused."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    path = folder / "model.safetensors"
+    path.rename(blobs / "0a1b")
+    path.symlink_to("../blobs/0a1b")
+    load(str(folder))
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="not a valid safetensors file") as caught:
+        load(str(folder))
+    assert "root:" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+def test_pipes_in_a_folder_are_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=rf"{name}: .*not a regular file"):
+        load(str(folder))
+
+
+def test_the_library_raises_and_does_not_crash(folder: Path) -> None:
+    """A header within which tensors lie beyond all bounds."""
+    header = {"a": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 2**64 - 1]}}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(UserError, match="not a valid safetensors file"):
+        load_params(folder, config_of_folder(), "float32")
+
+
+# Chat templates.
+
+
+def rendered(template: str, messages: Any = CHAT) -> str:
+    return render_chat(
+        template, messages, origin="T", special_tokens={}, add_generation_prompt=True
+    )
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(10**9) %}a{% endfor %}", "Range too big"),
+        ("{{ 'a' * 10**9 }}", "more than 512 MiB of memory"),
+        ("{{ [0] * 10**9 }}", "more than 512 MiB of memory"),
+        ("{{ '{:>999999999}'.format(1) }}", "more than 512 MiB of memory"),
+        ("{{ '%999999999d' % 1 }}", "more than 512 MiB of memory"),
+        ("{{ 'a'.center(10**9) }}", "more than 512 MiB of memory"),
+        ("{{ 'a' | indent(10**9, true) }}", "more than 512 MiB of memory"),
+        ("{{ (['a'] * 10**4) | join('a' * 10**5) }}", "more than 512 MiB of memory"),
+        ("{{ ('a' * 10**5).replace('a', 'a' * 10**5) }}", "more than 512 MiB of memory"),
+        ("{% set x = 'a' * 2**24 %}{{ x }}{{ x }}", "more than 16,777,216 characters"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ messages[0].__class__.__base__ }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+    ],
+)
+def test_templates_take_no_more_than_they_may(template: str, said: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=said) as caught:
+        rendered(template)
+    assert str(caught.value).startswith("T: the chat template fails: ")
+    assert time.monotonic() - begun < 30
+    assert rendered("{{ messages[0].content }}") == "Why?"  # and the next is as ever
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
+        "{{ 3 ** (3 ** 17) }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) + m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+        "{{ range(10**5) | map('center', 10**6) | map('length') | sum }}",
+        "{% for i in range(10**5) %}{% set _ = messages | string | list | sort %}{% endfor %}",
+    ],
+)
+@pytest.mark.usefixtures("brief")
+def test_templates_end_in_time(template: str) -> None:
+    """Where no single step is too large."""
+    with pytest.raises(UserError, match=r"T: the chat template fails: it takes more than 0\.3 s"):
+        rendered(template)
+    assert rendered("{{ messages[0].content }}") == "Why?"
+
+
+def test_templates_do_not_see_this_process() -> None:
+    """Its memory is another's, and its files are none of theirs."""
+    worker = chat_template._Worker()
+    assert worker._process.pid != os.getpid()
+    assert worker.close() == 0
+
+
+def test_a_template_that_ends_its_process_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered("a")
+    worker = chat_template._worker
+    assert worker is not None
+
+    def killed(request: bytes) -> bytes:
+        worker._process.kill()
+        worker._process.wait()
+        return type(worker).ask(worker, request)
+
+    monkeypatch.setattr(worker, "ask", killed)
+    with pytest.raises(UserError, match=r"T: .* it ends the process that renders it \(-9\)"):
+        rendered("a")
+    assert rendered("b") == "b"
+
+
+def test_one_process_renders_for_all_threads() -> None:
+    """And each gets its own text."""
+    texts: dict[int, str] = {}
+
+    def render(number: int) -> None:
+        for _ in range(20):
+            texts[number] = rendered(f"{number}{{{{ messages[0].content }}}}")
+            assert texts[number] == f"{number}Why?"
+
+    threads = [threading.Thread(target=render, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {i: f"{i}Why?" for i in range(4)}
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"a", Path("a")])
+def test_messages_of_no_json_are_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="messages must hold nothing but what JSON can"):
+        rendered("a", [{**CHAT[0], "more": value}])
+
+
+def test_nothing_of_a_template_is_imported_from_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that a command is run in may hold modules of any name."""
+    (tmp_path / "jinja2.py").write_text("open('intruded', 'w')")
+    (tmp_path / "sitecustomize.py").write_text("open('intruded', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    chat_template._close()
+    try:
+        assert rendered("a") == "a"
+    finally:
+        chat_template._close()
+    assert not (tmp_path / "intruded").exists()
+
+
+# The network.
+
+IMPORTING = """
+import pkgutil, sys
+asked = []
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+        asked.append((event, arguments[1:]))
+sys.addaudithook(watch)
+import entropix_jax
+for module in pkgutil.walk_packages(entropix_jax.__path__, "entropix_jax."):
+    if not module.name.endswith("__main__"):
+        try:
+            __import__(module.name)
+        except ImportError as error:
+            assert error.name in ("lm_eval", "optax"), error
+print(len([name for name in sys.modules if name.startswith("entropix_jax.")]), asked)
+"""
+
+
+def test_importing_asks_nothing_of_a_network() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTING],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    number, _, asked = ran.stdout.partition(" ")
+    assert asked == "[]\n", ran.stderr
+    assert int(number) > 80
+
+
+def test_the_hub_is_asked_for_an_id_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    def download(repo: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append((repo, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    load(str(folder))
+    load(None)
+    assert asked == []
+    load("owner/name")
+    assert [repo for repo, _ in asked] == ["owner/name"]
+    kinds = {Path(pattern).suffix for pattern in asked[0][1]}
+    assert kinds == {".json", ".jinja", ".safetensors", ".model"}
+
+
+# The cache of compiled programs.
+
+
+@pytest.fixture
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is set of JAX, with a cache folder of one's own."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", found.__setitem__)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return found
+
+
+def test_compiled_programs_are_kept_from_others(chosen: dict[str, Any], tmp_path: Path) -> None:
+    own, programs = tmp_path / "entropix_jax", tmp_path / "entropix_jax" / "xla"
+    for _ in range(2):
+        use_compilation_cache()
+        assert chosen["jax_compilation_cache_dir"] == str(programs)
+        assert [stat.S_IMODE(p.stat().st_mode) for p in (own, programs)] == [0o700, 0o700]
+        own.chmod(0o755)  # as an earlier version left it
+        programs.chmod(0o775)
+
+
+@pytest.mark.parametrize("name", ["entropix_jax", "entropix_jax/xla"])
+def test_a_cache_that_others_could_write_to_is_not_used(
+    chosen: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    (tmp_path / "entropix_jax" / "xla").mkdir(parents=True)
+    (tmp_path / name).chmod(0o777)
+    use_compilation_cache()
+    assert "jax_compilation_cache_dir" not in chosen
+    said = capsys.readouterr().err
+    assert said.startswith(f"note: {tmp_path / name}: others could write there")
+    assert said.count("\n") == 1
+    (tmp_path / name).chmod(0o700)
+    use_compilation_cache()
+    assert chosen.pop("jax_compilation_cache_dir")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # then it is another's
+    use_compilation_cache()
+    assert "jax_compilation_cache_dir" not in chosen
+
+
+# Pages.
+
+HOSTILE = "</script><script>alert(1)</script>'\"><img src=x onerror=alert(1)>"
+PAGES = (
+    *("trace", "trace-compare", "trace-samples", "batch-output", "batch-run"),
+    *("study-findings", "study-about", "study-results"),
+)
+
+
+def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of each text, keys' as well."""
+    if isinstance(value, str):
+        yield path
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str):
+                yield (*path, key, ...)
+            yield from strings(inner, (*path, key))
+
+
+def hostile(value: Any, path: tuple[Any, ...]) -> Any:
+    """The value with the text, or the key, of a place changed."""
+    if not path:
+        return HOSTILE
+    key, *rest = path
+    if rest == [...]:
+        return {HOSTILE if k == key else k: v for k, v in value.items()}
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[key] = hostile(value[key], tuple(rest))
+    return changed
+
+
+def variants(seed: bytes) -> Iterator[bytes]:
+    """A file with each of its texts in turn replaced by a hostile one; of lines, tables and lists
+    of one kind some stand for all."""
+    try:
+        whole = json.loads(seed)
+    except ValueError:
+        lines = seed.splitlines()
+        first = {line[:16]: number for number, line in reversed([*enumerate(lines)])}
+        for number in first.values():
+            line = lines[number]
+            try:
+                inner: Iterator[bytes] = variants_of(json.loads(line))
+            except ValueError:  # CSV
+                cells = line.decode().split(",")
+                quoted = HOSTILE.replace('"', '""')
+                inner = (
+                    ",".join([*cells[:i], f'"{quoted}"', *cells[i + 1 :]]).encode()
+                    for i in range(len(cells))
+                )
+            for changed in inner:
+                yield b"\n".join([*lines[:number], changed, *lines[number + 1 :]]) + b"\n"
+    else:
+        yield from variants_of(whole)
+
+
+def variants_of(value: Any) -> Iterator[bytes]:
+    tried: Counter[tuple[Any, ...]] = Counter()
+    for path in strings(value):
+        kind = tuple(key for key in path[:-1] if isinstance(key, str))[:2]
+        tried[kind] += 1
+        if tried[kind] <= 24:
+            yield json.dumps(hostile(value, path)).encode()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_breaks_out_of_a_page_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Model, sampler, settings, prompt, text, action, error, ...: every text and every key."""
+    import entropix_jax.report.kinds as kinds
+    from entropix_jax.report import page
+
+    monkeypatch.setattr(page, "plotly_source", bytes)
+    monkeypatch.setattr(page, "script", lambda kind: "")  # the package's own
+    monkeypatch.setattr(page, "style", lambda names: "")
+    made: list[str] = []
+    plain: Callable[..., str] = kinds.page_of
+
+    def kept(*inputs: Any, **options: Any) -> str:
+        made.append(plain(*inputs, **options))
+        return made[-1]
+
+    monkeypatch.setattr(kinds, "page_of", kept)
+    seeds, read = SURFACES[name].prepare(tmp_path)
+    read(seeds[0])
+    tags = {tag for tag, _ in Parsed(made[-1]).tags}
+    scripts = [tag for tag, _ in Parsed(made[-1]).tags].count("script")
+    for changed in variants(seeds[0]):
+        try:
+            read(changed)
+        except UserError:
+            continue
+        found = [tag for tag, _ in Parsed(made[-1]).tags]
+        assert found.count("script") == scripts, changed
+        assert set(found) <= tags | {"p", "td", "tr", "li", "dd", "dt", "span"}, changed
+        assert "<script>alert" not in made[-1]
+        assert "<img" not in made[-1]
+    assert len(made) > 5
