@@ -77,6 +77,7 @@ def stream(
         options: see `Options`.
 
     Raises:
+        TypeError: an unknown option.
         UserError: an input that cannot be used.
     """
     return _run_of(model, prompt, sampler, options)

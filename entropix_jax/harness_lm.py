@@ -24,6 +24,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
 from entropix_jax.memory import free_bytes, plan_memory
+from entropix_jax.precision import WEIGHTS
 from entropix_jax.preparation import bucket, sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
@@ -119,8 +120,8 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                 raise UserError(f"no model argument '{name}'{nearest(name, _ARGUMENTS)}")
             changes[name.removeprefix("sampler.")] = value
         dtype = None if dtype == "auto" else dtype
-        if dtype not in (None, "float32", "bfloat16", "int8"):
-            raise UserError(f"dtype must be float32, bfloat16, int8 or auto, not {dtype!r}")
+        if dtype is not None and dtype not in WEIGHTS:
+            raise UserError(f"dtype must be {', '.join(WEIGHTS)} or auto, not {dtype!r}")
         auto = str(batch_size).partition(":")[0] == "auto"
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks, 1)
         self._most = _AUTO_SLOTS

@@ -21,7 +21,7 @@ from entropix_jax.config import (
 from entropix_jax.errors import UserError
 from entropix_jax.hub import is_hub_id, snapshot
 from entropix_jax.params import Params, count_params
-from entropix_jax.precision import Precision, choose_precision
+from entropix_jax.precision import WEIGHTS, Precision, choose_precision
 from entropix_jax.programs import drop_torn_programs
 from entropix_jax.resources import resource_folder
 from entropix_jax.sharding import Rules, rules_for
@@ -83,9 +83,9 @@ def load(
         check: look for NaN and infinity in all weights.
 
     Raises:
-        UserError: no such folder or repository, one that is not a Llama checkpoint, a weight that
-            was looked at and is not finite, a mesh over which the model cannot be split, or a
-            device that JAX was told to use and does not find.
+        UserError: no such folder or repository, one that is not a Llama checkpoint, an unknown
+            type, a weight that was looked at and is not finite, a mesh over which the model cannot
+            be split, or a device that JAX was told to use and does not find.
     """
     check_backend()
     folder = resolve_model(model)
@@ -121,8 +121,10 @@ def weights_dtype(folder: Path, config: ModelConfig, dtype: str | None = None) -
     """The type that a folder's weights take in memory, where `dtype` is what is asked for.
 
     Raises:
-        UserError: no weights, or a type that is not read.
+        UserError: no weights, or a type that is not read or not known.
     """
+    if dtype is not None and dtype not in WEIGHTS:
+        raise UserError(f"weights cannot be of type {dtype!r}, only {', '.join(WEIGHTS)}")
     stored = checkpoint_dtype(folder, config)
     return dtype or ("float32" if stored == "float16" else stored)
 

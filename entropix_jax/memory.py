@@ -72,7 +72,7 @@ def plan_memory(
     slots; of a prompt's part the scores of a layer, its activations (of every layer where weights
     are widened: XLA on a CPU gives each room of its own), and the row of the cache that it is read
     into. Steps and prompts take turns: the larger of the two counts. Not counted: the runtime and
-    the programs (0.4 GB of a process), and the compiler while it works, which may take 1 GB.
+    the programs (0.6 GB of a process), and the compiler while it works, which may take 1 GB.
 
     At Llama-3.2-1B's shape that is within a tenth of what XLA itself says on a CPU; for other
     devices it is an estimate.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 INT8 = "int8"
+WEIGHTS = ("float32", "bfloat16", INT8)  # the types that weights may take in memory
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,11 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             ),
             "config.json: .*gpt2",
         ),
+        (
+            "an unknown type",
+            lambda at: entropix_jax.load(dtype="float64"),
+            "'float64', only float32",
+        ),
         ("a weight that was looked at and is not finite", not_finite, "model.norm.weight"),
         ("a mesh over which the model cannot be split", uneven_mesh, "7"),
         (
@@ -366,6 +371,13 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             "the 1000000 likeliest tokens are asked for",
         ),
     ],
+    ("stream", "TypeError"): [
+        (
+            "an unknown option",
+            lambda at: entropix_jax.stream(at.model, "x", max_tokens=1),  # type: ignore[call-arg]
+            "no such option: max_tokens",
+        ),
+    ],
     ("stream", "UserError"): [
         ("an input that cannot be used", lambda at: entropix_jax.stream(at.model, ""), "is empty"),
         (
@@ -502,7 +514,7 @@ def test_a_documented_error(
     kind: str, call: Callable[[Place], Any], line: str, place: Place
 ) -> None:
     """Of the class that is documented, in one line."""
-    expected = {"UserError": UserError, "ValueError": ValueError}[kind]
+    expected = {"UserError": UserError, "ValueError": ValueError, "TypeError": TypeError}[kind]
     with pytest.raises(expected, match=line) as error:
         call(place)
     assert type(error.value) is expected

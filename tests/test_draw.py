@@ -335,3 +335,13 @@ def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
         proposal = proposal_of(top_p=0.5)
         drawn = truncated_draw(jnp.asarray(logits), proposal, jnp.zeros((1, 4), jnp.float32))
         assert int(drawn.kept[0]) == vocab // 2
+    # Of 128 tokens and 256 that are half as likely, the first 128.
+    half = np.float32(np.log(0.5))
+    assert float(jax.jit(jnp.exp)(half)) == 0.5
+    logits = np.full((1, 1000), -np.inf, np.float32)
+    logits[0, 100:484] = half
+    logits[0, 300:428] = 0.0
+    numbers = jnp.asarray([[0.0, 0.5, LAST, LAST]], jnp.float32)
+    drawn = truncated_draw(jnp.asarray(logits), proposal_of(top_p=0.5, draws=4), numbers)
+    assert int(drawn.kept[0]) == 128
+    assert drawn.ids[0].tolist() == [300, 364, 427, 427]

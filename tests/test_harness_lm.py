@@ -24,6 +24,7 @@ import entropix_jax
 from entropix_jax import harness, harness_lm
 from entropix_jax.errors import UserError
 from entropix_jax.likelihood import log_likelihoods
+from entropix_jax.memory import plan_memory
 from entropix_jax.world.problems import problems
 from tests.test_main import shared_cache  # noqa: F401 (a fixture)
 
@@ -204,8 +205,11 @@ def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert slots(None) == slots(1e12) == 32
     assert slots(0) == 1
-    row = 2 * 4 * 2 * 32 * 4 * 1024  # layers, keys and values, heads, width, bytes
-    assert 4 <= slots(16 * row + 8e6) < 16  # the weights are about 8 MB
+    model = make().model
+    for number in (4, 16):
+        plan = plan_memory(model.config, model.precision, slots=number, capacity=1024)
+        assert slots(plan.total) == number
+        assert slots(plan.total - 1) == number // 2
     assert slots(1e12, batch_size="auto:4", max_batch_size=6) == 6
 
 

@@ -38,6 +38,7 @@ def _commands() -> dict[str, Command]:
     parts = [f"out.part-{i:05}-of-00002.jsonl" for i in range(2)]
     merge = ("--input", "{inputs}/records.jsonl", "--output", "out.jsonl", "--merge", "2")
     sums = ("--task", "sums", "--sampler", "temperature", "greedy", "--items", "6", "--seeds", "2")
+    shares = ("lelv=0.604", "helv=0.087", "lehv=0.038", "hehv=0.015")  # that the text allows
     return {
         "main": Command(
             "main",
@@ -69,7 +70,8 @@ def _commands() -> dict[str, Command]:
             grows=("study/test.jsonl", "study/tuning.jsonl"),
         ),
         "calibrate": Command(
-            "calibrate", ("--texts", "{inputs}/text.txt", "--output", "mine.toml")
+            "calibrate",
+            ("--texts", "{inputs}/text.txt", "--output", "mine.toml", "--wanted", *shares),
         ),
         "report": Command("report", ("run.jsonl", "--output", "page.html"), inputs=("run.jsonl",)),
         "inspect": Command("inspect", ("--text-file", "{inputs}/text.txt", "--format", "json")),

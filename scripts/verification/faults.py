@@ -299,6 +299,7 @@ class _Trial:
                 [sys.executable, "-m", f"entropix_jax.{command.module}", *given],
                 cwd=work,
                 env={**self.environment, "TMPDIR": str(_temporary(work))},
+                preexec_fn=_heeds_ctrl_c,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=told,
@@ -347,6 +348,11 @@ class _Trial:
         left = left_in(work, command.inputs)
         left.scratch += [f"{path.name} in TMPDIR" for path in _temporary(work).iterdir()]
         return left
+
+
+def _heeds_ctrl_c() -> None:
+    """In a command's process: a shell has what it starts in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _temporary(work: Path) -> Path:
