@@ -1,12 +1,14 @@
 """The process that renders chat templates. See `entropix_jax.chat_template`, which starts it.
 
 A line of standard input is a request, and gets a line of standard output; both are JSON. It ends
-with its input, and by a signal where a template takes longer than the request allows. (On Windows,
-which has neither limit, the sandbox and the length of the text are all that bounds a template.)
+with its input, and by a signal where a template takes longer than the request allows. (Where the
+system has no such limits, as Windows, or does not keep that of memory, as macOS, the sandbox and
+the length of the text are what bounds a template.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -43,7 +45,8 @@ def _limit(seconds: float, most: int) -> None:
     if sys.platform != "win32":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        with contextlib.suppress(OSError, ValueError):  # a system that does not keep it
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
         # Of processor time, which no load on the machine uses up.
         signal.setitimer(signal.ITIMER_PROF, seconds)

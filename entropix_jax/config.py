@@ -126,7 +126,7 @@ _HARMLESS = {
     "transformers_version",
     "use_bfloat16",
     "use_cache",
-    "auto_map",  # null: see check_own_code
+    "auto_map",  # empty: see check_own_code
     "_attn_implementation_autoset",
     "_name_or_path",
 }
@@ -214,7 +214,7 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
     Raises:
         UserError: it does.
     """
-    if raw.get("auto_map") is not None:
+    if raw.get("auto_map"):
         raise UserError(
             f"{path}: 'auto_map' names code of the folder's own, which is not run: "
             "remove it if the model is a plain Llama without that code"

@@ -48,8 +48,12 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
         raise UserError(
             f"{repo}: neither a folder here nor a repository that can be read on the hub"
         ) from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        lines = str(error).split("\n")
+    except Exception as error:
+        # What its HTTP client raises is no OSError, and the name of that client changes.
+        known = isinstance(error, (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError))
+        if not known and not type(error).__module__.startswith("httpx"):
+            raise
+        lines = (str(error) or type(error).__name__).split("\n")
         said = " ".join(lines) if isinstance(error, HfHubHTTPError) else lines[0]
         raise UserError(
             f"{repo}: no such folder, and not downloaded from the hub: {' '.join(said.split())}"

@@ -244,7 +244,7 @@ def _fault(model: LanguageModel, params: SamplerParams, tokens: Sequence[int], f
             return describe(position, stage)
         if not reading.finite.all():
             return f"NaN or infinite logits at position {first + start + 1}"
-    return "NaN or infinite logits"
+    return f"NaN or infinite logits at or after position {first + 1}"
 
 
 def _read_segments(

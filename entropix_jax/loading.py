@@ -154,10 +154,10 @@ def logits_epsilon(model: LanguageModel) -> float:
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
 
-    The folder is made for the user alone. Programs in it are run as they are, so one that another
-    user could write to is not used, and a note says so. A folder that JAX's own setting
-    (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be written, nothing is
-    kept. What a killed run has left half-written there goes.
+    The folder is made for the user alone. Programs in it are run as they are, so one that is
+    another user's, or that all may write to, is not used, and a note says so. A folder that JAX's
+    own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be written,
+    nothing is kept. What a killed run has left half-written there goes.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -188,6 +188,8 @@ def use_compilation_cache() -> None:
 
 def _is_own(folder: Path) -> bool:
     """Whether a folder is this user's, and not open to all."""
+    if sys.platform == "win32":  # where a home is its user's
+        return True
     found = folder.stat()
     return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
 

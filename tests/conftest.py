@@ -79,7 +79,7 @@ def _compiled_programs_stay_there() -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     """Tells what the property tests tried, in the file that ENTROPIX_TRIED names."""
-    if path := os.environ.get("ENTROPIX_TRIED"):
+    if TRIED and (path := os.environ.get("ENTROPIX_TRIED")):
         Path(path).write_text(json.dumps(TRIED), encoding="utf-8")
 
 

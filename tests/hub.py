@@ -20,13 +20,14 @@ TOKEN = "hf_stand_in"
 class Hub:
     """What the stand-in serves, and what it was asked.
 
-    `cut` files break off in the middle when they are first asked for, `lost` ones are listed and
-    not there; a `gated` repository is for who sends the token.
+    `cut` files break off in the middle when they are first asked for, `broken` ones always; `lost`
+    ones are listed and not there; a `gated` repository is for who sends the token.
     """
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         self.cut: set[str] = set()
+        self.broken: set[str] = set()
         self.lost: set[str] = set()
         self.gated = False
         self.asked: list[tuple[str, str, str | None]] = []  # method, path, range
@@ -61,8 +62,8 @@ class Hub:
             first = int(span.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
             return _send(handler, 206, data[first:], headers)
-        if handler.command == "GET" and name in self.cut:
-            self.cut.remove(name)
+        if handler.command == "GET" and name in self.cut | self.broken:
+            self.cut.discard(name)
             handler.close_connection = True
             return _send(handler, 200, data[: len(data) // 2], headers, size=len(data))
         return _send(handler, 200, data, headers)

@@ -1,6 +1,7 @@
 """The truncated draw against a float64 oracle that sorts, and against its own probabilities."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -345,3 +346,16 @@ def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
     drawn = truncated_draw(jnp.asarray(logits), proposal_of(top_p=0.5, draws=4), numbers)
     assert int(drawn.kept[0]) == 128
     assert drawn.ids[0].tolist() == [300, 364, 427, 427]
+
+
+def test_what_rounding_leaves_at_the_whole_mass_is_the_last_token() -> None:
+    """Two sums of the same masses may differ in their last bit: a target may not be exceeded."""
+    crossing: Any = jax.jit(draw._crossing, static_argnames="reach")
+    order = jnp.asarray([3, -9, 3, 7, -5, 3], jnp.int32)
+    weights = jnp.asarray([0.5, 0.0, 0.5, 2.0, 0.0, 0.5], jnp.float32)
+    for target in (3.5, 3.500001, 4.0):
+        for reach in (False, True):
+            value, index = crossing(order, weights, jnp.float32(target), reach=reach)
+            assert (int(value), int(index)) == (3, 2)
+    value, index = crossing(order, weights, jnp.float32(2.9))
+    assert (int(value), int(index)) == (3, 1)

@@ -345,7 +345,7 @@ def test_a_pipe_waits_for_its_reader_until_ctrl_c(
     one_error(command(*short("--trace", pipe, "--report", tmp_path / "page.html")), special)
     one_error(command(*short("--trace", os.devnull, "--report", tmp_path / "a.html")), special)
     read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
     assert command(*recorded("--trace", pipe)).status == 0
     reader.join()

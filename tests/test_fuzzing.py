@@ -91,13 +91,13 @@ def test_the_harness_sees_what_it_is_to_see(
     drawn = {n: Random(f"planted {seed} {n}").choice(kinds).decode() for n in numbers}
     assert set(drawn.values()) == {"fine", "refused", *failing}
     outcome = fuzz(
-        "planted", seed, numbers, module="planted", seconds=0.5, patience=4, growth=64 * 2**20
+        "planted", seed, numbers, module="planted", seconds=0.5, patience=15, growth=64 * 2**20
     )
     assert outcome.next == numbers.stop
     found = {failure["number"]: failure["kind"] for failure in outcome.failures}
     said = {
         **dict.fromkeys(("two lines", "traceback", "panic"), "exception"),
-        "hang": "hang: nothing for 4 s",
+        "hang": "hang: nothing for 15 s",
         "slow": "slow",
         "abort": "crash: the process ended with status -6",
         "exit": "crash: the process ended with status 7",

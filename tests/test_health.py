@@ -15,13 +15,15 @@ import pytest
 
 from entropix_jax import batch, main
 from entropix_jax.attention import attend, attention_stats
-from entropix_jax.cache import init_cache
+from entropix_jax.cache import init_cache, init_suffixes
 from entropix_jax.checkpoint import load_params
 from entropix_jax.config import parse_model_config
+from entropix_jax.decode import _forward_branches
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.health import NOWHERE, describe, earlier, first_unsound, unsound_entry
+from entropix_jax.information import AttnStats
 from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward
@@ -31,6 +33,7 @@ from entropix_jax.rope import inverse_frequencies, rotations
 from entropix_jax.sampler.presets import load_sampler
 from tests.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
 from tests.models import LLAMA_3_2_1B
+from tests.test_sharding import two
 
 CHECK = Recording(check=True)
 SHAPE = config_of_folder()
@@ -171,6 +174,69 @@ def test_the_commands(
     arguments = ["--model", str(overflows), "--no-chat", "--check", "--context", "64"]
     assert batch.main([*files, *arguments]) == 0
     assert json.loads(output.read_text())["error"] == named
+
+
+@pytest.mark.parametrize("slots", [2, 4])  # one for each device, and two
+def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
+    """In whichever slot a row failed, and whether or not another one shared its prompt."""
+    folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
+    tokenizer = load(str(folder)).tokenizer
+    bad, good = (tokenizer.decode(ids[1:]) for ids in (PROMPT, [*PROMPT[:AT], 50, 51]))
+    prompts = (bad, bad, good, bad, good, good)
+    lines = [json.dumps({"prompt": prompt, "id": str(i)}) for i, prompt in enumerate(prompts)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    output = tmp_path / "out.jsonl"
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+    arguments += ["--model", str(folder), "--no-chat", "--context", "64", "--slots", str(slots)]
+    arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
+    assert batch.main(arguments) == 0
+    unchecked = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
+    output.unlink()
+    Path(f"{output}.run.json").unlink()
+    # The weights are not to be refused: their check is another one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("entropix_jax.checkpoint.unsound_entry", lambda weight: None)
+        assert batch.main([*arguments, "--check"]) == 0
+    for one in map(json.loads, output.read_text().splitlines()):
+        if prompts[int(one["id"])] == bad:
+            assert one["error"] == f"NaN or infinity in the embedding at position {AT}"
+            assert "NaN or infinite logits" in unchecked[one["id"]]["error"]
+        else:
+            assert one["token_ids"] == unchecked[one["id"]]["token_ids"] != []
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
+    folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
+    for prompt in (PROMPT, PROMPT[: AT + 1]):  # by the prompt's reading, and by the first step
+        bad, good = run_of(load(str(folder), mesh=two(mesh)), prompt, CHECK)
+        assert bad.error == f"row 0: NaN or infinity in the embedding at position {AT}"
+        assert good.finish_reason == "length"
+
+
+def test_a_branch_that_is_unsound_has_no_logits() -> None:
+    """The branches beside it have those that they have unchecked."""
+    params = sharp_params()
+    bad = replace(params, embedding=params.embedding.at[7].set(jnp.inf))
+    cache = init_cache(SHAPE, 2, 16, jnp.dtype(jnp.float32))
+    prompts = jnp.array([[5, 6, 8], [9, 8, 6]], jnp.int32)
+    count = jnp.full(2, 3, jnp.int32)
+    _, _, cache = forward(bad, SHAPE, prompts, count, cache, window=16)
+    suffixes = init_suffixes(cache, 3, 4)
+    tokens = jnp.array([[5, 7, 6], [8, 9, 7]], jnp.int32)
+
+    def read(check: bool) -> tuple[jax.Array, AttnStats]:
+        logits, stats, _ = _forward_branches(
+            bad, cache, tokens, jnp.int32(0), suffixes, config=SHAPE, window=16, check=check
+        )
+        return logits.reshape(2, 3, -1), stats
+
+    (checked, stats), (unchecked, _) = read(True), read(False)
+    assert stats.sound is None  # told already
+    unsound = np.asarray(tokens) == 7
+    np.testing.assert_array_equal(np.isnan(np.asarray(checked)).all(axis=-1), unsound)
+    np.testing.assert_array_equal(checked[~unsound], unchecked[~unsound])
 
 
 def sound_of(*places: tuple[int, int], tokens: int = 4, stages: int = 5) -> jax.Array:

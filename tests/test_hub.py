@@ -36,7 +36,13 @@ def run(
     hub: Hub, home: Path, *arguments: object, token: str = "", offline: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """A command in another process: the hub's client reads its settings when it is imported."""
-    environment = os.environ | {
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "HUGGING", "JAX_COMP")) and "proxy" not in name.lower()
+    }
+    environment |= {
+        "XDG_CACHE_HOME": str(home / "cache"),
         "HF_ENDPOINT": hub.address,
         "HF_HOME": str(home),
         "HF_TOKEN": token,
@@ -133,3 +139,12 @@ def test_a_download_that_fails_in_the_middle(hub: Hub, tmp_path: Path) -> None:
     assert WEIGHTS in sent
     assert "tokenizer.json" not in sent
     assert download(hub, tmp_path, REPO, offline=True)[:2] == (0, printed)
+
+
+def test_a_file_that_never_comes_whole(hub: Hub, tmp_path: Path) -> None:
+    hub.broken = {WEIGHTS}
+    status, printed, error = download(hub, tmp_path, REPO)
+    assert (status, printed) == (2, "")
+    assert "Traceback" not in error
+    said = f"error: {REPO}: no such folder, and not downloaded from the hub: "
+    assert error.splitlines()[-1].startswith(said)

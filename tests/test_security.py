@@ -184,13 +184,6 @@ def test_templates_end_in_time(template: str) -> None:
     assert rendered("{{ messages[0].content }}") == "Why?"
 
 
-def test_templates_do_not_see_this_process() -> None:
-    """Its memory is another's, and its files are none of theirs."""
-    worker = chat_template._Worker()
-    assert worker._process.pid != os.getpid()
-    assert worker.close() == 0
-
-
 def test_a_template_that_ends_its_process_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered("a")
     worker = chat_template._worker

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, folder: Path) -> list[Line]:
     """Runs the suite under coverage.py (the extra `verification`)."""
-    for old in folder.glob("data*"):
+    for old in [*folder.glob("data*"), *folder.glob("coverage.json")]:
         old.unlink()
     settings = folder / "coveragerc"
     settings.write_text(CONFIGURATION.format(folder=folder.resolve()), encoding="utf-8")

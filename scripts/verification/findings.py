@@ -1,11 +1,13 @@
 """What a part of the verification found, kept as a file so that the table can be made of all."""
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import entropix_jax
 from entropix_jax.version import __version__
 
 
@@ -20,6 +22,15 @@ class Line:
     wanted: str = "0 failures"
     note: str = ""
     details: list[dict[str, Any]] = field(default_factory=list)  # of each failure
+
+
+def code_digest() -> str:
+    """Tells a state of the package and of these scripts from another."""
+    hashed = hashlib.sha256()
+    for folder in (Path(entropix_jax.__file__).parent, Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]
 
 
 def write_findings(folder: Path, part: str, lines: list[Line], seconds: float) -> None:

@@ -9,7 +9,6 @@ next input. Input and outcome follow from surface, seed and number: `--surface N
 
 import argparse
 import gc
-import hashlib
 import importlib
 import json
 import os
@@ -26,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import entropix_jax
-from verification.findings import Line
+from verification.findings import Line, code_digest
 
 MODULE = "verification.surfaces"
 SECONDS = 5.0  # of processor time, that an input may take
@@ -98,7 +96,7 @@ class Outcome:
 def _resumed(name: str, seed: int, inputs: int, folder: Path) -> Outcome:
     """All inputs of a surface, those that an earlier run of the same code tried not again."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, code = folder / f"{name}.json", f"{_digest()} {seed}"
+    path, code = folder / f"{name}.json", f"{code_digest()} {seed}"
     outcome = Outcome(name)
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -111,15 +109,6 @@ def _resumed(name: str, seed: int, inputs: int, folder: Path) -> Outcome:
         os.replace(new, path)
 
     return fuzz(name, seed, range(outcome.next, inputs), outcome=outcome, save=save)
-
-
-def _digest() -> str:
-    """Tells a state of the code from another."""
-    hashed = hashlib.sha256()
-    for folder in (Path(entropix_jax.__file__).parent, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            hashed.update(path.read_bytes())
-    return hashed.hexdigest()[:16]
 
 
 # The watch.
