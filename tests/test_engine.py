@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from verification.repeats import TOLERANCE, apart, measured
 
 from entropix_jax import engine as module
 from entropix_jax.config import GenerationConfig
@@ -131,6 +132,9 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
         assert [t.token_id for t in row.row.tokens] == [t.token_id for t in alone.row.tokens]
         assert row.row.text == alone.row.text
         assert row.row.retracted == alone.row.retracted
+        difference = apart(measured(records(row)), measured(records(alone)))
+        assert isinstance(difference, float), difference
+        assert difference <= TOLERANCE
     # Every event of a row is told under its number, in order.
     for row in together:
         told = [e.token.position for e in events if e.row == row.number and e.token is not None]

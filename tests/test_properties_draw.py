@@ -30,12 +30,22 @@ VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # and so many rows side by side
 DRAWS = 4
 MARGIN = 1e-5  # of min-p, within which a token may fall either way
 TINY = float(np.finfo(np.float32).tiny)
+LEAST = 1e-30
 
 
 # Logits
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e4, -1e4, 3e38, -3e38, 1e-30, -1e-30, 1e-40, -1e-45, -np.inf)
-values = st.sampled_from(SPECIAL) | st.floats(-30, 30, width=32)
+
+
+def numbers(least: float, most: float) -> st.SearchStrategy[float]:
+    """None so small that a temperature makes a denormal of it: that is a 0 to a machine that knows
+    none of them, and whether two tokens tie would depend on where it is divided."""
+    drawn = st.floats(least, most, width=32)
+    return drawn.map(lambda number: number if abs(number) >= LEAST else 0.0)
+
+
+values = st.sampled_from(SPECIAL) | numbers(-30, 30)
 
 
 @st.composite
@@ -43,7 +53,7 @@ def short_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
     """Logits that are each made up, from few values or many: ties are frequent."""
     pool = draw(st.lists(values, min_size=1, max_size=5))
     row = draw(st.lists(st.sampled_from(pool) | values, min_size=vocab, max_size=vocab))
-    row[draw(st.integers(0, vocab - 1))] = draw(st.floats(-1e4, 1e4, width=32))  # a possible one
+    row[draw(st.integers(0, vocab - 1))] = draw(numbers(-1e4, 1e4))  # a possible one
     return np.array(row, np.float32)
 
 
@@ -54,7 +64,7 @@ def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
     kind = draw(st.sampled_from(("levels", "slope", "noise", "one", "sparse", "far")))
     width = draw(st.sampled_from((1e-6, 1e-3, 0.1, 1.0, 4.0, 30.0)))
     if kind == "levels":
-        levels = np.array(draw(st.lists(st.floats(-20, 20), min_size=1, max_size=6)))
+        levels = np.array(draw(st.lists(numbers(-20, 20), min_size=1, max_size=6)))
         row = rng.choice(levels, size=vocab)
     elif kind == "slope":
         row = -width * rng.permutation(vocab) / vocab
