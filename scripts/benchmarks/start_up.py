@@ -65,7 +65,7 @@ def _command(model: str | None, new_tokens: int, cache: str) -> dict[str, float]
     )
     first, peak = None, 0
     while process.poll() is None:
-        peak = max(peak, _anonymous_bytes(process.pid))
+        peak = max(peak, anonymous_bytes(process.pid))
         # The trace's second line is the first token.
         if first is None and trace.exists() and trace.read_bytes().count(b"\n") > 1:
             first = time.perf_counter() - started
@@ -77,7 +77,7 @@ def _command(model: str | None, new_tokens: int, cache: str) -> dict[str, float]
     return {"first_token": first or seconds, "seconds": seconds, "anonymous_bytes": peak}
 
 
-def _anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
     """What a process holds that is not backed by a file (Linux's RssAnon)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from benchmarks.shape import LLAMA_3_2_1B, write_config
+from benchmarks.start_up import anonymous_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -147,22 +148,12 @@ def _peak(command: list[str], environment: dict[str, str]) -> int:
     )
     peak = 0
     while process.poll() is None:
-        peak = max(peak, _anonymous_bytes(process.pid))
+        peak = max(peak, anonymous_bytes(process.pid))
         time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         message = process.stderr.read().decode() if process.stderr else ""
         raise RuntimeError(f"the command failed with status {process.returncode}: {message}")
     return peak
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """What a process holds that is not backed by a file (Linux's RssAnon)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    lines = [line for line in status.splitlines() if line.startswith("RssAnon")]
-    return int(lines[0].split()[1]) * 1024 if lines else 0
 
 
 def _write_model(folder: Path) -> None:
