@@ -22,7 +22,7 @@ from entropix_jax.files import check_writable, read_text
 if TYPE_CHECKING:
     import numpy as np
 
-    from entropix_jax.calibration import Boxes
+    from entropix_jax.calibration.boxes import Boxes
     from entropix_jax.loading import LanguageModel
     from entropix_jax.sampler.settings import Sampler
 
@@ -71,7 +71,9 @@ def _main(arguments: Arguments) -> int:
     wanted = _wanted(arguments.wanted)
     texts = [read_text(Path(name)) for name in arguments.texts]
 
-    from entropix_jax.calibration import boxes_of, solve, write_text
+    from entropix_jax.calibration.boxes import boxes_of
+    from entropix_jax.calibration.output import write_text
+    from entropix_jax.calibration.solver import solve
     from entropix_jax.inspection import entropies_of
     from entropix_jax.loading import load, use_compilation_cache
     from entropix_jax.sampler.presets import load_sampler
@@ -161,7 +163,7 @@ def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
 
 def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) -> str:
     """The file that is written."""
-    from entropix_jax.calibration import calibration_text, preset_text
+    from entropix_jax.calibration.output import calibration_text, preset_text
 
     sources = [os.path.basename(name) for name in arguments.texts]
     sources += ["the model's own text"] if arguments.own else []
@@ -186,7 +188,8 @@ def _report(
     from rich.console import Console
     from rich.table import Table
 
-    from entropix_jax.calibration import QUANTILES, draw_plane, occupancy, quantiles
+    from entropix_jax.calibration.boxes import QUANTILES, occupancy, quantiles
+    from entropix_jax.calibration.plane import draw_plane
 
     console = Console(highlight=False, width=80)
     table = Table("of the tokens below", *(f"{q:.0%}" for q in QUANTILES))

@@ -29,7 +29,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.batches import source
-from entropix_jax.batches.source import BadRecord, Index, Record, check_input, read_records
+from entropix_jax.batches.index import Index
+from entropix_jax.batches.source import BadRecord, Record, check_input, read_records
 from entropix_jax.errors import UserError
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from entropix_jax import calibrate, main
-from entropix_jax.calibration import boxes_of, occupancy
+from entropix_jax.calibration.boxes import boxes_of, occupancy
 from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.sampler.params import REGIMES

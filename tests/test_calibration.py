@@ -11,19 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.calibration import (
+from entropix_jax.calibration.boxes import (
     QUANTILES,
     Boxes,
     boxes_of,
-    calibration_text,
-    draw_plane,
     occupancy,
-    preset_text,
     quantiles,
     regimes_of,
-    solve,
-    write_text,
 )
+from entropix_jax.calibration.output import calibration_text, preset_text, write_text
+from entropix_jax.calibration.plane import draw_plane
+from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
 from entropix_jax.sampler.params import BOXES, REGIMES
 from entropix_jax.sampler.presets import load_sampler

@@ -22,7 +22,7 @@ from verification.outputs import left_in
 
 from entropix_jax import batch
 from entropix_jax.batches.store import Store, check_output
-from entropix_jax.calibration import write_text
+from entropix_jax.calibration.output import write_text
 from entropix_jax.errors import UserError
 from entropix_jax.files import is_standard_output, replacing
 from entropix_jax.programs import drop_torn_programs

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from entropix_jax.calibration import preset_text
+from entropix_jax.calibration.output import preset_text
 from entropix_jax.errors import UserError
 from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.params import (

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from entropix_jax.batches.source import hash_of, reaching
+from entropix_jax.batches.index import hash_of
+from entropix_jax.batches.places import reaching
 from entropix_jax.errors import UserError
 
 

@@ -7,17 +7,11 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from entropix_jax.batches.identity import agreed, difference_of, parse_sidecar
+from entropix_jax.batches.index import Index
 from entropix_jax.batches.lines import key_of, lines_of
+from entropix_jax.batches.places import is_local, located, opened, reaching
 from entropix_jax.batches.sinks import ObjectParts, sink_of
-from entropix_jax.batches.source import (
-    Index,
-    is_local,
-    located,
-    named,
-    opened,
-    reaching,
-    read_records,
-)
+from entropix_jax.batches.source import named, read_records
 from entropix_jax.batches.store import check_output
 from entropix_jax.errors import UserError
 

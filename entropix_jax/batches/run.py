@@ -17,7 +17,8 @@ from urllib.parse import quote
 from entropix_jax import __version__
 from entropix_jax.api import encode_prompt
 from entropix_jax.batches.ahead import Ahead
-from entropix_jax.batches.source import BadRecord, Record, hash_of, read_records
+from entropix_jax.batches.index import hash_of
+from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError

@@ -13,15 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from entropix_jax.batches.identity import json_document, parse_sidecar
+from entropix_jax.batches.index import Index
 from entropix_jax.batches.lines import Line, lines_of
-from entropix_jax.batches.source import (
-    Index,
-    is_compressed,
-    is_local,
-    located,
-    opened,
-    reaching,
-)
+from entropix_jax.batches.places import is_compressed, is_local, located, opened, reaching
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_writable, is_standard_output, replacing
 

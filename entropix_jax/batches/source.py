@@ -7,29 +7,19 @@ import difflib
 import functools
 import io
 import json
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import fsspec.core
-import fsspec.utils
-import numpy as np
-from fsspec.compression import compr
-from fsspec.implementations.local import LocalFileSystem
-from numpy.typing import NDArray
-
+from entropix_jax.batches.index import Index, hash_of
+from entropix_jax.batches.places import guarded, is_compressed, is_local, located, opened
 from entropix_jax.errors import UserError
 
 FIELDS = ("prompt", "messages", "id", "sampler", "max_new_tokens", "seed")
 COLUMNS = tuple(name for name in FIELDS if name != "messages")
 LONGEST_CELL = 2**24  # characters; Python's own limit, 128 KiB, is less than a model's context
-
-# fsspec can read these once the package is there, and until then does not know the suffix.
-_COMPRESSION_PACKAGES = {".zst": "zstandard", ".lz4": "lz4", ".snappy": "python-snappy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +102,22 @@ def read_records(address: str, *, share: tuple[int, int] = (0, 1)) -> Iterator[R
     return _records(address, index, count)
 
 
+def check_input(address: str) -> None:
+    """Looks whether an input can be read, as far as its first record. A pipe is left alone: it
+    opens once.
+
+    Raises:
+        UserError: it cannot, or its CSV header is wrong.
+    """
+    if address == "-":
+        return
+    fs, path = located(address)
+    if is_local(fs) and Path(path).is_fifo():
+        return
+    with closing(_records(address, 0, 1)) as records:
+        next(records, None)
+
+
 def _records(address: str, index: int, count: int) -> Generator[Record | BadRecord, None, None]:
     suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
     if is_compressed(address):
@@ -140,54 +146,8 @@ def _records(address: str, index: int, count: int) -> Generator[Record | BadReco
                 yield BadRecord(row.line, own, row.digest, str(error))
 
 
-def hash_of(data: bytes, bits: int = 60) -> int:
-    """A hash (BLAKE2b) as a number of `bits` bits, at most 128."""
-    return int.from_bytes(blake2b(data, digest_size=16).digest()) >> (128 - bits)
-
-
-class Index:
-    """A 60-bit number for each of many keys, which are 60-bit hashes.
-
-    16 bytes an entry in sorted arrays, but for the newest entries, which a dict holds until there
-    are enough of them to be sorted in.
-    """
-
-    def __init__(self) -> None:
-        """An empty one."""
-        self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)  # sorted
-        self._values: NDArray[np.uint64] = np.empty(0, np.uint64)  # in the order of their keys
-        self._newest: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._keys) + len(self._newest)
-
-    def find(self, key: int) -> int | None:
-        """The number of a key, None if it is not there."""
-        if key in self._newest:
-            return self._newest[key]
-        place = self._keys.searchsorted(np.uint64(key))
-        if place == len(self._keys) or int(self._keys[place]) != key:
-            return None
-        return int(self._values[place])
-
-    def add(self, key: int, value: int) -> bool:
-        """Adds a key, unless it is there; whether it was not."""
-        if self.find(key) is not None:
-            return False
-        self._newest[key] = value
-        if len(self._newest) >= max(2**14, len(self._keys) // 32):
-            keys = np.fromiter(self._newest.keys(), np.uint64)
-            values = np.fromiter(self._newest.values(), np.uint64)
-            self._newest = {}
-            order = np.argsort(keys)
-            places = self._keys.searchsorted(keys[order])
-            self._keys = np.insert(self._keys, places, keys[order])
-            self._values = np.insert(self._values, places, values[order])
-        return True
-
-
 def _json_rows(file: BinaryIO, address: str) -> Iterator[_Row]:
-    for line, raw in enumerate(_guarded(address, file), start=1):
+    for line, raw in enumerate(guarded(address, file), start=1):
         text = raw.removeprefix(b"\xef\xbb\xbf").strip() if line == 1 else raw.strip()
         if text:
             yield _Row(line, hash_of(text), _json_fields(text))
@@ -213,7 +173,7 @@ def _csv_rows(file: BinaryIO, address: str) -> Iterator[_Row]:
         # What is not UTF-8 comes as surrogates, which nothing else does.
         text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
         try:
-            for line in _guarded(address, text):
+            for line in guarded(address, text):
                 lines.append(line)
                 yield line
         finally:
@@ -393,118 +353,3 @@ def _shown(value: object) -> str:
     """A value in a message: on one line and not too long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# Where files lie
-
-
-def located(address: str) -> tuple[Any, str]:
-    """The fsspec file system of an address, and the path in it.
-
-    Raises:
-        UserError: an unknown protocol, or a driver that is not installed.
-    """
-    with reaching(address):
-        fs, path = fsspec.core.url_to_fs(address)
-        fs.invalidate_cache()  # others write there, too
-    return fs, cast(str, path)
-
-
-def is_compressed(address: str) -> bool:
-    """Whether a file's name says that it is compressed."""
-    suffix = PurePath(address).suffix.lower()
-    return bool(fsspec.utils.infer_compression(address)) or suffix in _COMPRESSION_PACKAGES
-
-
-def is_local(fs: Any) -> bool:
-    """Whether a file system is this machine's."""
-    return isinstance(fs, LocalFileSystem)
-
-
-@contextmanager
-def reaching(address: str, doing: str = "read") -> Iterator[None]:
-    """Turns the errors of whatever lies behind an address into those that a user can act on.
-
-    Around calls of file systems only: their drivers raise exceptions of all kinds.
-
-    Raises:
-        UserError: the block raised an exception.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except ImportError as error:
-        hint = str(error)
-        if address.startswith(("s3://", "s3a://")):
-            hint = "s3fs is not installed: pip install 'entropix-jax[s3]'"
-        raise UserError(f"{address}: cannot be {doing}: {hint}") from error
-    except FileNotFoundError as error:
-        raise UserError(f"{address}: cannot be {doing}: no such file or folder") from error
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise UserError(f"{address}: cannot be {doing}: {reason}") from error
-    except Exception as error:
-        raise UserError(f"{address}: cannot be {doing}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def opened(address: str) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed where its name says so, to be read from the start.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    if address == "-":
-        if sys.stdin is None:
-            raise UserError("standard input is closed")
-        # Through a buffer of its own: Python takes the lock of standard input's as it ends, and
-        # would abort where a thread still waits in it for a line.
-        raw: Any = sys.stdin.buffer
-        lines = io.BufferedReader(getattr(raw, "raw", raw))
-        try:
-            yield lines
-        finally:
-            lines.detach()
-        return
-    fs, path = located(address)
-    with reaching(address):
-        compression = fsspec.utils.infer_compression(path)
-        package = _COMPRESSION_PACKAGES.get(PurePath(path).suffix.lower())
-        if package and not compression:
-            raise UserError(f"{address}: cannot be decompressed: pip install {package}")
-        try:
-            # fsspec would seek in local files, which pipes cannot.
-            raw = io.FileIO(path) if is_local(fs) else fs.open(path, "rb")
-            if getattr(raw, "details", {}).get("type") == "directory":  # "opened" all the same
-                raise FileNotFoundError
-        except (FileNotFoundError, ValueError):
-            if not is_local(fs) and fs.isdir(path):  # in a store of objects: a prefix, a bucket
-                raise IsADirectoryError(21, "Is a directory") from None
-            raise
-    with closing(io.BufferedReader(raw)) as file:
-        with reaching(address):
-            plain = compr[compression](file, mode="rb")
-        yield plain
-
-
-def check_input(address: str) -> None:
-    """Looks whether an input can be read, as far as its first record. A pipe is left alone: it
-    opens once.
-
-    Raises:
-        UserError: it cannot, or its CSV header is wrong.
-    """
-    if address == "-":
-        return
-    fs, path = located(address)
-    if is_local(fs) and Path(path).is_fifo():
-        return
-    with closing(_records(address, 0, 1)) as records:
-        next(records, None)
-
-
-def _guarded(address: str, lines: Any) -> Iterator[Any]:
-    """What an iterator gives, with its errors told."""
-    with reaching(address):
-        yield from lines

@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Any
 
 from entropix_jax.batches.identity import agreed
+from entropix_jax.batches.index import Index
 from entropix_jax.batches.lines import key_of
+from entropix_jax.batches.places import is_local, located, reaching
 from entropix_jax.batches.sinks import LocalFile, ObjectParts, check_file, check_name, sink_of
-from entropix_jax.batches.source import BadRecord, Index, Record, is_local, located, named, reaching
+from entropix_jax.batches.source import BadRecord, Record, named
 from entropix_jax.errors import UserError
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from entropix_jax import __version__
 from entropix_jax.batches.identity import fingerprint
-from entropix_jax.batches.source import hash_of
+from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.store import Store
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing

@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any, SupportsFloat
 
 from entropix_jax.api import encode_prompt
-from entropix_jax.batches.source import BadRecord, Record, hash_of, read_records
+from entropix_jax.batches.index import hash_of
+from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.batches.store import Store
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine

@@ -389,7 +389,7 @@ def _preset(folder: Path) -> tuple[list[bytes], Reader]:
 
 
 def _calibration(folder: Path) -> tuple[list[bytes], Reader]:
-    from entropix_jax.calibration import calibration_text
+    from entropix_jax.calibration.output import calibration_text
     from entropix_jax.sampler.presets import load_sampler
 
     path = folder / "calibration.json"
@@ -479,7 +479,7 @@ def _batch_reader(path: Path) -> Reader:
 
 
 def _results() -> list[dict[str, Any]]:
-    from entropix_jax.batches.source import hash_of
+    from entropix_jax.batches.index import hash_of
 
     lines = [json.dumps(record).encode() for record in _RECORDS]
     names = ("a", "7", "3", "b")

@@ -1,25 +1,20 @@
-"""Fits the four bounds of a sampler's regimes to the tokens of a text, and shows how they lie.
+"""Solves for the four bounds at once, given the share of the tokens that each regime shall hold.
 
-`points` are tokens in the entropy/varentropy plane: float [n, 2], bits and bits^2. Bounds are held
-against them in float32, as the sampler does it.
+A bound is the index of a cut: a value in the middle between two neighbouring values of the data,
+which no token of it can equal.
 """
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from entropix_jax.calibration.boxes import Boxes, occupancy
 from entropix_jax.errors import UserError
-from entropix_jax.files import replacing
-from entropix_jax.sampler.params import BOXES, QUANTITIES, REGIMES
-from entropix_jax.sampler.settings import THRESHOLDS, Sampler
+from entropix_jax.sampler.params import BOXES, REGIMES
+from entropix_jax.sampler.settings import THRESHOLDS
 
 TOLERANCE = 0.01  # of a share, for each regime
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 # Of two occupancies that are as near by their largest deviation, the one nearer by all of them.
 _TIE_BREAK = 0.01
@@ -28,22 +23,6 @@ _OPEN_NODES = 1 << 14  # of the search, before it lets the least promising go
 _MARGIN = 4  # cuts to either side of the best one, for the next, finer grid
 _AS_GOOD = 0.1  # standard errors of a share
 
-_SHADES = " ·░▒▓█"
-_LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # bits: up, down, left, right
-_HEIGHT = 20
-_TICKS = [0.0, *(digit * 10.0**power for power in range(-2, 4) for digit in (1, 2, 5))]
-
-
-class Condition(NamedTuple):
-    """One side of a box."""
-
-    axis: int  # 0 entropy, 1 varentropy
-    sign: str  # "<" or ">"
-    bound: str | float  # one of THRESHOLDS, or a number of its own
-
-
-Boxes = tuple[tuple[Condition, ...], ...]  # one each of BOXES, tried in that order
-
 
 @dataclass(frozen=True)
 class Solution:
@@ -51,64 +30,6 @@ class Solution:
 
     thresholds: dict[str, float]  # h1, h2 in bits; u1, u2 in bits^2
     occupancy: dict[str, float]  # the share of each of REGIMES
-
-
-def boxes_of(sampler: Sampler) -> Boxes:
-    """The boxes of a sampler, with its thresholds by name.
-
-    Raises:
-        UserError: bounds that entropy and varentropy alone do not decide, or a threshold that no
-        box uses.
-    """
-    boxes = []
-    for box in BOXES:
-        conditions = []
-        for text in sampler.values[f"regimes.{box}"]:
-            quantity, sign, bound = re.split(r"\s*([<>])\s*", text.strip())
-            axis = QUANTITIES.index(quantity)
-            name = bound in THRESHOLDS
-            if axis > 1 or (name and THRESHOLDS.index(bound) // 2 != axis):
-                raise UserError(
-                    f"{sampler.name}: regimes.{box}: '{text}' cannot be calibrated: "
-                    "h1 and h2 must bound entropy, u1 and u2 varentropy, and nothing else be bound"
-                )
-            conditions.append(Condition(axis, sign, bound if name else float(bound)))
-        boxes.append(tuple(conditions))
-    used = {condition.bound for box in boxes for condition in box}
-    if unused := [name for name in THRESHOLDS if name not in used]:
-        raise UserError(
-            f"{sampler.name}: cannot be calibrated: no box of its regimes uses {unused[0]}"
-        )
-    return tuple(boxes)
-
-
-def regimes_of(points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes) -> np.ndarray:
-    """The regime of each point as an index into REGIMES, int64 [n]: the first box that holds it.
-
-    Boxes are open: a point on a bound is outside.
-    """
-    points = np.asarray(points, np.float32)
-    found = np.full(len(points), len(BOXES))
-    for i in reversed(range(len(BOXES))):
-        inside = np.ones(len(points), bool)
-        for axis, sign, bound in boxes[i]:
-            number = np.float32(thresholds[bound] if isinstance(bound, str) else bound)
-            inside &= points[:, axis] < number if sign == "<" else points[:, axis] > number
-        found[inside] = i
-    return found
-
-
-def occupancy(
-    points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes
-) -> dict[str, float]:
-    """The share of the points in each of REGIMES."""
-    counts = np.bincount(regimes_of(points, thresholds, boxes), minlength=len(REGIMES))
-    return dict(zip(REGIMES, (counts / len(points)).tolist(), strict=True))
-
-
-def quantiles(points: np.ndarray) -> np.ndarray:
-    """Of entropy (bits) and varentropy (bits^2), at QUANTILES: float64 [6, 2]."""
-    return np.quantile(np.asarray(points, np.float64), QUANTILES, axis=0)
 
 
 def solve(
@@ -168,73 +89,6 @@ def solve(
     return Solution(thresholds, reached)
 
 
-def preset_text(base: str, thresholds: Mapping[str, float], description: str) -> str:
-    """A sampler file, TOML, that extends `base` by thresholds of its own.
-
-    `base` is the name of a preset, or the path of a file seen from the new file's folder.
-    """
-    lines = [
-        f"description = {_toml(description)}",
-        f"extends = {_toml(base)}",
-        "",
-        "[thresholds]",
-        *(f"{name} = {float(thresholds[name])!r}" for name in THRESHOLDS),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def calibration_text(thresholds: Mapping[str, float], source: str) -> str:
-    """The content of a model's `calibration.json`; `source` says how the thresholds were made."""
-    ordered = {name: float(thresholds[name]) for name in THRESHOLDS}
-    return json.dumps({"thresholds": ordered, "source": source}, indent=2) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a whole file, or leaves the old one.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    with replacing(path) as scratch:
-        scratch.write_text(text, encoding="utf-8")
-
-
-def draw_plane(
-    points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes, width: int = 80
-) -> str:
-    """The plane as text of at most `width` columns: where the points are, the boxes, their shares.
-
-    Both axes are scaled by the square root, since most tokens of a text are certain ones; shades
-    grow with the logarithm of the count. The last row and column also hold what lies beyond them.
-    """
-    points = np.asarray(points, np.float32)
-    size = (width - 14, _HEIGHT)  # the rest is for numbers and names
-    x, y = (
-        _Scale(points[:, i], _bounds_of(i, thresholds, boxes), size[i], spacing=(6, 2)[i])
-        for i in (0, 1)
-    )
-    counts = np.zeros((_HEIGHT, size[0]), np.int64)
-    np.add.at(counts, (y.cells(points[:, 1]), x.cells(points[:, 0])), 1)
-    shades = np.ceil(np.log1p(counts) / np.log1p(counts.max()) * (len(_SHADES) - 1))
-    picture = np.array(list(_SHADES))[shades.astype(int)]
-
-    def regimes(entropy: np.ndarray, varentropy: np.ndarray) -> np.ndarray:
-        corners = np.stack(np.meshgrid(entropy, varentropy), axis=-1)
-        return regimes_of(corners.reshape(-1, 2), thresholds, boxes).reshape(counts.shape)
-
-    # The regimes at each cell's corners: a line runs between two that differ.
-    low = regimes(x.below, y.below), regimes(x.above, y.below)
-    top = regimes(x.below, y.above), regimes(x.above, y.above)
-    up, down, left, right = top[0] != top[1], low[0] != low[1], low[0] != top[0], low[1] != top[1]
-    lines = up + 2 * down + 4 * left + 8 * right
-    picture = np.where(lines, np.array(list(_LINES))[lines], picture)
-
-    for i, (regime, share) in enumerate(occupancy(points, thresholds, boxes).items()):
-        name = regime.upper()
-        _put_label(picture, (lines == 0) & (low[0] == i), (f" {name} {share:.1%} ", name))
-    return "\n".join(_framed(picture, x, y))
-
-
 def _goal(wanted: Mapping[str, float]) -> np.ndarray:
     """The wanted shares of REGIMES, float64 [5]."""
     if set(wanted) != set(BOXES):
@@ -249,14 +103,6 @@ def _goal(wanted: Mapping[str, float]) -> np.ndarray:
 
 def _percentages(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {shares[name]:.1%}" for name in REGIMES if name in shares)
-
-
-def _toml(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-# The solver. A bound is the index of a cut: a value in the middle between two neighbouring values
-# of the data, which no token of it can equal.
 
 
 class _Axis:
@@ -463,87 +309,3 @@ def _settled(
         if gaps.max() > gaps[now]:
             bounds[i] = first + np.argmax(gaps)
     return [int(bound) for bound in bounds]
-
-
-# The picture. Row 0 is the lowest until it is printed.
-
-
-class _Scale:
-    """One axis of the picture: which cell a value is in, and what each cell stands for."""
-
-    def __init__(
-        self, values: np.ndarray, bounds: Mapping[str, np.float32], size: int, spacing: int
-    ) -> None:
-        self._size = size
-        inside = [bound for bound in bounds.values() if bound < values.max()]
-        common = np.quantile(values, 0.999)
-        self._largest = float(max([common, *(1.2 * bound for bound in inside)])) or 1.0
-        middles = self._largest * ((np.arange(size) + 0.5) / size) ** 2
-        self.below, self.above = middles.astype(np.float32), middles.astype(np.float32)
-        self.names: dict[int, str] = {}  # of the bounds, by cell
-        for name, bound in sorted(bounds.items(), key=lambda item: item[1]):
-            if not 0 < bound < self._largest:
-                continue
-            cell = int(self.cells(bound))
-            # Cells stand for their middles, but those on a bound for what is just beside it.
-            if self.below[cell] == self.above[cell]:
-                self.below[cell] = np.nextafter(bound, np.float32(-np.inf))
-            self.above[cell] = np.nextafter(bound, np.float32(np.inf))
-            if name in THRESHOLDS:
-                self.names[cell] = f"{self.names.get(cell, '')} {name}".strip()
-        self.ticks: dict[int, str] = {}
-        for tick in _TICKS:
-            cell = int(self.cells(tick))
-            if tick < self._largest and cell >= max(self.ticks, default=-spacing) + spacing:
-                self.ticks[cell] = f"{tick:g}"
-
-    def cells(self, values: Any) -> np.ndarray:
-        """The cells of values; an entropy can be negative by rounding."""
-        scaled = self._size * np.sqrt(np.maximum(values, 0) / self._largest)
-        cells: np.ndarray = np.minimum(scaled, self._size - 1).astype(int)
-        return cells
-
-
-def _bounds_of(axis: int, thresholds: Mapping[str, float], boxes: Boxes) -> dict[str, np.float32]:
-    """Names and values of all bounds of an axis; a number's name is its own text."""
-    bounds = [c.bound for box in boxes for c in box if c.axis == axis]
-    return {str(b): np.float32(thresholds[b] if isinstance(b, str) else b) for b in bounds}
-
-
-def _put_label(picture: np.ndarray, free: np.ndarray, labels: Sequence[str]) -> None:
-    """Writes the first of the labels that fits where the picture is free, near the middle."""
-    places = np.argwhere(free)
-    for label in labels:
-        fits = [
-            (row, start)
-            for row, start in places
-            if start + len(label) <= free.shape[1] and free[row, start : start + len(label)].all()
-        ]
-        if fits:
-            middle = places.mean(axis=0) - [0, len(label) / 2]
-            # A cell is about twice as high as wide.
-            distances = np.abs((np.array(fits) - middle) * [2, 1]).sum(axis=1)
-            row, start = fits[int(np.argmin(distances))]
-            picture[row, start : start + len(label)] = list(label)
-            return
-
-
-def _framed(picture: np.ndarray, x: _Scale, y: _Scale) -> list[str]:
-    """The picture's lines, highest first, between axes with numbers and the bounds' names."""
-    height, width = picture.shape
-    lines = ["varentropy (bits²)", _spread(x.names, 8)]
-    for row in reversed(range(height)):
-        tick = y.ticks.get(row)
-        axis = f"{tick or '':>6} {'┤' if tick else '│'}"
-        lines.append(f"{axis}{''.join(picture[row])} {y.names.get(row, '')}")
-    axis = "".join("┬" if cell in x.ticks else "─" for cell in range(width))
-    lines += [f"{'':>7}└{axis}", _spread(x.ticks, 8), f"{'entropy (bits)':>{width + 8}}"]
-    return [line.rstrip() for line in lines]
-
-
-def _spread(texts: Mapping[int, str], indent: int) -> str:
-    """Texts at their columns, or as near to the right of them as there is room."""
-    line = " " * indent
-    for column, text in sorted(texts.items()):
-        line = line.ljust(indent + column) + text + " "
-    return line
