@@ -55,6 +55,9 @@ def main() -> int:
         write_findings(args.output, part, lines, time.perf_counter() - started)
     shown = PARTS if name in ("all", "table") else chosen
     lines = [line for part in shown for line in read_findings(args.output, part)]
+    if not lines:
+        print(f"nothing has been found yet: {args.output} holds no findings", file=sys.stderr)
+        return 1
     Console().print(table_of(lines))
     for line in lines:
         for detail in line.details[:5]:
