@@ -1,6 +1,7 @@
 """Sampler files: what loads, what is refused with which words, and where each value ends up."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ def test_preset_names_are_those_of_the_folder() -> None:
     assert files == [f"{name}.toml" for name in preset_names()]
     documents = {"document-000", "document-001", "document-004"}
     assert {"entropix", *documents, *BASELINES} == {*preset_names()}
+
+
+def test_every_key_is_explained_where_it_stands() -> None:
+    """`entropix.toml` is the reference of all keys: by a comment of their own, or one that says
+    their names."""
+    path = resource_folder("configs") / "entropix.toml"
+    sections = path.read_text(encoding="utf-8").split("\n\n")
+    for section in sections[1:]:
+        comments = " ".join(re.findall(r"#.*", section))
+        if "[regimes]" in section or "[arms]" in section:
+            assert comments
+            continue
+        for key, comment in re.findall(r"^(\w+) = [^#\n]*(#.*)?$", section, re.M):
+            assert comment or key in comments or key == "description", key
 
 
 def test_entropix_corrects_what_the_documents_print() -> None:
@@ -481,7 +496,8 @@ def test_the_model_decides_about_layers_and_thoughts() -> None:
 
 
 def test_missing_keys(tmp_path: Path) -> None:
-    text = (resource_folder("configs") / "entropix.toml").read_text()
+    file = resource_folder("configs") / "entropix.toml"
+    text = re.sub(r" *#.*", "", file.read_text(encoding="utf-8"))
     assert load_sampler(write(tmp_path, text)).values == ENTROPIX.values
     for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n", "noise_floor = false\n"):
         assert line in text
