@@ -3,9 +3,10 @@
     python scripts/run_readme.py [--list] [--quick] [--from N] [--to N]
 
 Indented blocks are commands, run in the repository's folder; fenced Python is run by
-`.venv/bin/python`, fenced TOML is given to `--sampler` or `ablate`, whichever it is for. Fenced
-blocks without a language need a network, a cloud or an accelerator, and are left out, by name.
---quick leaves out what takes minutes, too. The status is 1 where a block failed.
+`.venv/bin/python`, fenced TOML is given to `--sampler` or `ablate`, whichever it is for, both in a
+folder that is removed at the end. Fenced blocks without a language need a network, a cloud or an
+accelerator, and are left out, by name. --quick leaves out what takes minutes, too. The status is 1
+where a block failed.
 """
 
 import argparse
@@ -73,8 +74,9 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def run(block: Block, scratch: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a block in the repository's folder."""
+    """Runs a block: commands in the repository's folder, all else in `scratch`."""
     python = ROOT / ".venv" / "bin" / "python"
+    place = ROOT if block.kind == "shell" else scratch
     if block.kind == "python":
         file = scratch / "block.py"
         file.write_text(block.text, encoding="utf-8")
@@ -90,7 +92,7 @@ def run(block: Block, scratch: Path) -> subprocess.CompletedProcess[str]:
     else:
         command = ["bash", "-euo", "pipefail", "-c", block.text]
     return subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        command, cwd=place, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
 
 
