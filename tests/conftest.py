@@ -38,16 +38,15 @@ BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.whi
 NO_BROWSER = f"no browser: none of {', '.join(BROWSERS)} is there, ENTROPIX_BROWSER names none"
 
 # Time is not what property tests check. A complete run draws the same examples each time, a
-# thorough one many more, and others each time.
+# thorough one, ENTROPIX_THOROUGH times as many, others each time.
 hypothesis.settings.register_profile(
     "entropix", deadline=None, derandomize=REQUIRE_ALL, max_examples=100
 )
+TIMES = int(os.environ.get("ENTROPIX_THOROUGH") or 0)
 hypothesis.settings.register_profile(
-    "thorough", deadline=None, derandomize=False, max_examples=2000, print_blob=True
+    "thorough", deadline=None, derandomize=False, max_examples=100 * TIMES or 100, print_blob=True
 )
-hypothesis.settings.load_profile(
-    "thorough" if os.environ.get("ENTROPIX_THOROUGH") == "1" else "entropix"
-)
+hypothesis.settings.load_profile("thorough" if TIMES else "entropix")
 
 # Asking for one of these fixtures marks a test.
 MARKER_OF_FIXTURE = {
