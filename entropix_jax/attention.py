@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.information import AttnStats, entropy_and_varentropy
+from entropix_jax.information import AttnStats, entropy_and_varentropy, sum_last
 
 
 def attend(
@@ -90,8 +90,8 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     weights = jnp.exp(log_weights)  # 0 at invalid slots
     entropy, varentropy = entropy_and_varentropy(log_weights)
     mean_weights = jnp.mean(weights, axis=2, keepdims=True)
-    divergence = jnp.sum(jnp.abs(weights - mean_weights), axis=-1)
-    strength = jnp.sum(jnp.where(valid, jnp.abs(scores), 0.0), axis=-1)
+    divergence = sum_last(jnp.abs(weights - mean_weights))
+    strength = sum_last(jnp.where(valid, jnp.abs(scores), 0.0))
     # Over the keys first: were a later sum over heads or layers joined with it, its order and with
     # it the last digits would depend on how many slots there are.
     entropy, varentropy, divergence, strength = lax.optimization_barrier(

@@ -76,6 +76,10 @@ def write(
 
     What would fall past the last slot is dropped, never moved onto an older one.
     """
+    if new.shape[:2] == (1, 1):
+        # A second token that is dropped. XLA makes of the write of one slot alone an update that it
+        # joins with whatever reads the cache, once for each, and copies the whole cache for that.
+        new = jnp.pad(new, ((0, 0), (0, 1), (0, 0), (0, 0)))
     number, tokens = new.shape[:2]
     steps = jnp.arange(tokens, dtype=jnp.int32)[None, :]
     target = jnp.where(steps < count[:, None], start[:, None] + steps, slots.shape[2])

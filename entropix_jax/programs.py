@@ -10,14 +10,15 @@ import zlib
 from pathlib import Path
 
 _CHECKED = ".checked"  # as old as the last look at the programs
-_SUFFIX = "-cache"  # of JAX's files
+_SUFFIX, _TIME_SUFFIX = "-cache", "-atime"  # of JAX's files
 _MARGIN = 10**9  # nanoseconds by which clocks may differ
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 
 def drop_torn_programs(folder: Path) -> None:
     """Removes programs that a killed run or a full disk has left half-written in JAX's cache: JAX
-    itself would complain of each at every start, compile it again, and leave it as it is.
+    itself would complain of each at every start, compile it again, and leave it as it is. One whose
+    time of use is missing gets one: for want of it JAX would keep no further program.
 
     Looks at those alone that are newer than its last look.
 
@@ -32,7 +33,11 @@ def drop_torn_programs(folder: Path) -> None:
             if not entry.name.endswith(_SUFFIX):
                 continue
             with contextlib.suppress(FileNotFoundError):  # another process was faster
-                if entry.stat().st_mtime_ns >= seen and not _is_whole(Path(entry.path)):
+                if entry.stat().st_mtime_ns < seen:
+                    continue
+                if _is_whole(Path(entry.path)):
+                    Path(entry.path.removesuffix(_SUFFIX) + _TIME_SUFFIX).touch(mode=0o600)
+                else:
                     os.unlink(entry.path)
     mark.touch(mode=0o600)
     os.utime(mark, ns=(now - _MARGIN, now - _MARGIN))

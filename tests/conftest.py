@@ -25,6 +25,7 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
+from entropix_jax.programs import drop_torn_programs  # noqa: E402
 from tests.browsing import Watched  # noqa: E402
 from tests.examples import TRIED  # noqa: E402
 
@@ -60,7 +61,10 @@ MARKER_OF_FIXTURE = {
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run to the next, beside pytest's own cache."""
     config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    folder = config.cache.mkdir("jax")
+    if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
+        drop_torn_programs(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", 512 * 2**20)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

@@ -140,6 +140,19 @@ def test_the_state_is_written_in_place(weights: str, batch: int) -> None:
     assert compiled(weights, batch).memory_analysis().alias_size_in_bytes == state
 
 
+@pytest.mark.parametrize(("weights", "batch"), STEPS)
+def test_the_cache_is_not_copied(weights: str, batch: int) -> None:
+    """Nothing makes one but the writes into it, of a step's token and of a branch."""
+    keys = state_of(batch).cache.keys[0]
+    shapes = [f"[{','.join(map(str, shape))}]" for shape in (keys.shape, keys.shape[1:])]
+    made = [
+        name.rstrip(".0123456789")
+        for name, shape, operation in instructions(compiled(weights, batch).as_text())
+        if shape[shape.index("[") :] in shapes and operation not in _FREE
+    ]
+    assert made == ["wrapped_scatter"] * (2 * 2 * CONFIG.num_layers)
+
+
 @pytest.mark.parametrize("weights", TYPES)
 def test_a_step_reads_each_weight_once(weights: str) -> None:
     """As XLA counts the bytes of a forward pass: the weights as they are stored, and for the cache

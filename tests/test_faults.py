@@ -435,6 +435,13 @@ def test_a_program_that_was_half_written_is_made_again(tmp_path: Path) -> None:
     start()
     assert set(kept.glob("*-cache")) == set(programs)
     assert all(len(path.read_bytes()) > 100 for path in programs)
+    # Killed between a program and its time of use, for want of which JAX would keep no other.
+    gone, lost, *_ = programs
+    gone.unlink()
+    Path(f"{str(lost).removesuffix('-cache')}-atime").unlink()
+    os.utime(lost)
+    start()
+    assert set(kept.glob("*-cache")) == set(programs)
 
 
 # What the verification itself goes by.
