@@ -74,7 +74,8 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def run(block: Block, scratch: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a block: commands in the repository's folder, all else in `scratch`."""
+    """Runs a block: commands in the repository's folder, all else in `scratch`, which stands in for
+    /tmp, too: what an earlier run left there would be gone on with."""
     python = ROOT / ".venv" / "bin" / "python"
     place = ROOT if block.kind == "shell" else scratch
     if block.kind == "python":
@@ -90,7 +91,8 @@ def run(block: Block, scratch: Path) -> subprocess.CompletedProcess[str]:
         else:
             command += ["--prompt", "Guests:", "--sampler", str(file)]
     else:
-        command = ["bash", "-euo", "pipefail", "-c", block.text]
+        text = block.text.replace("/tmp/", f"{scratch}/")
+        command = ["bash", "-euo", "pipefail", "-c", text]
     return subprocess.run(
         command, cwd=place, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
