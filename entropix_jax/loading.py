@@ -6,6 +6,7 @@ import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,8 +180,9 @@ def use_compilation_cache() -> None:
             return
         if not os.access(folder, os.W_OK):
             return
+        config: Any = jax.config
         with contextlib.suppress(OSError):
-            drop_torn_programs(folder)
+            drop_torn_programs(folder, sized=config.jax_compilation_cache_max_size != -1)
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

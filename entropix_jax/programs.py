@@ -10,17 +10,21 @@ import zlib
 from pathlib import Path
 
 _CHECKED = ".checked"  # as old as the last look at the programs
-_SUFFIX, _TIME_SUFFIX = "-cache", "-atime"  # of JAX's files
+_SUFFIX = "-cache"  # of JAX's files
 _MARGIN = 10**9  # nanoseconds by which clocks may differ
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 
-def drop_torn_programs(folder: Path) -> None:
+def drop_torn_programs(folder: Path, *, sized: bool) -> None:
     """Removes programs that a killed run or a full disk has left half-written in JAX's cache: JAX
-    itself would complain of each at every start, compile it again, and leave it as it is. One whose
-    time of use is missing gets one: for want of it JAX would keep no further program.
+    itself would complain of each at every start, compile it again, and leave it as it is.
 
     Looks at those alone that are newer than its last look.
+
+    Args:
+        folder: of the cache.
+        sized: whether the cache has a largest size. A program whose time of use is missing then
+            gets one: for want of it JAX would keep no further program.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -33,14 +37,16 @@ def drop_torn_programs(folder: Path) -> None:
             if not entry.name.endswith(_SUFFIX):
                 continue
             with contextlib.suppress(FileNotFoundError):  # another process was faster
-                if entry.stat().st_mtime_ns < seen:
-                    continue
-                if _is_whole(Path(entry.path)):
-                    Path(entry.path.removesuffix(_SUFFIX) + _TIME_SUFFIX).touch(mode=0o600)
-                else:
+                if entry.stat().st_mtime_ns >= seen and not _is_whole(Path(entry.path)):
                     os.unlink(entry.path)
+                elif sized and not (time_of_use := _time_of_use(Path(entry.path))).exists():
+                    time_of_use.touch(mode=0o600)
     mark.touch(mode=0o600)
     os.utime(mark, ns=(now - _MARGIN, now - _MARGIN))
+
+
+def _time_of_use(program: Path) -> Path:
+    return program.with_name(program.name.removesuffix(_SUFFIX) + "-atime")
 
 
 def _is_whole(path: Path) -> bool:

@@ -56,7 +56,7 @@ def main() -> int:
     shown = PARTS if name in ("all", "table") else chosen
     lines = [line for part in shown for line in read_findings(args.output, part)]
     if not lines:
-        print(f"nothing has been found yet: {args.output} holds no findings", file=sys.stderr)
+        print(f"no findings in {args.output}: run a part first", file=sys.stderr)
         return 1
     Console().print(table_of(lines))
     for line in lines:

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
     folder = config.cache.mkdir("jax")
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
-        drop_torn_programs(folder)
+        drop_torn_programs(folder, sized=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", 512 * 2**20)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.attention import attention_stats, join_layers
-from entropix_jax.information import AttnStats, entropy_and_varentropy
+from entropix_jax.information import AttnStats, entropy_and_varentropy, sum_last
 from entropix_jax.metrics import (
     Metrics,
     apply_noise_floor,
@@ -32,6 +32,18 @@ def measured(logits: np.ndarray) -> tuple[float, float]:
 def logits_for(*probs: float) -> np.ndarray:
     with np.errstate(divide="ignore"):
         return np.log(np.array(probs))
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 1000, LLAMA_VOCAB])
+def test_sums(length: int) -> None:
+    """Against float64, row by row, and whatever zeros follow: to the last digit."""
+    x = np.random.default_rng(length).standard_normal((2, 3, length)).astype(np.float32)
+    total = jax.jit(sum_last)(jnp.asarray(x))
+    wanted = x.sum(axis=-1, dtype=np.float64)
+    np.testing.assert_allclose(total, wanted, atol=1e-6 * (1 + length**0.5))
+    np.testing.assert_array_equal(jax.vmap(sum_last)(jnp.asarray(x)), total)
+    longer = np.concatenate([x, np.zeros((2, 3, 640), np.float32)], axis=-1)
+    np.testing.assert_array_equal(jax.jit(sum_last)(jnp.asarray(longer)), total)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 64, 1000, LLAMA_VOCAB])

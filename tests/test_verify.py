@@ -225,7 +225,7 @@ def readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *words: s
         ("```python\nprint(1)\n```\n", (), 0, "README.md:2: print(1) (status 0"),
         ("```python\n1 / 0\n```\n", (), 1, "ZeroDivisionError"),
         ("\n    printf one && false\n    printf two\n", (), 1, "(status 1"),
-        ("\n    printf x > /tmp/of-the-readme && exit 3\n", (), 1, "(status 3"),
+        ("\n    printf x > /tmp/entropix-of-readme && exit 3\n", (), 1, "(status 3"),
         ("\n    scripts/demo\n", ("--quick",), 0, "README.md:2: scripts/demo (takes minutes)"),
         ("```python\n1 / 0\n```\n", ("--list",), 0, "README.md:2: 1 / 0 (python)"),
         ("```python\n1 / 0\n```\n", ("--from", "3"), 0, ""),
@@ -241,6 +241,7 @@ def test_a_readme_is_run(
     status: int,
     said: str,
 ) -> None:
+    Path("/tmp/entropix-of-readme").unlink(missing_ok=True)
     assert readme(monkeypatch, tmp_path, text, *words) == status
     assert said in capsys.readouterr().out
-    assert not Path("/tmp/of-the-readme").exists()
+    assert not Path("/tmp/entropix-of-readme").exists()

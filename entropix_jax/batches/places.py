@@ -111,6 +111,10 @@ def opened(address: str) -> Iterator[BinaryIO]:
 
 
 def guarded(address: str, lines: Any) -> Iterator[Any]:
-    """What an iterator gives, with its errors told."""
+    """What an iterator gives, with its errors told.
+
+    Raises:
+        UserError: the iterator raised an exception.
+    """
     with reaching(address):
         yield from lines
