@@ -24,7 +24,7 @@ def drop_torn_programs(folder: Path, *, sized: bool) -> None:
     Args:
         folder: of the cache.
         sized: whether the cache has a largest size. A program whose time of use is missing then
-            gets one: for want of it JAX would keep no further program.
+            gets one: for want of it JAX 0.10 would keep no further program.
 
     Raises:
         OSError: the folder cannot be read or written.

@@ -440,16 +440,15 @@ def test_a_program_that_was_half_written_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_program_without_its_time_of_use(tmp_path: Path) -> None:
-    """Of a cache with a largest size: where a kill came between the two JAX would keep no other."""
+    """Of a cache with a largest size: where a kill came between the two JAX 0.10 keeps no other."""
     kept = tmp_path / "xla"
     cache = LRUCache(str(kept), max_size=2**20)
     cache.put("one", zlib.compress(b"program"))
     (kept / "one-atime").unlink()
-    with pytest.raises(FileNotFoundError):
-        cache.put("two", b"")
     drop_torn_programs(kept, sized=False)
     assert not (kept / "one-atime").exists()
     drop_torn_programs(kept, sized=True)  # older than the last look, too
+    assert (kept / "one-atime").exists()
     cache.put("two", zlib.compress(b"program"))
     assert cache.get("one") == cache.get("two") == zlib.compress(b"program")
 
