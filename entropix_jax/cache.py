@@ -78,7 +78,7 @@ def write(
     """
     if new.shape[:2] == (1, 1):
         # A second token that is dropped. XLA makes of the write of one slot alone an update that it
-        # joins with whatever reads the cache, once for each, and copies the whole cache for that.
+        # joins with whatever reads the slots, once for each, and copies all of them for that.
         new = jnp.pad(new, ((0, 0), (0, 1), (0, 0), (0, 0)))
     number, tokens = new.shape[:2]
     steps = jnp.arange(tokens, dtype=jnp.int32)[None, :]

@@ -32,7 +32,7 @@ FILES = tuple(dict.fromkeys(file for _, file in AREAS.values()))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     parser.add_argument("--areas", nargs="+", choices=FILES, default=FILES, metavar="FILE")
-    parser.add_argument("--times", type=int, default=10, help="as many examples as in the suite")
+    parser.add_argument("--times", type=int, default=10, help="how many times the suite's examples")
     parser.add_argument("--limit", type=float, default=3 * 3600, help="seconds for an area's tests")
 
 
