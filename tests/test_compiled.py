@@ -54,19 +54,19 @@ def params_in(weights: str) -> Params:
     return jax.tree.map(weight, param_specs(CONFIG))
 
 
-def state_of(batch: int) -> DecodeState:
+def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
     return init_state(
         CONFIG,
         [[1, 2, 3]] * batch,
         [100] * batch,
         np.stack([row_key(0, str(row)) for row in range(batch)]),
-        capacity=CAPACITY,
+        capacity=capacity,
         dtype=jnp.dtype("float32"),
     )
 
 
 @cache
-def compiled(weights: str, batch: int) -> Any:
+def compiled(weights: str, batch: int, capacity: int = CAPACITY) -> Any:
     sampler = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (batch, *x.shape)),
         params_of("entropix", num_layers=CONFIG.num_layers),
@@ -75,7 +75,7 @@ def compiled(weights: str, batch: int) -> Any:
         params_in(weights),
         sampler,
         jnp.full(1, -1, jnp.int32),
-        state_of(batch),
+        state_of(batch, capacity),
         jnp.int32(4),
         config=CONFIG,
         window=WINDOW,
@@ -142,16 +142,16 @@ def test_the_state_is_written_in_place(weights: str, batch: int) -> None:
 
 @pytest.mark.parametrize(("weights", "batch"), STEPS)
 def test_the_cache_is_not_copied(weights: str, batch: int) -> None:
-    """Nothing makes one but the writes into it, of a step's token and of a branch."""
-    keys = state_of(batch).cache.keys[0]
+    """Neither before a token is written nor for what reads it, where all slots are read."""
+    keys = state_of(batch, WINDOW).cache.keys[0]
     shapes = [f"[{','.join(map(str, shape))}]" for shape in (keys.shape, keys.shape[1:])]
     made = [
-        (name, operation)
-        for name, shape, operation in instructions(compiled(weights, batch).as_text())
+        operation
+        for _, shape, operation in instructions(compiled(weights, batch, WINDOW).as_text())
         if shape[shape.index("[") :] in shapes and operation not in _FREE
     ]
-    assert "copy" not in {operation for _, operation in made}
-    assert len(made) == 2 * 2 * CONFIG.num_layers, made
+    assert len(made) >= 2 * CONFIG.num_layers  # a write of each array at least
+    assert "copy" not in made
 
 
 @pytest.mark.parametrize("weights", TYPES)
