@@ -187,15 +187,18 @@ def decode(
     """
     batch = state.finish.shape[0]
     eos_ids = jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1]))
-    step = partial(
-        decode_step,
-        params,
-        sampler,
-        eos_ids,
-        config=config,
-        window=window,
-        recording=recording,
-        arms=arms,
+    # Jitted to be traced once, for its shapes and for the loop: XLA inlines it.
+    step = jax.jit(
+        partial(
+            decode_step,
+            params,
+            sampler,
+            eos_ids,
+            config=config,
+            window=window,
+            recording=recording,
+            arms=arms,
+        )
     )
     log = init_log(config, batch + LOG_STEPS * max_steps, recording)
     shapes = jax.eval_shape(step, state, log)[1]

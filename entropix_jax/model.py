@@ -182,35 +182,36 @@ def _layers(
     [B, T, 1+2L]."""
     cos, sin = rotations(config, positions)
 
+    # Between layers the tokens of all rows lie in one axis, as products have them. With two, XLA
+    # moves each product's reshape through the layer after it, one layer in each round of passes.
     # Jitted to be traced once for all layers: XLA inlines it.
     @jax.jit
     def one_layer(
         layer: LayerParams, hidden: jax.Array, slots: _Slots
     ) -> tuple[jax.Array, Any, _Slots, list[jax.Array]]:
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-        query, key, value = _project(normed, layer, config)
+        query, key, value = _project(normed, layer, config, tokens.shape)
         mixed, note, kept = attention(slots, rotate(query, cos, sin), rotate(key, cos, sin), value)
-        hidden = hidden + linear(mixed, layer.output)
+        hidden = hidden + linear(mixed.reshape(tokens.size, -1), layer.output)
         normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
         hidden = hidden + _swiglu(normed, layer)
-        return hidden, note, kept, [_finite(query, key, value), _finite(hidden)] if check else []
+        return hidden, note, kept, [finite(query, key, value), finite(hidden)] if check else []
 
-    hidden = rows(params.embedding, tokens, slots[0][0].dtype)
-    noted, kept, sound = [], [], [_finite(hidden)] if check else []
+    def finite(*activations: jax.Array) -> jax.Array:
+        """Whether all of a token's are: bool [B, T]."""
+        each = [jnp.isfinite(x).reshape(*tokens.shape, -1).all(axis=-1) for x in activations]
+        return jnp.all(jnp.stack(each), axis=0)
+
+    hidden = rows(params.embedding, tokens.reshape(-1), slots[0][0].dtype)
+    noted, kept, sound = [], [], [finite(hidden)] if check else []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            hidden, note, own, finite = one_layer(layer, hidden, slots[i])
+            hidden, note, own, known = one_layer(layer, hidden, slots[i])
         noted.append(note)
         kept.append(own)
-        sound += finite
-    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
+        sound += known
+    hidden = rms_norm(hidden, params.final_norm, config.norm_eps).reshape(*tokens.shape, -1)
     return hidden, noted, kept, jnp.stack(sound, axis=-1) if sound else None
-
-
-def _finite(*activations: jax.Array) -> jax.Array:
-    """Whether all of a token's are finite, whatever their shapes [B, T, ...]: bool [B, T]."""
-    each = [jnp.all(jnp.isfinite(x), axis=tuple(range(2, x.ndim))) for x in activations]
-    return jnp.all(jnp.stack(each), axis=0)
 
 
 def _put(slots: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:
@@ -220,12 +221,12 @@ def _put(slots: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:
 
 
 def _project(
-    x: jax.Array, layer: LayerParams, config: ModelConfig
+    x: jax.Array, layer: LayerParams, config: ModelConfig, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, N, H], keys and values [B, T, K, H] of `x[B, T, D]`."""
+    """Queries [B, T, N, H], keys and values [B, T, K, H] of `x[B*T, D]`, of `shape` (B, T)."""
 
     def heads(weight: jax.Array, number: int) -> jax.Array:
-        return linear(x, weight).reshape(*x.shape[:2], number, config.head_dim)
+        return linear(x, weight).reshape(*shape, number, config.head_dim)
 
     return (
         heads(layer.query, config.num_heads),
