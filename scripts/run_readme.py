@@ -1,6 +1,6 @@
 """Runs what the README says, block by block and in order, as a reader would.
 
-    python scripts/run_readme.py [--list] [--quick] [--from N] [--to N]
+    python scripts/run_readme.py [--list] [--quick] [--from N] [--to N] [--limit SECONDS]
 
 Indented blocks are commands, run in the repository's folder; fenced Python is run by
 `.venv/bin/python`, fenced TOML is given to `--sampler` or `ablate`, whichever it is for, both in a
@@ -10,7 +10,10 @@ where a block failed.
 """
 
 import argparse
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,9 +76,10 @@ def blocks(text: str) -> Iterator[Block]:
         number += 1
 
 
-def run(block: Block, scratch: Path) -> subprocess.CompletedProcess[str]:
+def run(block: Block, scratch: Path, limit: float) -> subprocess.CompletedProcess[str]:
     """Runs a block: commands in the repository's folder, all else in `scratch`, which stands in for
-    /tmp, too: what an earlier run left there would be gone on with."""
+    /tmp, too: what an earlier run left there would be gone on with. What takes longer than `limit`
+    seconds is ended, with all that it started, and status 124."""
     python = ROOT / ".venv" / "bin" / "python"
     place = ROOT if block.kind == "shell" else scratch
     if block.kind == "python":
@@ -91,11 +95,24 @@ def run(block: Block, scratch: Path) -> subprocess.CompletedProcess[str]:
         else:
             command += ["--prompt", "Guests:", "--sampler", str(file)]
     else:
-        text = block.text.replace("/tmp/", f"{scratch}/")
+        text = block.text.replace("/tmp/", f"{shlex.quote(str(scratch))}/")
         command = ["bash", "-euo", "pipefail", "-c", text]
-    return subprocess.run(
-        command, cwd=place, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    process = subprocess.Popen(
+        command,
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+    try:
+        told = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        told = process.communicate()
+        return subprocess.CompletedProcess(command, 124, *told)
+    return subprocess.CompletedProcess(command, process.returncode, *told)
 
 
 def main() -> int:
@@ -105,6 +122,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out what takes minutes")
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="LINE")
     parser.add_argument("--to", dest="last", type=int, default=10**9, metavar="LINE")
+    parser.add_argument("--limit", type=float, default=6 * 3600, help="seconds of a block")
     args = parser.parse_args()
     found = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
     failed = 0
@@ -119,7 +137,7 @@ def main() -> int:
                 print(f"{block.title} ({left_out or block.kind})", flush=True)
                 continue
             started = time.perf_counter()
-            ran = run(block, Path(scratch))
+            ran = run(block, Path(scratch), args.limit)
             seconds = time.perf_counter() - started
             print(f"{block.title} (status {ran.returncode}, {seconds:.1f} s)", flush=True)
             if ran.returncode:

@@ -21,7 +21,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from verification.findings import Line, code_digest, read_findings, write_findings
+from verification.findings import (
+    Findings,
+    Line,
+    code_digest,
+    read_findings,
+    this_commit,
+    write_findings,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
@@ -36,6 +43,7 @@ PARTS = {
 }
 # What these have kept says nothing of other code; the others look for themselves.
 OF_ONE_CODE = ("faults", "memory")
+_COLUMNS = ("what", "tried", "failures", "wanted", "note", "commit")
 
 
 def main() -> int:
@@ -52,13 +60,18 @@ def main() -> int:
         except Exception as error:  # the other parts go on
             traceback.print_exc()
             lines = [Line(part, 0, "things", 1, note=f"{type(error).__name__}: {error}")]
-        write_findings(args.output, part, lines, time.perf_counter() - started)
+        seconds = round(time.perf_counter() - started, 1)
+        write_findings(args.output, part, Findings(lines, this_commit(), seconds))
     shown = PARTS if name in ("all", "table") else chosen
-    lines = [line for part in shown for line in read_findings(args.output, part)]
-    if not lines:
+    found = [findings for part in shown if (findings := read_findings(args.output, part))]
+    if not found:
         print(f"no findings in {args.output}: run a part first", file=sys.stderr)
         return 1
-    Console().print(table_of(lines))
+    if name == "table" and args.markdown:
+        print("\n".join(markdown_of(found)))
+    else:
+        Console().print(table_of(found))
+    lines = [line for findings in found for line in findings.lines]
     for line in lines:
         for detail in line.details[:5]:
             print(f"{line.what}: {detail}", file=sys.stderr)
@@ -77,7 +90,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
         if part == name:
             _module(part).add_arguments(own)
     commands.add_parser("all", help="every part, then the table", parents=[common])
-    commands.add_parser("table", help="what has been found so far", parents=[common])
+    table = commands.add_parser("table", help="what has been found so far", parents=[common])
+    table.add_argument("--markdown", action="store_true", help="for a README")
     return parser
 
 
@@ -103,13 +117,33 @@ def _found(part: str, options: argparse.Namespace, folder: Path, *, fresh: bool)
     return lines
 
 
-def table_of(lines: Sequence[Line]) -> Table:
+def table_of(found: Sequence[Findings]) -> Table:
     """The findings as a table."""
-    table = Table("what", "tried", "failures", "wanted", "note", box=None, pad_edge=False)
-    for line in lines:
-        tried = f"{line.tried:,} {line.unit}"
-        table.add_row(line.what, tried, f"{line.failures:,}", line.wanted, line.note)
+    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    for cells in _rows(found):
+        table.add_row(*cells)
     return table
+
+
+def markdown_of(found: Sequence[Findings]) -> list[str]:
+    """The same in Markdown, line by line."""
+    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(found)]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def _rows(found: Sequence[Findings]) -> list[tuple[str, ...]]:
+    return [
+        (
+            line.what,
+            f"{line.tried:,} {line.unit}",
+            f"{line.failures:,}",
+            line.wanted,
+            line.note,
+            findings.commit,
+        )
+        for findings in found
+        for line in findings.lines
+    ]
 
 
 if __name__ == "__main__":

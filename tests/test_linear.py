@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import chex  # type: ignore[import-untyped]
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.linear import arranged, linear, product, quantized, rows
+import entropix_jax.linear as linear_module
+from entropix_jax.linear import (
+    arranged,
+    linear,
+    multiplies_bfloat16,
+    product,
+    quantized,
+    rows,
+)
 
 SMALL, LARGE = 2048, 2056  # a vector of float32 on either side of 8 KiB
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -47,6 +57,53 @@ def test_linear_returns_the_type_of_its_input(x_dtype, w_dtype) -> None:
     got = linear(x, weight)
     assert got.dtype == x_dtype
     np.testing.assert_array_equal(got, product(x, weight).astype(x_dtype))
+
+
+@pytest.fixture(params=[True, False], ids=["multiplied", "widened"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """One with products of bfloat16 numbers, and one without."""
+    monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("count", [2, 7, 16, 17])
+def test_a_few_vectors_are_exact_to_float32_on_any_processor(count: int, processor: bool) -> None:
+    """Entries of any size, and of any number of digits."""
+    x, weight = operands((count, 256), 40, F32, BF16)
+    rng = np.random.default_rng(1)
+    x = x * jnp.asarray(10 ** rng.uniform(-12, 12, x.shape), F32)
+    got = jax.jit(product)(x, weight)
+    terms = exact(jnp.abs(x), jnp.abs(weight))
+    assert np.all(np.abs(np.asarray(got, np.float64) - exact(x, weight)) <= 2e-6 * terms)
+    text = jax.jit(lambda *of: product(*of)).lower(x, weight).as_text()
+    assert ("bf16>, tensor<40x256xbf16>" in text) == (processor and count <= 16)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen_in_its_own_vector(number: float, processor: bool) -> None:
+    x, weight = operands((4, 64), 24, F32, BF16)
+    clean = np.asarray(product(x, weight))
+    got = np.asarray(product(x.at[2, 5].set(number), weight))
+    assert not np.any(np.isfinite(got[2]))
+    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(clean, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted"), [("flags : avx2 avx512_bf16 amx", True), ("flags : avx2", False)]
+)
+def test_what_the_processor_says_of_itself(
+    known: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path, **_: known)
+    assert multiplies_bfloat16.__wrapped__() == wanted
+
+
+def test_a_processor_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path, **_: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("pathlib.Path.read_text", missing)
+    assert not multiplies_bfloat16.__wrapped__()
 
 
 def test_bfloat16_sums_are_not_rounded_on_the_way() -> None:

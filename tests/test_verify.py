@@ -1,15 +1,17 @@
 """The scripts that check the project: what they find is kept, told, and in the exit status."""
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import run_readme
 import verify
-from verification.findings import Line, read_findings, write_findings
+from verification.findings import Findings, Line, read_findings, this_commit, write_findings
 
 FINE = Line("rows alone and in a batch", 12, "rows", 0, note="the same")
 BAD = Line("inputs of one kind", 3, "inputs", 1, details=[{"number": 2, "said": "a traceback"}])
@@ -34,6 +36,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Run]:
     return doing
 
 
+def lines_of(folder: Path, part: str) -> list[Line]:
+    findings = read_findings(folder, part)
+    assert findings is not None
+    return findings.lines
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["verify.py", *map(str, words)])
     return verify.main()
@@ -51,7 +59,7 @@ def test_a_part_is_run_with_its_options(
     parts["repeats"] = noted
     assert run(monkeypatch, "repeats", "--rows", 5, "--output", tmp_path) == 0
     assert given == [(5, tmp_path / "repeats")]
-    assert read_findings(tmp_path, "repeats") == [FINE]
+    assert lines_of(tmp_path, "repeats") == [FINE]
 
 
 def test_all_parts_are_run_and_told(
@@ -108,9 +116,9 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(
 
     parts["properties"] = broken
     assert run(monkeypatch, "all", "--output", tmp_path) == 1
-    (line,) = read_findings(tmp_path, "properties")
+    (line,) = lines_of(tmp_path, "properties")
     assert (line.failures, line.note) == (1, "OSError: the disk is full")
-    assert read_findings(tmp_path, list(verify.PARTS)[-1]) == [FINE]
+    assert lines_of(tmp_path, list(verify.PARTS)[-1]) == [FINE]
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -158,15 +166,48 @@ def test_without_findings_there_is_no_table(
 
 
 def test_findings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_findings(tmp_path, "faults", [FINE], 1.0)
+    write_findings(tmp_path, "faults", Findings([FINE], "abc", 1.5))
 
     def full(*args: object) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr("verification.findings.os.replace", full)
     with pytest.raises(OSError, match="no space"):
-        write_findings(tmp_path, "faults", [BAD], 1.0)
-    assert read_findings(tmp_path, "faults") == [FINE]
+        write_findings(tmp_path, "faults", Findings([BAD]))
+    assert read_findings(tmp_path, "faults") == Findings([FINE], "abc", 1.5)
+
+
+def test_the_table_says_of_which_commit_each_line_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_findings(tmp_path, "fuzzing", Findings([replace(FINE, note="a | b")], "abc1234"))
+    write_findings(tmp_path, "memory", Findings([FINE], "def5678+"))
+    assert run(monkeypatch, "table", "--markdown", "--output", tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "| what | tried | failures | wanted | note | commit |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| rows alone and in a batch | 12 rows | 0 | 0 failures | a \\| b | abc1234 |",
+        "| rows alone and in a batch | 12 rows | 0 | 0 failures | the same | def5678+ |",
+    ]
+
+
+def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr("verification.findings.__file__", str(tmp_path / "findings.py"))
+    assert this_commit() == ""
+    git("init", "--quiet")
+    (tmp_path / "findings.py").write_text("1\n", encoding="utf-8")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    assert this_commit() == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "other.py").touch()
+    assert not this_commit().endswith("+")  # files that git does not know are not the code
+    (tmp_path / "findings.py").write_text("2\n", encoding="utf-8")
+    assert this_commit() == git("rev-parse", "--short", "HEAD") + "+"
 
 
 # The README's blocks.
@@ -227,6 +268,7 @@ def readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *words: s
         ("\n    printf one && false\n    printf two\n", (), 1, "(status 1"),
         ("\n    printf x > /tmp/entropix-of-readme && exit 3\n", (), 1, "(status 3"),
         ("\n    scripts/demo\n", ("--quick",), 0, "README.md:2: scripts/demo (takes minutes)"),
+        ("\n    for i in 1; do sleep 60; done\n", ("--limit", "0.2"), 1, "(status 124, 0."),
         ("```python\n1 / 0\n```\n", ("--list",), 0, "README.md:2: 1 / 0 (python)"),
         ("```python\n1 / 0\n```\n", ("--from", "3"), 0, ""),
         ("```python\n1 / 0\n```\n", ("--to", "1"), 0, ""),
@@ -245,3 +287,12 @@ def test_a_readme_is_run(
     assert readme(monkeypatch, tmp_path, text, *words) == status
     assert said in capsys.readouterr().out
     assert not Path("/tmp/entropix-of-readme").exists()
+
+
+def test_a_readme_is_run_where_folders_have_spaces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a place").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a place"))
+    text = "\n    printf x > /tmp/one && test -f /tmp/one\n"
+    assert readme(monkeypatch, tmp_path, text) == 0, capsys.readouterr().out

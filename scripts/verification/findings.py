@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,43 @@ def code_digest() -> str:
     return hashed.hexdigest()[:16]
 
 
-def write_findings(folder: Path, part: str, lines: list[Line], seconds: float) -> None:
+@dataclass(frozen=True)
+class Findings:
+    """What a part has found, and of what."""
+
+    lines: list[Line]
+    commit: str = ""  # with "+" where files were changed; empty outside of a git checkout
+    seconds: float = 0.0
+
+
+def this_commit() -> str:
+    """The commit of the checkout that runs."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def write_findings(folder: Path, part: str, findings: Findings) -> None:
     """Replaces `folder/PART.json`, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {
-        "version": __version__,
-        "seconds": round(seconds, 1),
-        "lines": [asdict(line) for line in lines],
-    }
+    found = {"version": __version__, **asdict(findings)}
     path, new = folder / f"{part}.json", folder / f".{part}.json.new"
     new.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     os.replace(new, path)
 
 
-def read_findings(folder: Path, part: str) -> list[Line]:
-    """The lines of `folder/PART.json`; none where the part has not been run."""
+def read_findings(folder: Path, part: str) -> Findings | None:
+    """`folder/PART.json`; none where the part has not been run."""
     path = folder / f"{part}.json"
     if not path.exists():
-        return []
-    return [Line(**line) for line in json.loads(path.read_text(encoding="utf-8"))["lines"]]
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [Line(**line) for line in found["lines"]]
+    return Findings(lines, found.get("commit", ""), found["seconds"])
