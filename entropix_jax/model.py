@@ -182,8 +182,6 @@ def _layers(
     [B, T, 1+2L]."""
     cos, sin = rotations(config, positions)
 
-    # Between layers the tokens of all rows lie in one axis, as products have them. With two, XLA
-    # moves each product's reshape through the layer after it, one layer in each round of passes.
     # Jitted to be traced once for all layers: XLA inlines it.
     @jax.jit
     def one_layer(
@@ -192,7 +190,7 @@ def _layers(
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
         query, key, value = _project(normed, layer, config, tokens.shape)
         mixed, note, kept = attention(slots, rotate(query, cos, sin), rotate(key, cos, sin), value)
-        hidden = hidden + linear(mixed.reshape(tokens.size, -1), layer.output)
+        hidden = hidden + linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
         normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
         hidden = hidden + _swiglu(normed, layer)
         return hidden, note, kept, [finite(query, key, value), finite(hidden)] if check else []
@@ -202,15 +200,19 @@ def _layers(
         each = [jnp.isfinite(x).reshape(*tokens.shape, -1).all(axis=-1) for x in activations]
         return jnp.all(jnp.stack(each), axis=0)
 
+    # Between layers the tokens of all rows lie in one axis, as products have them. With two, XLA's
+    # reshape mover moves each product's reshape through the layer after it, one layer in each round
+    # of its passes over the whole program.
     hidden = rows(params.embedding, tokens.reshape(-1), slots[0][0].dtype)
     noted, kept, sound = [], [], [finite(hidden)] if check else []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            hidden, note, own, known = one_layer(layer, hidden, slots[i])
+            hidden, note, own, checked = one_layer(layer, hidden, slots[i])
         noted.append(note)
         kept.append(own)
-        sound += known
-    hidden = rms_norm(hidden, params.final_norm, config.norm_eps).reshape(*tokens.shape, -1)
+        sound += checked
+    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
+    hidden = hidden.reshape(*tokens.shape, config.width)
     return hidden, noted, kept, jnp.stack(sound, axis=-1) if sound else None
 
 

@@ -24,8 +24,9 @@ class Precision:
 def choose_precision(weights: str, backend: str | None = None) -> Precision:
     """The precision for weights of the named type on a backend (default: JAX's default backend).
 
-    A CPU multiplies in float32: XLA's bfloat16 products are twenty times slower there, while
-    reading bfloat16 weights and widening them on the fly costs half the bytes. GPUs and TPUs
+    A CPU's activations are float32: with bfloat16 ones products are rounded more, and those of a
+    single vector are twenty times slower in XLA, while bfloat16 weights cost half the bytes with
+    float32 activations, too (see `linear`). GPUs and TPUs
     compute in the weights' own type, or in bfloat16 where weights have 8 bits, with float32
     accumulation.
     """

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +77,10 @@ def blocks(text: str) -> Iterator[Block]:
         number += 1
 
 
-def run(block: Block, scratch: Path, limit: float) -> subprocess.CompletedProcess[str]:
+def run(block: Block, scratch: Path, limit: float | None) -> subprocess.CompletedProcess[str]:
     """Runs a block: commands in the repository's folder, all else in `scratch`, which stands in for
     /tmp, too: what an earlier run left there would be gone on with. What takes longer than `limit`
-    seconds is ended, with all that it started, and status 124."""
+    seconds is ended, with what it started, and status 124."""
     python = ROOT / ".venv" / "bin" / "python"
     place = ROOT if block.kind == "shell" else scratch
     if block.kind == "python":
@@ -109,10 +110,21 @@ def run(block: Block, scratch: Path, limit: float) -> subprocess.CompletedProces
     try:
         told = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        told = process.communicate()
-        return subprocess.CompletedProcess(command, 124, *told)
+        return subprocess.CompletedProcess(command, 124, *_ended(process))
+    except BaseException:  # Ctrl-C reaches this process alone
+        _ended(process)
+        raise
     return subprocess.CompletedProcess(command, process.returncode, *told)
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ends a process and its children, which have a moment to tidy up; what they had said."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=5)
+    return "", "(something that it started is still there)"
 
 
 def main() -> int:
@@ -122,7 +134,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out what takes minutes")
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="LINE")
     parser.add_argument("--to", dest="last", type=int, default=10**9, metavar="LINE")
-    parser.add_argument("--limit", type=float, default=6 * 3600, help="seconds of a block")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="end a block after so many")
     args = parser.parse_args()
     found = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
     failed = 0

@@ -2,7 +2,7 @@
 
     python scripts/verify.py PART [OPTIONS]        one part; PART --help lists its options
     python scripts/verify.py all                   every part with its defaults, then the table
-    python scripts/verify.py table                 the table of what has been found so far
+    python scripts/verify.py table [--markdown]    the table of what has been found so far
 
 Findings are kept in a folder (--output, .verify by default). Fuzzing, kills, memory and mutants go
 on where they were stopped, as long as the code is the same; --fresh begins anew. The status is 1
@@ -21,14 +21,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from verification.findings import (
-    Findings,
-    Line,
-    code_digest,
-    read_findings,
-    this_commit,
-    write_findings,
-)
+from verification.findings import Findings, Line, code_digest, read_findings, write_findings
+
+from entropix_jax.version import checked_out_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
@@ -54,24 +49,24 @@ def main() -> int:
     chosen = {"all": list(PARTS), "table": []}.get(name, [name])
     for part in chosen:
         options = args if name == part else _parser(part).parse_args([part])
-        started = time.perf_counter()
+        started, commit = time.perf_counter(), checked_out_commit()
         try:
             lines = _found(part, options, args.output / part, fresh=args.fresh)
         except Exception as error:  # the other parts go on
             traceback.print_exc()
             lines = [Line(part, 0, "things", 1, note=f"{type(error).__name__}: {error}")]
         seconds = round(time.perf_counter() - started, 1)
-        write_findings(args.output, part, Findings(lines, this_commit(), seconds))
+        write_findings(args.output, part, Findings(lines, commit, seconds))
     shown = PARTS if name in ("all", "table") else chosen
     found = [findings for part in shown if (findings := read_findings(args.output, part))]
-    if not found:
+    lines = [line for findings in found for line in findings.lines]
+    if not lines:
         print(f"no findings in {args.output}: run a part first", file=sys.stderr)
         return 1
     if name == "table" and args.markdown:
         print("\n".join(markdown_of(found)))
     else:
         Console().print(table_of(found))
-    lines = [line for findings in found for line in findings.lines]
     for line in lines:
         for detail in line.details[:5]:
             print(f"{line.what}: {detail}", file=sys.stderr)
@@ -128,7 +123,8 @@ def table_of(found: Sequence[Findings]) -> Table:
 def markdown_of(found: Sequence[Findings]) -> list[str]:
     """The same in Markdown, line by line."""
     rows = [_COLUMNS, ("---",) * len(_COLUMNS), *_rows(found)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def _rows(found: Sequence[Findings]) -> list[tuple[str, ...]]:
@@ -139,7 +135,7 @@ def _rows(found: Sequence[Findings]) -> list[tuple[str, ...]]:
             f"{line.failures:,}",
             line.wanted,
             line.note,
-            findings.commit,
+            findings.commit or "",
         )
         for findings in found
         for line in findings.lines

@@ -49,6 +49,13 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("thorough" if TIMES else "entropix")
 
+# Where compiled programs are kept from one run to the next, and which.
+PROGRAMS: dict[str, str | int | float] = {
+    "jax_compilation_cache_max_size": 512 * 2**20,
+    "jax_persistent_cache_min_compile_time_secs": 0.1,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
+
 # Asking for one of these fixtures marks a test.
 MARKER_OF_FIXTURE = {
     "torch": "parity",
@@ -64,24 +71,34 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.cache.mkdir("jax")
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
         drop_torn_programs(folder, sized=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", 512 * 2**20)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    PROGRAMS["jax_compilation_cache_dir"] = str(folder)
+    for name, value in PROGRAMS.items():
+        jax.config.update(name, value)
+        # For what tests start, too: with another limit on the size it would keep other books, and
+        # nothing that comes after it would be kept.
+        os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture(autouse=True)
 def _compiled_programs_stay_there() -> Iterator[None]:
     """A command that a test runs in this process may choose a folder that is gone after it."""
-    config: Any = jax.config
-    folder, size = config.jax_compilation_cache_dir, config.jax_compilation_cache_max_size
     yield
-    if config.jax_compilation_cache_dir != folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_compilation_cache_max_size", size)
+    for name, value in PROGRAMS.items():
+        if getattr(jax.config, name) != value:
+            jax.config.update(name, value)
 
 
-def pytest_sessionfinish() -> None:
-    """Tells what the property tests tried, in the file that ENTROPIX_TRIED names."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails where compiled programs were kept without the time of their use: no other has been kept
+    since. Tells what the property tests tried, in the file that ENTROPIX_TRIED names."""
+    if not hasattr(session.config, "workerinput"):
+        folder = Path(str(PROGRAMS["jax_compilation_cache_dir"]))
+        names = {path.name for path in folder.iterdir()}
+        used = {name.removesuffix("-atime") for name in names if name.endswith("-atime")}
+        kept = {name.removesuffix("-cache") for name in names if name.endswith("-cache")}
+        if lost := kept - used:
+            print(f"\n{folder}: without the time of their use: {', '.join(sorted(lost))}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if TRIED and (path := os.environ.get("ENTROPIX_TRIED")):
         Path(path).write_text(json.dumps(TRIED), encoding="utf-8")
 

@@ -45,7 +45,7 @@ from entropix_jax.sharding import parse_mesh, place, rules_for
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import config_of_folder, poisoned, write_model
 from tests.models import random_params, tiny_config
-from tests.test_main import Json, Result, shared_cache  # noqa: F401 (a fixture)
+from tests.test_main import Json, Result
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 300.0  # seconds, for what hangs: the compiler of a busy machine takes a minute

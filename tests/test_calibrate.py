@@ -17,7 +17,7 @@ from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import create
-from tests.test_main import Result, shared_cache  # noqa: F401 (a fixture)
+from tests.test_main import Result
 
 WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
 SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]

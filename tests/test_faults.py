@@ -37,7 +37,6 @@ from tests.test_main import (  # noqa: F401 (fixtures)
     folder,
     one_error,
     read_trace,
-    shared_cache,
     short,
 )
 

@@ -26,7 +26,6 @@ from entropix_jax.errors import UserError
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.memory import plan_memory
 from entropix_jax.world.problems import problems
-from tests.test_main import shared_cache  # noqa: F401 (a fixture)
 
 if importlib.util.find_spec("lm_eval") is None:
     pytest.skip("lm_eval is not installed: pip install -e .[harness]", allow_module_level=True)

@@ -16,7 +16,7 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.results import Row
 from entropix_jax.retrieval import Retriever
 from entropix_jax.sampler.presets import load_sampler
-from tests.test_main import read_trace, shared_cache  # noqa: F401 (a fixture)
+from tests.test_main import read_trace
 from tests.test_terminal import Screen, own_environment  # noqa: F401 (a fixture)
 
 NEVER, ALWAYS = ["entropy < -1"], ["entropy > -1"]

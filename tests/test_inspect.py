@@ -26,7 +26,7 @@ from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
-from tests.test_main import Result, shared_cache  # noqa: F401 (a fixture)
+from tests.test_main import Result
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")

@@ -52,14 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(autouse=True)
-def shared_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command must not choose another cache for compiled programs than the tests'."""
-    # With another limit on its size a process keeps other books, and spoils those of the rest.
-    for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
-        monkeypatch.setenv(name.upper(), str(getattr(jax.config, name)))
-
-
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
     """Runs the command in this process, by default with the test's model."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -41,8 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small study, as the command leaves it."""
     found = tmp_path_factory.mktemp("study") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
-            patch.setenv(name.upper(), str(getattr(jax.config, name)))
         patch.setattr("entropix_jax.studies.study._TRUTH_TEXTS", 2)
         options = [*OPTIONS, "--items", "8", "--seeds", "2", "--output", str(found)]
         assert evaluate.main(options) == 0

@@ -56,7 +56,7 @@ from entropix_jax.world.tokenizer import build_tokenizer, terminal_ids
 from tests.folders import MAX_POSITIONS, write_model
 from tests.models import teacher_forced
 from tests.test_batch import PATIENCE, own_cache, wait_for  # noqa: F401 (a fixture)
-from tests.test_main import Json, Result, shared_cache  # noqa: F401 (a fixture)
+from tests.test_main import Json, Result
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "weights" / "tiny")
@@ -92,8 +92,6 @@ def run(main: Callable[[Sequence[str]], int], *arguments: object) -> Result:
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "_TRUTH_TEXTS", 1)
-        for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
-            patch.setenv(name.upper(), str(getattr(jax.config, name)))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main([str(argument) for argument in arguments])
     assert "Traceback" not in err.getvalue()

@@ -1,17 +1,19 @@
 """The scripts that check the project: what they find is kept, told, and in the exit status."""
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import run_readme
 import verify
-from verification.findings import Findings, Line, read_findings, this_commit, write_findings
+from verification.findings import Findings, Line, read_findings, write_findings
 
 FINE = Line("rows alone and in a batch", 12, "rows", 0, note="the same")
 BAD = Line("inputs of one kind", 3, "inputs", 1, details=[{"number": 2, "said": "a traceback"}])
@@ -157,6 +159,13 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+def test_a_part_that_finds_nothing_is_no_success(
+    parts: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts["repeats"] = lambda args, folder: []
+    assert run(monkeypatch, "repeats", "--output", tmp_path) == 1
+
+
 def test_without_findings_there_is_no_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,34 +189,26 @@ def test_findings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_table_says_of_which_commit_each_line_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_findings(tmp_path, "fuzzing", Findings([replace(FINE, note="a | b")], "abc1234"))
-    write_findings(tmp_path, "memory", Findings([FINE], "def5678+"))
+    write_findings(tmp_path, "fuzzing", Findings([replace(FINE, note="a |\nb")], "abc1234"))
+    write_findings(tmp_path, "memory", Findings([FINE], "def5678-dirty"))
     assert run(monkeypatch, "table", "--markdown", "--output", tmp_path) == 0
     assert capsys.readouterr().out.splitlines() == [
         "| what | tried | failures | wanted | note | commit |",
         "| --- | --- | --- | --- | --- | --- |",
         "| rows alone and in a batch | 12 rows | 0 | 0 failures | a \\| b | abc1234 |",
-        "| rows alone and in a batch | 12 rows | 0 | 0 failures | the same | def5678+ |",
+        "| rows alone and in a batch | 12 rows | 0 | 0 failures | the same | def5678-dirty |",
     ]
 
 
-def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *who, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    monkeypatch.setattr("verification.findings.__file__", str(tmp_path / "findings.py"))
-    assert this_commit() == ""
-    git("init", "--quiet")
-    (tmp_path / "findings.py").write_text("1\n", encoding="utf-8")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "first")
-    assert this_commit() == git("rev-parse", "--short", "HEAD")
-    (tmp_path / "other.py").touch()
-    assert not this_commit().endswith("+")  # files that git does not know are not the code
-    (tmp_path / "findings.py").write_text("2\n", encoding="utf-8")
-    assert this_commit() == git("rev-parse", "--short", "HEAD") + "+"
+def test_a_part_is_of_the_commit_at_which_it_was_begun(
+    parts: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commits = iter(["begun", "later"])
+    monkeypatch.setattr(verify, "checked_out_commit", lambda: next(commits))
+    run(monkeypatch, "repeats", "--output", tmp_path)
+    findings = read_findings(tmp_path, "repeats")
+    assert findings is not None
+    assert findings.commit == "begun"
 
 
 # The README's blocks.
@@ -268,7 +269,7 @@ def readme(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *words: s
         ("\n    printf one && false\n    printf two\n", (), 1, "(status 1"),
         ("\n    printf x > /tmp/entropix-of-readme && exit 3\n", (), 1, "(status 3"),
         ("\n    scripts/demo\n", ("--quick",), 0, "README.md:2: scripts/demo (takes minutes)"),
-        ("\n    for i in 1; do sleep 60; done\n", ("--limit", "0.2"), 1, "(status 124, 0."),
+        ("\n    for i in 1; do sleep 60; done\n", ("--limit", "0.2"), 1, "(status 124,"),
         ("```python\n1 / 0\n```\n", ("--list",), 0, "README.md:2: 1 / 0 (python)"),
         ("```python\n1 / 0\n```\n", ("--from", "3"), 0, ""),
         ("```python\n1 / 0\n```\n", ("--to", "1"), 0, ""),
@@ -287,6 +288,23 @@ def test_a_readme_is_run(
     assert readme(monkeypatch, tmp_path, text, *words) == status
     assert said in capsys.readouterr().out
     assert not Path("/tmp/entropix-of-readme").exists()
+
+
+def test_an_interrupt_ends_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[subprocess.Popen[str]] = []
+    wait = subprocess.Popen.communicate
+
+    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
+        if not begun:
+            begun.append(process)
+            raise KeyboardInterrupt
+        return wait(process, timeout=timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        readme(monkeypatch, tmp_path, "\n    for i in 1; do sleep 60; done\n")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(begun[0].pid, 0)
 
 
 def test_a_readme_is_run_where_folders_have_spaces(

@@ -188,7 +188,8 @@ def _candidates(
     def noised() -> jax.Array:
         zero = jnp.zeros_like(rows.length)
         numbers = uniforms(rows.keys, rows.length, zero, zero + STREAM_NOISE, logits.shape[-1])
-        # The barrier keeps XLA from moving a reshape through what follows, an operation a round.
+        # Else XLA's reshape mover moves a reshape through all that follows, one operation in each
+        # round of its passes over the whole program: a tenth of the time to compile it.
         numbers = lax.optimization_barrier(numbers)
         # Finite always: times a row's zero noise, too, it must add nothing.
         gumbel = -jnp.log(-jnp.log(jnp.maximum(numbers, 2.0**-25)))

@@ -11,8 +11,6 @@ import inspect
 import json
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -30,7 +28,6 @@ from entropix_jax.batches.store import Store
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
-from entropix_jax.resources import resource_folder
 from entropix_jax.studies.digest import Digest, digest_of
 from entropix_jax.studies.figures import figures_of
 from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
@@ -48,6 +45,7 @@ from entropix_jax.studies.trials import (
 from entropix_jax.studies.truth import hold_against_truth, speaks_of_the_world
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Split, Task
+from entropix_jax.version import checked_out_commit
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
 _VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples of a vote, odd: two that differ are no majority
@@ -254,7 +252,7 @@ class Study:
                 **{name: version(name) for name in _PACKAGES},
                 "python": platform.python_version(),
             },
-            "commit": _commit(),
+            "commit": checked_out_commit(),
             "hardware": (
                 f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores, "
                 f"{platform.machine()}"
@@ -315,26 +313,6 @@ def _line(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _commit() -> str | None:
-    """The commit that is checked out, where the package is run from a repository."""
-    root = resource_folder("configs").parent
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return None
-    about = ["describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        found = subprocess.run(
-            [git, "--no-optional-locks", "-C", str(root), *about],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):  # no reason to lose a study
-        return None
-    return found.stdout.strip() or None
 
 
 def _write_json(path: Path, content: Any, indent: int | None = 1) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,25 +35,12 @@ def code_digest() -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a part has found, and of what."""
+    """What a part has found, and at which commit it was last begun: what it had kept by then may be
+    older."""
 
     lines: list[Line]
-    commit: str = ""  # with "+" where files were changed; empty outside of a git checkout
+    commit: str | None = None
     seconds: float = 0.0
-
-
-def this_commit() -> str:
-    """The commit of the checkout that runs."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def write_findings(folder: Path, part: str, findings: Findings) -> None:
@@ -73,4 +59,4 @@ def read_findings(folder: Path, part: str) -> Findings | None:
         return None
     found = json.loads(path.read_text(encoding="utf-8"))
     lines = [Line(**line) for line in found["lines"]]
-    return Findings(lines, found.get("commit", ""), found["seconds"])
+    return Findings(lines, found["commit"], found["seconds"])
