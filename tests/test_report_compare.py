@@ -20,6 +20,7 @@ from tests.browsing import (
     Watched,
     frames,
     nothing_is_cut_off,
+    opened_in_time,
     reloaded,
     texts_stand_out,
     watched_page,
@@ -309,10 +310,7 @@ def test_long_runs_open_in_time(watched: Callable[..., Watched], tmp_path: Path)
     ]
     output = tmp_path / "page.html"
     assert report(*paths, "--output", output) == 0
-    one = watched()
-    busy = one.timed()
-    page = one.open(output)
-    assert 0 < busy() < 2
+    page = opened_in_time(watched, output).page
     assert page.locator("#texts .token").count() == 3 * len(run_of(1000))
     legend = page.locator("#series .legendtext").all_text_contents()
     assert legend == ["A greedy", "B temperature", "C <b>entropix &lt; 1</b>"]

@@ -26,6 +26,7 @@ from tests.browsing import (
     Watched,
     frames,
     nothing_is_cut_off,
+    opened_in_time,
     reloaded,
     texts_stand_out,
     watched_page,
@@ -97,10 +98,7 @@ def test_it_loads_without_a_request_and_in_time(
     watched: Callable[..., Watched], run: tuple[Path, Trace]
 ) -> None:
     """Two seconds, pictures included."""
-    one = watched()
-    busy = one.timed()
-    one.open(run[0])
-    assert 0 < busy() < 2
+    one = opened_in_time(watched, run[0])
     assert one.requests == [run[0].as_uri()]
     assert one.page.locator("#plane .scatterlayer .trace").count() > 5
 

@@ -23,6 +23,7 @@ from tests.browsing import (
     all_in_sight,
     frames,
     nothing_is_cut_off,
+    opened_in_time,
     reloaded,
     texts_stand_out,
     watched_page,
@@ -447,10 +448,7 @@ def test_the_committed_study_in_a_browser(watched: Callable[..., Watched], tmp_p
     """Votes, tuning and eighteen settings; no answers. It opens in two seconds."""
     output = tmp_path / "page.html"
     assert report(COMMITTED, "--output", output) == 0
-    one = watched()
-    busy = one.timed()
-    page = one.open(output)
-    assert 0 < busy() < 2
+    page = opened_in_time(watched, output).page
     found = findings_of(COMMITTED)
     assert page.locator("#tuned tr").count() == len(found["tuned"])
     curve = page.evaluate("document.getElementById('costs').data[1].y")

@@ -302,7 +302,7 @@ def test_an_interrupt_ends_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        readme(monkeypatch, tmp_path, "\n    for i in 1; do sleep 60; done\n")
+        readme(monkeypatch, tmp_path, "\n    for i in 1; do exec sleep 60; done\n")
     with pytest.raises(ProcessLookupError):
         os.killpg(begun[0].pid, 0)
 
