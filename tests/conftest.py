@@ -25,7 +25,6 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from entropix_jax.programs import drop_torn_programs  # noqa: E402
 from tests.browsing import Watched  # noqa: E402
 from tests.examples import TRIED  # noqa: E402
 
@@ -70,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
     folder = config.cache.mkdir("jax")
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
+        # Mutation testing imports this module before it knows which package it is to test.
+        from entropix_jax.programs import drop_torn_programs
+
         drop_torn_programs(folder, sized=True)
     PROGRAMS["jax_compilation_cache_dir"] = str(folder)
     for name, value in PROGRAMS.items():

@@ -166,6 +166,15 @@ def test_a_part_that_finds_nothing_is_no_success(
     assert run(monkeypatch, "repeats", "--output", tmp_path) == 1
 
 
+def test_mutants_are_tested_and_not_the_package_beside_them() -> None:
+    """Its workers import this first, and then fork: what had imported the package would test that
+    one, whatever is planted into a mutant."""
+    code = "import sys, tests.conftest; sys.exit('entropix_jax' in sys.modules)"
+    root = Path(__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
 def test_without_findings_there_is_no_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
