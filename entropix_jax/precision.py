@@ -26,9 +26,8 @@ def choose_precision(weights: str, backend: str | None = None) -> Precision:
 
     A CPU's activations are float32: with bfloat16 ones products are rounded more, and those of a
     single vector are twenty times slower in XLA, while bfloat16 weights cost half the bytes with
-    float32 activations, too (see `linear`). GPUs and TPUs
-    compute in the weights' own type, or in bfloat16 where weights have 8 bits, with float32
-    accumulation.
+    float32 activations, too (see `linear`). GPUs and TPUs compute in the weights' own type, or in
+    bfloat16 where weights have 8 bits, with float32 accumulation.
     """
     weights_dtype = jnp.dtype(weights)
     backend = backend or jax.default_backend()

@@ -35,12 +35,8 @@ CONFIG = tiny_config(
 )  # fmt: skip
 CAPACITY, WINDOW = 640, 512
 TYPES = ("float32", "bfloat16", "int8")
-STEPS = (
-    ("float32", 1),
-    ("bfloat16", 1),
-    ("bfloat16", 4),
-    ("int8", 4),
-)  # each compiles for some ten seconds
+# Each compiles for some ten seconds.
+STEPS = (("float32", 1), ("bfloat16", 1), ("bfloat16", 4), ("int8", 4))
 # What computes nothing and copies nothing.
 _FREE = ("parameter", "get-tuple-element", "tuple", "while", "conditional", "call", "bitcast",
          "opt-barrier", "constant")  # fmt: skip
