@@ -108,6 +108,7 @@ def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
 
 def test_the_numbers_stay_what_they_are() -> None:
     """A change of the generator would change every text that a seed stands for."""
+    assert STREAMS == (0, 1, 2, 3)
     names = [
         (row_key(0, "0"), 0, 0, STREAM_DRAW),
         (row_key(5, "x"), 9, 2, STREAM_CANDIDATE),
