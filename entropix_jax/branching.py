@@ -28,7 +28,8 @@ from entropix_jax.decode_state import (
 from entropix_jax.information import AttnStats
 from entropix_jax.sampler.branch import Branches, roll_out
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
-from entropix_jax.sampler.sample import Rows, Tally, advance, where_rows
+from entropix_jax.sampler.sample import advance, where_rows
+from entropix_jax.sampler.state import Rows, Tally
 
 LANES = 3  # the fewest rows whose branches are rolled out at a time
 _ROWS_PER_LANE = 20

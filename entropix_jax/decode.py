@@ -35,13 +35,8 @@ from entropix_jax.model import forward, forward_branches, unembed
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ARMS, BACKSPACE, BRANCH, INJECT, Arm
 from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.sample import (
-    Rows,
-    begin_thoughts,
-    choose,
-    may_return,
-    where_rows,
-)
+from entropix_jax.sampler.sample import begin_thoughts, choose, may_return, where_rows
+from entropix_jax.sampler.state import Rows
 from entropix_jax.sharding import (
     ONCE,
     ROWS,

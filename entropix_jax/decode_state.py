@@ -15,12 +15,8 @@ from entropix_jax.health import NOWHERE
 from entropix_jax.information import AttnStats
 from entropix_jax.sampler.branch import Branches
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
-from entropix_jax.sampler.sample import (
-    Choice,
-    SamplerState,
-    blank_observation,
-    init_sampler_state,
-)
+from entropix_jax.sampler.sample import Choice
+from entropix_jax.sampler.state import SamplerState, blank_observation, init_sampler_state
 
 # A row's `finish`. FINISHED_STOP is set by the host, which alone sees the text; a row that waits
 # goes on when the host has answered.

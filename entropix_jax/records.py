@@ -12,7 +12,7 @@ from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.branch import Branches
 from entropix_jax.sampler.params import REGIMES
-from entropix_jax.sampler.sample import Observation
+from entropix_jax.sampler.state import Observation
 from entropix_jax.trace import plain
 
 Decode = Callable[..., str]  # a tokenizer's

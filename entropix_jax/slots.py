@@ -18,7 +18,7 @@ from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING, DecodeState, ini
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
 from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.sample import init_sampler_state
+from entropix_jax.sampler.state import init_sampler_state
 from entropix_jax.sharding import ROWS, Rules, here, place, row_of, split_rows
 
 _MAX_EOS = 8

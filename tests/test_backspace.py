@@ -36,7 +36,8 @@ from entropix_jax.sampler.arms import ACTIONS, ARMS, Arm, Proposal
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.params import MAX_DRAWS, REGIMES, RULES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sample import Rows, Tally, choose, init_sampler_state
+from entropix_jax.sampler.sample import choose
+from entropix_jax.sampler.state import Rows, Tally, init_sampler_state
 from entropix_jax.trace import TokenRecord
 from tests.folders import token_ids, write_model
 from tests.reference import entropy_bits, log_softmax

@@ -16,7 +16,8 @@ from entropix_jax.sampler import draw
 from entropix_jax.sampler.arms import ARMS, BRANCH, INJECT
 from entropix_jax.sampler.params import QUANTITIES, REGIMES, RULES, SamplerParams, scalars
 from entropix_jax.sampler.presets import load_sampler, preset_names
-from entropix_jax.sampler.sample import choose, init_sampler_state
+from entropix_jax.sampler.sample import choose
+from entropix_jax.sampler.state import init_sampler_state
 from tests.samplers import (
     Job,
     attn_stats,

@@ -11,7 +11,7 @@ import pytest
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
-from entropix_jax.sampler.sample import init_sampler_state
+from entropix_jax.sampler.state import init_sampler_state
 from entropix_jax.sharding import Rules, place, rules_for
 from entropix_jax.slots import Arrival, Slots, admit, empty_slots, padded_ids, share_prefix
 from tests.models import tiny_config

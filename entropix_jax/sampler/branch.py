@@ -20,7 +20,8 @@ from entropix_jax.sampler.draw import cumulate, truncated_draw
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
 from entropix_jax.sampler.regimes import HEHV, LEHV
-from entropix_jax.sampler.sample import Observation, Rows, modify, observe
+from entropix_jax.sampler.sample import modify, observe
+from entropix_jax.sampler.state import Observation, Rows
 
 # Tokens int32 [B, W], their depth and the model's own state of the branches to logits float32
 # [B*W, V], statistics of B*W rows, and that state with the tokens in it.

@@ -23,7 +23,8 @@ from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sample import Rows, choose, init_sampler_state
+from entropix_jax.sampler.sample import choose
+from entropix_jax.sampler.state import Rows, init_sampler_state
 
 MAX_STEPS = 32
 _LEAST_WINDOW = 512  # as the engine's

@@ -66,6 +66,7 @@ TARGETS: Mapping[str, Target] = {
     "sampler/presets.py": Target(("presets",)),
     "sampler/regimes.py": Target(("regimes", "sample")),
     "sampler/sample.py": Target(("sample", "backspace", "decode_sampling")),
+    "sampler/state.py": Target(("sample", "backspace", "decode_sampling")),
     "sampler/settings.py": Target(("presets",)),
     "sampler/truncation.py": Target(("truncation", "baselines")),
     "metrics.py": Target(("metrics",)),
