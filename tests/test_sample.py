@@ -595,11 +595,12 @@ def test_repetition_penalty() -> None:
     for penalty, winner in ((1.0, 1), (1.5, 1), (1.7, 5), (0.5, 1)):
         params = params_of("greedy", {"repetition.penalty": penalty})
         assert int(choose_once(logits, params, rows_of(1)).token[0]) == winner
-    logits = -np.full((1, VOCAB), 9.0, np.float32)
-    logits[0, [1, 5]] = -2.0, -3.0
-    for penalty, winner in ((1.4, 1), (1.6, 5)):
-        params = params_of("greedy", {"repetition.penalty": penalty})
-        assert int(choose_once(logits, params, rows_of(1)).token[0]) == winner
+    for first, other in ((-2.0, -3.0), (-0.2, -0.3)):
+        logits = -np.full((1, VOCAB), 9.0, np.float32)
+        logits[0, [1, 5]] = first, other
+        for penalty, winner in ((1.4, 1), (1.6, 5)):
+            params = params_of("greedy", {"repetition.penalty": penalty})
+            assert int(choose_once(logits, params, rows_of(1)).token[0]) == winner
 
 
 def test_junk_past_the_row_is_not_penalised() -> None:

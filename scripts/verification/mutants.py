@@ -74,7 +74,7 @@ TARGETS: Mapping[str, Target] = {
     "attention.py": Target(("metrics", "attention"), ("attention_stats", "join_layers")),
     "cache.py": Target(("model", "branch")),
     "slots.py": Target(("slots", "engine")),
-    "decode_state.py": Target(("decode_sampling", "hooks", "branch")),
+    "decode_state.py": Target(("decode_state", "decode_sampling", "hooks", "branch")),
 }
 
 
