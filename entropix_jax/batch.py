@@ -220,8 +220,7 @@ def _run(
         store.write(record, result)
 
     def standing() -> Standing:
-        used = engine.useful / max(engine.steps * arguments.slots, 1)
-        return Standing(progress.done, progress.tokens, engine.steps, used)
+        return Standing(progress.done, progress.tokens, engine.steps, engine.used)
 
     started = time.perf_counter()
     records = read_records(arguments.input, share=share)
@@ -327,7 +326,7 @@ def _identity(
     return {
         "model": arguments.model or "weights/tiny",
         "model_fingerprint": fingerprint(model.folder),
-        "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
+        "precision": model.precision.to_json(),
         "sampler": dict(defaults.sampler.calibrated(model.folder).values),
         "max_new_tokens": defaults.max_new_tokens,
         "context": context,

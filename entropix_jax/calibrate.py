@@ -145,7 +145,7 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     requests = [Request(start, str(row), -(-tokens // _OWN_ROWS)) for row in range(_OWN_ROWS)]
     rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
     if errors := [row.error for row in rows if row.error is not None]:
-        raise UserError(errors[0])
+        raise UserError(f"--self: {errors[0]}")
     return [[*start, *(token.token_id for token in row.tokens)] for row in rows]
 
 

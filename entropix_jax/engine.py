@@ -99,6 +99,11 @@ class Engine:
         self._chunk_steps = 1
         self._stopping = False
 
+    @property
+    def used(self) -> float:
+        """The share of slots that had a running row, of the steps so far."""
+        return self.useful / max(self.steps * len(self._rows), 1)
+
     def stop(self) -> None:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
         self._stopping = True

@@ -14,7 +14,6 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import padded_ids
 from entropix_jax.trace import header
-from entropix_jax.version import __version__
 
 _MIN_CAPACITY = 256
 
@@ -78,7 +77,6 @@ class Generation:
                 seed=seed,
                 prompt=model.tokenizer.decode(prompt, skip_special=False),
                 prompt_tokens=prompt,
-                version=__version__,
             ),
             self.timings,
         )

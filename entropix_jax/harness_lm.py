@@ -288,7 +288,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                 if row.finish_reason is None:
                     continue
                 if row.error is not None:
-                    raise UserError(f"request {event.row}: {row.error.partition(': ')[2]}")
+                    raise UserError(f"request {event.row}: {row.error}")
                 texts[event.row] = row.text
                 self.cache_hook.add_partial("generate_until", requests[event.row].args, row.text)
                 del running[event.row]

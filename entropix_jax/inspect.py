@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from entropix_jax import __version__
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
@@ -114,7 +113,6 @@ def _main(arguments: Arguments) -> int:
             seed=None,
             prompt=model.tokenizer.decode(tokens[:1], skip_special=False),
             prompt_tokens=tokens[:1],
-            version=__version__,
         )
         _print_json([start])
         _print_json(token.to_json() for token in tally)

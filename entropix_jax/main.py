@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from entropix_jax import __version__
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
@@ -178,7 +177,8 @@ def _main(arguments: Arguments) -> int:
         stack.enter_context(noticed_interrupts(heard))
         if trace is None or writer is None:
             return _run(arguments, generation, None, status)
-        writer.write(_trace_header(arguments, generation, prompt))
+        assert generation.rows.header is not None
+        writer.write({**generation.rows.header, "model": arguments.model or "weights/tiny"})
         try:
             return _run(arguments, generation, writer, status)
         finally:
@@ -247,8 +247,11 @@ def _run(
     if meter is not None:
         print(meter.summary(), end="", file=sys.stderr)
     print(summary(generation.rows, generation.timings), file=sys.stderr)
-    if errors := [row.error for row in generation.rows if row.error is not None]:
-        raise UserError("; ".join(errors))
+    if errors := {i: row.error for i, row in enumerate(generation.rows) if row.error is not None}:
+        several = len(generation.rows) > 1
+        told = [f"row {i}: {error}" if several else error for i, error in errors.items()]
+        hint = "" if arguments.check else " (--check names the tensor, or the layer)"
+        raise UserError("; ".join(told) + hint)
     interrupted = any(row.finish_reason == "interrupt" for row in generation.rows)
     return EXIT_INTERRUPT if interrupted else EXIT_OK
 
@@ -394,26 +397,6 @@ def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: boo
     if arguments.messages is not None:
         return model.tokenizer.apply_chat(prompt)
     return encode_prompt(model, prompt, chat=chat, system=arguments.system)
-
-
-def _trace_header(
-    arguments: Arguments, generation: "Generation", prompt: list[int]
-) -> dict[str, Any]:
-    from entropix_jax.trace import header
-
-    model, sampler = generation.model, generation.sampler
-
-    return header(
-        model=arguments.model or "weights/tiny",
-        model_config=model.config,
-        precision=model.precision,
-        sampler=sampler.name,
-        sampler_values=sampler.values,
-        seed=arguments.seed,
-        prompt=model.tokenizer.decode(prompt, skip_special=False),
-        prompt_tokens=prompt,
-        version=__version__,
-    )
 
 
 def _print_json(generation: "Generation") -> None:

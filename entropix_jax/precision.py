@@ -20,6 +20,10 @@ class Precision:
     weights: jnp.dtype
     activations: jnp.dtype
 
+    def to_json(self) -> dict[str, str]:
+        """The types by name."""
+        return {"weights": str(self.weights), "activations": str(self.activations)}
+
 
 def choose_precision(weights: str, backend: str | None = None) -> Precision:
     """The precision for weights of the named type on a backend (default: JAX's default backend).

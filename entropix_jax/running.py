@@ -105,7 +105,7 @@ class RunningRow:
                 fault = f"NaN or infinite logits at position {token['position']}"
                 if position != NOWHERE:
                     fault = describe(position, stage)
-                self.row.error = f"row {self.number}: {fault}"
+                self.row.error = fault
                 yield self._end("error")
             return
         if finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
@@ -188,6 +188,8 @@ class RunningRow:
         text = self.retrieve(
             tokenizer.decode([*row.request.prompt, *(token.token_id for token in row.tokens)])
         )
+        if not isinstance(text, str):
+            raise UserError(f"retrieve gave {text!r}: expected a text, an empty one for none")
         # What a text calls a control token is not one: it must not end a row or open a turn.
         special = tokenizer.special_ids
         retrieved = [i for i in tokenizer.encode(text, add_bos=False) if i not in special]
@@ -211,6 +213,8 @@ class RunningRow:
             started = time.perf_counter()
             answer = self.ask(self.number, [future["text"] for future in two])
             self.waited += time.perf_counter() - started
+            if answer not in (None, 0, 1):
+                raise UserError(f"ask gave {answer!r}: expected 0, 1, or None for the better one")
             if answer is not None:
                 chosen = next(i for i, future in enumerate(futures) if future is two[answer])
         whole = self.sampler.values["branch.commit_all"]

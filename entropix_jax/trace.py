@@ -15,8 +15,11 @@ import jax
 import jaxlib.version
 import numpy as np
 
+from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.files import open_alone
+from entropix_jax.precision import Precision
+from entropix_jax.version import __version__
 
 FORMAT_VERSION = 1
 
@@ -93,27 +96,26 @@ def plain(value: Any) -> Any:
 def header(
     *,
     model: str,
-    model_config: Any,
-    precision: Any,
+    model_config: ModelConfig,
+    precision: Precision,
     sampler: str,
     sampler_values: Mapping[str, Any],
     seed: int | None,
     prompt: str,
     prompt_tokens: Sequence[int],
-    version: str,
 ) -> dict[str, Any]:
-    """The header object; `version` is this package's, `seed` None where nothing was drawn."""
+    """The header object; `seed` is None where nothing was drawn."""
     return {
         "type": "header",
         "format_version": FORMAT_VERSION,
         "model": model,
         "model_config": asdict(model_config),
-        "precision": {k: str(v) for k, v in asdict(precision).items()},
+        "precision": precision.to_json(),
         "sampler": sampler,
         "sampler_parameters": dict(sorted(sampler_values.items())),
         "seed": seed,
         "versions": {
-            "entropix_jax": version,
+            "entropix_jax": __version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
             "python": platform.python_version(),

@@ -64,7 +64,7 @@ def run_through(
         pass
     seconds = time.perf_counter() - started
     tokens = sum(len(row.tokens) for row in rows)
-    return seconds, tokens, engine.useful / (engine.steps * slots)
+    return seconds, tokens, engine.used
 
 
 def run_transformers(

@@ -80,7 +80,7 @@ def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name:
     model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
     bad, good = run_of(model, PROMPT, CHECK)
     where = "" if name == "gate" else "the queries, keys or values of "
-    assert bad.error == f"row 0: NaN or infinity in {where}layer {layer} at position {AT}"
+    assert bad.error == f"NaN or infinity in {where}layer {layer} at position {AT}"
     assert bad.finish_reason == "error"
     assert bad.tokens == []
     assert good.finish_reason == "length"
@@ -98,7 +98,7 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
     model = load(str(write_model(tmp_path / "model", change)))
     for prompt in (PROMPT, PROMPT * 8):  # in one call, and in several
         bad, _ = run_of(model, prompt, CHECK)
-        assert bad.error == f"row 0: NaN or infinity in the embedding at position {at}"
+        assert bad.error == f"NaN or infinity in the embedding at position {at}"
         assert bad.tokens == []
         with pytest.raises(
             UserError, match=rf"^NaN or infinity in the embedding at position {at}$"
@@ -121,7 +121,7 @@ def test_a_token_on_the_way(tmp_path: Path) -> None:
     (row, _) = run_of(bad, PROMPT, CHECK)
     assert [t.token_id for t in row.tokens] == ids[: at + 1]
     position = len(PROMPT) + at
-    assert row.error == f"row 0: NaN or infinity in the embedding at position {position}"
+    assert row.error == f"NaN or infinity in the embedding at position {position}"
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
@@ -133,7 +133,7 @@ def test_logits_alone(tmp_path: Path) -> None:
 
     model = load(str(write_model(tmp_path / "model", change)))
     row, _ = run_of(model, PROMPT, CHECK)
-    assert row.error == f"row 0: NaN or infinite logits at position {len(PROMPT)}"
+    assert row.error == f"NaN or infinite logits at position {len(PROMPT)}"
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -167,7 +167,7 @@ def test_the_commands(
     named = f"NaN or infinity in the queries, keys or values of layer 1 at position {AT}"
     arguments = ["--model", str(overflows), "--prompt", prompt, "--no-chat", "--check"]
     assert main.main(arguments) == 2
-    assert f"row 0: {named}" in capsys.readouterr().err
+    assert f"error: {named}\n" in capsys.readouterr().err
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     output = tmp_path / "out.jsonl"
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
@@ -211,7 +211,7 @@ def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
     for prompt in (PROMPT, PROMPT[: AT + 1]):  # by the prompt's reading, and by the first step
         bad, good = run_of(load(str(folder), mesh=two(mesh)), prompt, CHECK)
-        assert bad.error == f"row 0: NaN or infinity in the embedding at position {AT}"
+        assert bad.error == f"NaN or infinity in the embedding at position {AT}"
         assert good.finish_reason == "length"
 
 

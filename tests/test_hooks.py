@@ -12,6 +12,7 @@ import pytest
 
 from entropix_jax import main, terminal
 from entropix_jax.api import generate
+from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.results import Row
 from entropix_jax.retrieval import Retriever
@@ -107,6 +108,15 @@ def test_the_cap_counts_what_was_retrieved(model: LanguageModel) -> None:
 
     run(model, THINKING.with_values({"inject.per_row": 1}), retrieve=retrieve)
     assert len(asked) == 1
+
+
+def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
+    """As a function that forgot its `return` does."""
+    with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
+        run(model, THINKING, retrieve=lambda text: None)
+    for answer in (2, -1, "first"):
+        with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
+            run(model, BRANCHING, ask=lambda row, texts, answer=answer: answer)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -679,6 +679,9 @@ def test_bad_models(
     assert not trace.exists()
 
 
+HINT = " (--check names the tensor, or the layer)"
+
+
 def test_weights_that_are_not_numbers(command: Callable[..., Result], tmp_path: Path) -> None:
     everywhere = write_model(
         tmp_path / "nan", lambda p: replace(p, final_norm=p.final_norm.at[0].set(jnp.nan))
@@ -687,10 +690,10 @@ def test_weights_that_are_not_numbers(command: Callable[..., Result], tmp_path: 
     result = command(*short("--trace", trace), model=str(everywhere))
     header, footer = read_trace(trace)
     position = len(header["prompt_tokens"])
-    error = f"row 0: NaN or infinite logits at position {position}"
+    error = f"NaN or infinite logits at position {position}"
     assert result.status == 2
     assert result.out == ""
-    assert result.err.splitlines()[-1] == f"error: {error}"
+    assert result.err.splitlines()[-1] == f"error: {error}{HINT}"
     assert footer["rows"][0]["finish_reason"] == "error"
     assert footer["rows"][0]["error"] == error
     assert set(footer["timings"]) == {"total"}, "there was no first token"
@@ -709,7 +712,7 @@ def test_one_samples_error_leaves_the_others_alone(
     result = command(*short("--samples", 3), model=broken)
     assert result.status == 2
     position = whole[0]["token_records"][at]["position"] + 1
-    error = f"error: row 0: NaN or infinite logits at position {position}"
+    error = f"error: row 0: NaN or infinite logits at position {position}{HINT}"
     assert [line for line in result.err.splitlines() if line.startswith("error")] == [error]
     cut = "".join(record["text"] for record in whole[0]["token_records"][: at + 1])
     assert result.out == f"{cut}\n{whole[1]['text']}\n{whole[2]['text']}\n"

@@ -98,7 +98,6 @@ def traces(draw: st.DrawFn) -> list[Json]:
         seed=draw(st.none() | st.integers(0, 2**63)),
         prompt=draw(texts),
         prompt_tokens=draw(st.lists(tokens_ids, max_size=3)),
-        version="1",
     )
     run = [draw(rows(i)) for i in range(draw(st.integers(1, 2)))]
     lines = [t.to_json(retracted=back) for row in run for t, back in row.history()]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from entropix_jax import __version__
 from entropix_jax.api import encode_prompt
 from entropix_jax.batches.ahead import Ahead
 from entropix_jax.batches.index import hash_of
@@ -22,6 +21,7 @@ from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
+from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import check_recording, sampler_params
 from entropix_jax.results import Event, Request, Row
@@ -236,7 +236,7 @@ class BatchRun:
         }
         result = row.to_json() | means
         if row.error is not None:
-            result["error"] = row.error.removeprefix(f"row {job.row.number}: ")
+            result["error"] = row.error
         if job.record.sampler is not None:  # a file's values may change from run to run
             values = json.dumps(dict(job.row.sampler.values), sort_keys=True)
             result["sampler_digest"] = f"{hash_of(values.encode()):015x}"
@@ -247,8 +247,7 @@ class BatchRun:
         """The trace of one record, which appears whole or not at all."""
         sampler, request = job.row.sampler, job.row.row.request
         path = folder / f"{file_name(job.record.id)}.jsonl"
-        scratch = folder / f".{path.name}.part"
-        with TraceWriter(scratch) as writer:
+        with replacing(path) as scratch, TraceWriter(scratch) as writer:
             writer.write(
                 header(
                     model=self._name,
@@ -259,7 +258,6 @@ class BatchRun:
                     seed=job.row.seed,
                     prompt=self._model.tokenizer.decode(request.prompt, skip_special=False),
                     prompt_tokens=request.prompt,
-                    version=__version__,
                 )
             )
             for event in job.events:
@@ -268,10 +266,6 @@ class BatchRun:
                 line = event.token.to_json(retracted=event.retracted) | {"row": 0}
                 writer.write(line)
             writer.write(footer([{"row": 0, **job.row.row.to_json()}], timings))
-        try:
-            scratch.replace(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:

@@ -47,8 +47,7 @@ def run_study(
 
         def standing() -> Standing:
             engine = run.engine
-            used = engine.useful / max(engine.steps * min(slots, number), 1)
-            return Standing(store.done, run.tokens, engine.steps, used)
+            return Standing(store.done, run.tokens, engine.steps, engine.used)
 
         with ProgressView(standing, number) as view:
             yield view.looked

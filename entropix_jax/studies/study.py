@@ -187,7 +187,7 @@ class Study:
         model = self._model
         return {
             "model_fingerprint": fingerprint(model.folder),
-            "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
+            "precision": model.precision.to_json(),
             "phase": phase.name,
             "tasks": [task.name for task in self._tasks],  # wherever their files lie
             "split": phase.split,
@@ -240,7 +240,7 @@ class Study:
         return {
             "description": sweep.description,
             "model": f"{model.folder.name} ({fingerprint(model.folder)})",
-            "precision": {name: str(dtype) for name, dtype in vars(model.precision).items()},
+            "precision": model.precision.to_json(),
             "tasks": list(sweep.tasks) or [sweep.prompts],
             "split": sweep.split,
             "items of each task": sweep.items or "all",

@@ -203,7 +203,7 @@ class TrialRun:
         self, trials: Iterable[Trial], store: Store, looked: Callable[[], None] = lambda: None
     ) -> None:
         """Runs the trials that the store has no result of. `looked` is called after each token."""
-        running: dict[int, tuple[Trial, RunningRow, float]] = {}
+        running: dict[int, tuple[Trial, RunningRow]] = {}
 
         def rows() -> Iterator[RunningRow]:
             for trial in trials:
@@ -216,14 +216,15 @@ class TrialRun:
                     nothing.error = str(error)
                     store.write(trial.record, result_of(trial, nothing, 0.0))
                     continue
-                running[trial.number] = trial, row, time.perf_counter()
+                running[trial.number] = trial, row
                 yield row
 
         for event in self.engine.run(rows()):
             self.tokens += event.token is not None and not event.retracted
-            trial, row, started = running[event.row]
+            trial, row = running[event.row]
             if not row.running:
-                seconds = time.perf_counter() - started
+                assert row.started is not None
+                seconds = time.perf_counter() - row.started
                 store.write(trial.record, result_of(trial, row.row, seconds))
                 del running[event.row]
             looked()
