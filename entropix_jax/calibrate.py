@@ -81,6 +81,10 @@ def _main(arguments: Arguments) -> int:
     sampler = load_sampler(arguments.sampler)
     boxes = boxes_of(sampler)
     output = Path(arguments.output)
+    if output.suffix == ".toml" and not _is_unicode(arguments.sampler):
+        raise UserError(
+            f"--sampler {arguments.sampler}: its name is not UTF-8: no sampler file can extend it"
+        )
     check_writable(output)
     use_compilation_cache()
     model = load(arguments.model, arguments.dtype)
@@ -131,6 +135,11 @@ def _wanted(settings: Sequence[str]) -> dict[str, float]:
     return wanted
 
 
+def _is_unicode(name: str) -> bool:
+    """Whether a file's name has no bytes that are not UTF-8."""
+    return name == name.encode("utf-8", "ignore").decode()
+
+
 def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]]:
     """Texts that the model writes from nothing, by plain sampling at temperature 1."""
     from entropix_jax.generation import Generation
@@ -142,6 +151,9 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     start = model.tokenizer.encode("", add_bos=True)
     if not start:
         raise UserError("--self: the tokenizer has no token that begins a text")
+    most = _OWN_ROWS * (model.config.max_positions - len(start))
+    if tokens > most:
+        raise UserError(f"--self-tokens must be at most {most} for this model, not {tokens}")
     requests = [Request(start, str(row), -(-tokens // _OWN_ROWS)) for row in range(_OWN_ROWS)]
     rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
     if errors := [row.error for row in rows if row.error is not None]:

@@ -9,7 +9,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
@@ -149,17 +149,21 @@ def _fail(message: str) -> int:
 
 def _repeated(arguments: type, argv: Sequence[str]) -> str | None:
     """An option that is given twice and may be given once. No option's name is ever a value."""
-    single = {
-        "--" + field.name.replace("_", "-")
-        for field in dataclasses.fields(arguments)
-        if not isinstance(field.default, tuple)
-    }
+    hints = get_type_hints(arguments, include_extras=True)
+    meant: dict[str, str] = {}  # by each name of an option that may be given once
+    for field in dataclasses.fields(arguments):
+        if isinstance(field.default, tuple):
+            continue
+        name = "--" + field.name.replace("_", "-")
+        meant[name] = name
+        for about in getattr(hints[field.name], "__metadata__", ()):
+            meant |= dict.fromkeys(getattr(about, "aliases", None) or (), name)
     seen: set[str] = set()
     for argument in argv:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name in seen:
-            return name
-        seen |= {name} & single
+        option = meant.get(argument.partition("=")[0].replace("_", "-"), "")
+        if option in seen:
+            return option
+        seen |= {option} - {""}
     return None
 
 

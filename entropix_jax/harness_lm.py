@@ -356,11 +356,12 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
 
     def _auto_slots(self, capacity: int) -> int:
         """Rows that the device has room for."""
-        model, slots = self.model, self._most
-        free = free_bytes(jax.local_devices()[0])
+        model, slots, device = self.model, self._most, jax.local_devices()[0]
+        free = free_bytes(device)
         while slots > 1 and free is not None:
             plan = plan_memory(model.config, model.precision, slots=slots, capacity=capacity)
-            if plan.total <= free:
+            # What a CPU still has is told without the weights, which are there already.
+            if plan.total - (plan.weights if device.platform == "cpu" else 0) <= free:
                 break
             slots //= 2
         return slots

@@ -185,8 +185,8 @@ def entropies_of(
     """
     context = _context(model, context)
     parts = [
-        (text, segment)
-        for text in texts
+        (number, segment)
+        for number, text in enumerate(texts)
         if len(text) > 1
         for segment in _segments(len(text), context)
     ]
@@ -197,17 +197,19 @@ def entropies_of(
     for at in range(0, len(parts), _BATCH):
         batch = parts[at : at + _BATCH]
         found: list[list[np.ndarray]] = [[] for _ in batch]
-        segments = [text[segment.start : segment.end] for text, segment in batch]
+        segments = [texts[number][segment.start : segment.end] for number, segment in batch]
         # Rows of nothing, so that the last few segments compile no program of their own.
         segments += [[]] * (min(_BATCH, bucket(len(parts), 1)) - len(segments))
         rows = for_rows(params, len(segments))
         for start, reading in _read_segments(model, rows, segments, Recording()):
             pairs = np.stack([reading.metrics.entropy, reading.metrics.varentropy], axis=-1)
-            for row, (_, segment) in enumerate(batch):
+            for row, (number, segment) in enumerate(batch):
                 here = segment.start + start + 1 + np.arange(pairs.shape[1])
                 wanted = (here >= segment.first) & (here < segment.end)
                 if not reading.finite[row][wanted].all():
-                    raise UserError("NaN or infinite logits in the text")
+                    text, row_params = texts[number][: segment.end], for_rows(params, 1)
+                    fault = _fault(model, row_params, text, segment.start)
+                    raise UserError(f"text {number + 1}: {fault}")
                 found[row].append(pairs[row][wanted])
         points += [part for row in found for part in row]
     return np.concatenate(points)

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ _PROMPT_SCORES = 2  # arrays of a layer's scores, while a prompt is read
 _INNER, _HIDDEN = 3, 3  # arrays of a layer while a prompt is read: MLP-wide and model-wide ones
 _CHUNKS = 2  # of steps whose records are there at a time
 _NOTHING = Recording()
+# The files of a control group's limit and use, and the line of files that could be let go.
+_GROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_GROUP_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,37 @@ def free_bytes(device: jax.Device) -> int | None:
     """What a device has to give, in bytes, before anything is put there; None where it does not
     tell."""
     if device.platform == "cpu":
-        return int(psutil.virtual_memory().available)
+        return min(int(psutil.virtual_memory().available), *_free_of_groups())
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def _free_of_groups(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """What the limits of this process's control groups leave, in bytes: a container's, a job's, or
+    a service's. Pages of files that could be let go count as free, as they do elsewhere."""
+    found = []
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        first, files = (root, _GROUP_2) if controllers == "" else (root / "memory", _GROUP_1)
+        # In a container the path may be the host's: then the first folder is its own.
+        place = first / path.lstrip("/")
+        for folder in (place, *(above for above in place.parents if above.is_relative_to(first))):
+            try:
+                limit, used = (int((folder / name).read_text()) for name in files[:2])
+                of = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+                cached = int(of[files[2]])
+            except (OSError, ValueError, KeyError):  # not there; "max"
+                continue
+            found.append(max(limit - used + cached, 0))
+    return found
 
 
 def _size(number: int) -> str:

@@ -76,7 +76,7 @@ def padded_ids(ids: Sequence[int]) -> np.ndarray:
         UserError: more of them than there is room for.
     """
     if len(ids) > _MAX_EOS:
-        raise UserError(f"the model names {len(ids)} end tokens, at most {_MAX_EOS} are possible")
+        raise UserError(f"there are {len(ids)} end tokens, at most {_MAX_EOS} are possible")
     return np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32)
 
 

@@ -207,7 +207,10 @@ class Tokenizer(ABC):
               refuses them.
         """
         if self.chat_template is None:
-            raise UserError("this model's tokenizer has no chat template (use --no-chat)")
+            raise UserError(
+                "this model's tokenizer has no chat template: it takes plain text alone, "
+                "no messages and no system message (--no-chat)"
+            )
         from entropix_jax.chat_template import render_chat
 
         return render_chat(

@@ -23,7 +23,7 @@ import jax
 import psutil
 import pytest
 
-from entropix_jax import batch, distributed
+from entropix_jax import batch, distributed, memory
 from entropix_jax.batches import run as run_module
 from entropix_jax.batches import sinks
 from entropix_jax.batches.identity import fingerprint
@@ -668,8 +668,6 @@ def test_the_plan_of_memory_counts_records() -> None:
 
 
 def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from entropix_jax import memory
-
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
     free = plan_memory(config, precision, slots=6, capacity=64).total
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
@@ -682,6 +680,33 @@ def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> N
         check_memory(config, precision, device, slots=7, capacity=64)
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     assert check_memory(config, precision, device, slots=10**9, capacity=64)
+
+
+def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
+    """Control groups in both versions: each level may have a limit, and in a container the path
+    that the process is told may be the host's."""
+
+    def group(folder: Path, limit: object, used: int, cached: int, *, first: bool = False) -> None:
+        names = memory._GROUP_1 if first else memory._GROUP_2
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+
+    def free(line: str) -> list[int]:
+        (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+        return sorted(memory._free_of_groups(tmp_path / "cgroup", tmp_path / "fs"))
+
+    group(tmp_path / "fs" / "slurm" / "job", 1000, 300, 50)
+    group(tmp_path / "fs" / "slurm", "max", 5000, 50)
+    group(tmp_path / "fs", 900, 800, 0)
+    assert free("0::/slurm/job/step") == [100, 750]
+    assert free("0::/slurm/job") == [100, 750]
+    assert free("0::/not/seen/from/here") == [100]
+    group(tmp_path / "fs" / "memory" / "docker", 400, 500, 20, first=True)
+    assert free("4:memory:/docker") == [0]
+    assert free("3:cpuset:/docker") == []
+    assert memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
 
 
 # Ends

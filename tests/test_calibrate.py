@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -139,6 +143,10 @@ def test_what_the_text_does_not_allow(
         (("--self", "--output", "x.toml", "--wanted", "lelv=2"), "--wanted lelv=2"),
         (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
         (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
+        (
+            ("--self", "--output", "x.toml", "--self-tokens", 200_000),
+            "--self-tokens must be at most 131040 for this model, not 200000",
+        ),
         (("--self", "--output", "x.toml", "--sampler", "document-001"), "cannot be calibrated"),
         (("--texts", "/no/such/text", "--output", "x.toml"), "/no/such/text: no such file"),
     ],
@@ -156,3 +164,25 @@ def test_bad_input(
     (line,) = result.err.splitlines()
     assert complaint in line
     assert not list(tmp_path.iterdir())
+
+
+def test_names_that_are_not_utf_8(
+    command: Callable[..., Result], texts: list[str], tmp_path: Path
+) -> None:
+    """In a sampler file, TOML, there is no way to write them."""
+    strange = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    strange.write_text(Path(texts[0]).read_text())
+    output = tmp_path / "mine.toml"
+    result = command("--texts", strange, "--wanted", *SHARES, "--output", output)
+    assert result.status == 0, result.err
+    assert "caf\\udce9.txt" in tomllib.loads(output.read_text("utf-8"))["description"]
+    output.unlink()
+    base = tmp_path / os.fsdecode(b"caf\xe9.toml")
+    base.write_text('extends = "entropix"\n')
+    # In a process of its own, whose standard error takes any name.
+    arguments = ["--texts", strange, "--sampler", base, "--output", output]
+    module = [sys.executable, "-m", "entropix_jax.calibrate"]
+    run = subprocess.run([*module, *arguments], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "its name is not UTF-8: no sampler file can extend it" in run.stderr
+    assert not output.exists()

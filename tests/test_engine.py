@@ -419,5 +419,5 @@ def test_budgets(
 
 def test_too_many_end_tokens(tiny: LanguageModel) -> None:
     crowded = replace(tiny, generation=GenerationConfig(eos_ids=tuple(range(9))))
-    with pytest.raises(UserError, match="names 9 end tokens, at most 8"):
+    with pytest.raises(UserError, match="9 end tokens, at most 8"):
         Generation(crowded, [Request([5], "0", 3)])

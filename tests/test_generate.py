@@ -256,7 +256,7 @@ def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
         assert (turn_end in row.eos_ids) == turn
         assert 7 in row.eos_ids
     crowded = replace(model, generation=GenerationConfig(eos_ids=tuple(range(9))))
-    with pytest.raises(UserError, match="names 9 end tokens, at most 8"):
+    with pytest.raises(UserError, match="9 end tokens, at most 8"):
         Generation(crowded, requests([ids(5)]))
 
 

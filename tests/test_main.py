@@ -522,6 +522,8 @@ BAD: list[tuple[list[object], str]] = [
     (["--prompt", "a", "--prompt", "b"], "--prompt is given more than once"),
     (["--prompt-file", "a", "--prompt_file=b"], "--prompt-file is given more than once"),
     (short("--seed", 1, "--seed=2"), "--seed is given more than once"),
+    (short("--weights", "int8", "--weights=float32"), "--dtype is given more than once"),
+    (short("--dtype", "float32", "--weights", "int8"), "--dtype is given more than once"),
     (["--prompt-file", "missing.txt"], "missing.txt: no such file"),
     (["--prompt-file", "."], "Is a directory"),
     (["--prompt-file", "empty.txt"], "the prompt is empty"),

@@ -162,5 +162,5 @@ def test_end_tokens_are_padded(number: int) -> None:
 
 
 def test_more_end_tokens_than_there_is_room_for() -> None:
-    with pytest.raises(UserError, match="names 9 end tokens, at most 8"):
+    with pytest.raises(UserError, match="9 end tokens, at most 8"):
         padded_ids([*range(9)])

@@ -40,4 +40,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _toml(text: str) -> str:
+    # TOML can hold no byte of a file's name that is not UTF-8.
+    text = text.encode("utf-8", "backslashreplace").decode()
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
