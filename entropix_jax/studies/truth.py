@@ -16,11 +16,9 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.studies.statistics import Floats
-from entropix_jax.world.corpus import encode_row, write_row
-from entropix_jax.world.facts import create
-from entropix_jax.world.tokenizer import terminal_ids
+from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
+from entropix_jax.world.facts import WORLD_SEED, create
 
-WORLD_SEED = 0
 _LENGTH = 512  # tokens of a text
 
 
