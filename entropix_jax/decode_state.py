@@ -156,7 +156,8 @@ def init_log(config: ModelConfig, number: int, recording: Recording) -> BranchLo
 
 
 def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:
-    """What is recorded of `logits[B, V]` and the attention besides the choice."""
+    """What is recorded of `logits[B, V]`, float32, and the attention besides the choice; the
+    likeliest tokens in falling order. `recording` is static."""
     batch = logits.shape[0]
     top_probs, top_ids = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 0), jnp.int32)
     if recording.top:
@@ -166,7 +167,8 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
 
 
 def finish_of(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
-    """What becomes of rows that end in `token[B]` and have `left[B]` tokens of their budget;
-    `eos_ids` is int32 [B, E]."""
+    """The `finish` of rows that end in `token[B]` and have `left[B]` tokens of their budget left:
+    int32 [B]. The arguments are int32; `eos_ids[B, E]` has -1 where it has no more. Where both
+    hold it is FINISHED_EOS."""
     ended = jnp.any(token[:, None] == eos_ids, axis=-1)
     return jnp.where(ended, FINISHED_EOS, jnp.where(left <= 0, FINISHED_LENGTH, RUNNING))

@@ -1,5 +1,4 @@
-"""What the host prepares for compiled programs, and reads back from them: few shapes, rows of
-parameters, extras as plain values."""
+"""What the host prepares for compiled programs: few shapes, rows of parameters."""
 
 import jax
 import numpy as np
@@ -33,7 +32,11 @@ def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> in
 
 
 def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Refuses to record more of the likeliest tokens than there are, or than memory is kept for."""
+    """Checks what is to be recorded of each step.
+
+    Raises:
+        UserError: more of the likeliest tokens than there are, or than memory is kept for.
+    """
     if recording.top > MAX_TOP:
         raise UserError(
             f"the {recording.top} likeliest tokens are asked for, at most {MAX_TOP} are possible"
