@@ -64,9 +64,16 @@ def commit_branches(
 
     Args:
         pending: bool [B], the rows that branch; the others stay as they are.
+        step: what the step read and was told, of all rows.
         read: see `Read`.
+        recording: static, what the log holds of each token.
         window: static, the slots of the cache that are read.
-        carry: state, record and log after the step, nothing committed yet in the rows that branch.
+        carry: state, record and log after the step, nothing committed yet in the rows that branch;
+            the log has room for B more.
+
+    Returns:
+        The carry, with the committed tokens in cache and history, the first of them in the record,
+        and all branches in the log, where the record's `branch` says.
     """
     batch = pending.shape[0]
     number = lanes_of(batch)

@@ -71,8 +71,8 @@ def write(
     count: jax.Array,
     rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Puts the first `count[R]` of `new[R, T, K, H]` into `slots[B, K, S, H]` from slot `start[R]`
-    on, of the rows `rows[R]`, or of all in order.
+    """Puts the first `count[A]` of `new[A, T, K, H]` into `slots[B, K, S, H]` from slot `start[A]`
+    on, of the rows `rows[A]`, or of all in order; `start`, `count` and `rows` are int32.
 
     What would fall past the last slot is dropped, never moved onto an older one.
     """

@@ -69,7 +69,8 @@ def decode_step(
     """Every running row one step on: forward, metrics, regime, proposal, draw, commit, record.
 
     A row commits one token, or takes its last one back and draws its place again, or commits a
-    branch, or begins to wait for the host.
+    branch, or begins to wait for the host. `eos_ids` is int32 [B, E]; the record's fields are [B];
+    the log must have room for B more. The other arguments are those of `decode`.
     """
     running = state.finish == RUNNING
     rows = _rows(state)
@@ -168,12 +169,15 @@ def decode(
     depends on when the host looked).
 
     Args:
+        params: the weights.
         sampler: traced, each leaf with a leading row axis.
         eos_ids: int32 [B, E], the tokens that end each row, or [E] for all; -1 matches none.
         state: donated.
         steps, fewest: int32, traced.
+        config: static.
         window: static, the cache slots that are read.
         max_steps: static, room for records: no more steps than this are run.
+        recording: static, what is recorded of each step besides the choice.
         arms: static, what `sampler.arms` chooses from.
 
     Returns:
@@ -238,11 +242,19 @@ def prefill(
     window: int,
     check: bool = False,
 ) -> DecodeState:
-    """Caches `count[A]` more prompt tokens, of `tokens[A, T]`, of the rows `slots[A]`, or of all in
-    order. The others wait, and what is cached does not depend on them. Donates the state.
+    """Caches more prompt tokens of some rows. The others wait, and what is cached does not depend
+    on them.
 
-    A number past the last row is nobody's. With `check` the state notes where activations are not
-    finite; the row's first step then fails.
+    Args:
+        state: donated.
+        tokens: int32 [A, T].
+        count: int32 [A], how many of a row's T tokens are real, from the first on.
+        slots: int32 [A], the rows; all in order where it is None. A number past the last row is
+            nobody's.
+        config: static.
+        window: static, the cache slots that are read: at least as many as any of the rows then has.
+        check: static; the state notes where activations are not finite, and the row's first step
+            then fails.
     """
     whole = state.cache
 
@@ -294,10 +306,15 @@ def answer(
     action: jax.Array,
     cooldown: jax.Array,
 ) -> DecodeState:
-    """Lets a row that waits go on, with the first `count` of `tokens[S]` as its next ones.
+    """Lets a row that waits go on, with the host's tokens as its next ones. With none it just
+    draws, as it does while a thought cools down.
 
-    They carry `action`. With none the row just draws, as it does while a thought cools down. The
-    state is donated.
+    Args:
+        state: donated.
+        row: int32, its number.
+        tokens: int32 [S], of which the first `count` (int32) are meant.
+        action: int32, index into ACTIONS, which the tokens carry.
+        cooldown: int32, tokens until a thought may be injected, for a row without tokens.
     """
     row = here(row, state.finish.shape[0])
     steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)

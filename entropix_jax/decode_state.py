@@ -100,18 +100,16 @@ def init_state(
     *,
     capacity: int,
     dtype: jnp.dtype,
-    asks_for_text: bool = False,
-    asks_for_choice: bool = False,
 ) -> DecodeState:
-    """Rows whose prompts are known and not yet cached.
+    """Rows whose prompts are known and not yet cached, and which ask the host for nothing.
 
     Args:
-        prompts: each of 1 to `capacity` token ids; with its budget it must fit into `capacity`.
-        budgets: tokens that each row may generate, at least 1.
+        prompts: each of 1 to `capacity` token ids; with its budget it must fit into `capacity`. A
+            row that is not to run may have an empty one.
+        budgets: tokens that each row may generate, at least 1; 0 for a row that is not to run.
         keys: uint32 [B, 2], one row key each.
         capacity: cache slots of a row.
         dtype: of the cache, that is, of the activations.
-        asks_for_text, asks_for_choice: whether rows wait for answers of the host.
     """
     batch = len(prompts)
     history = np.zeros((batch, capacity), np.int32)
@@ -123,8 +121,8 @@ def init_state(
         prompt_length=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
         budget=jnp.asarray(budgets, jnp.int32),
         keys=jnp.asarray(keys),
-        asks_for_text=jnp.full(batch, asks_for_text),
-        asks_for_choice=jnp.full(batch, asks_for_choice),
+        asks_for_text=jnp.zeros(batch, bool),
+        asks_for_choice=jnp.zeros(batch, bool),
         sampler=init_sampler_state(batch, config.vocab_size),
         forwards=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
@@ -158,7 +156,8 @@ def init_log(config: ModelConfig, number: int, recording: Recording) -> BranchLo
 
 
 def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:
-    """What is recorded of `logits[B, V]` and the attention besides the choice."""
+    """What is recorded of `logits[B, V]`, float32, and the attention besides the choice; the
+    likeliest tokens in falling order. `recording` is static."""
     batch = logits.shape[0]
     top_probs, top_ids = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 0), jnp.int32)
     if recording.top:
@@ -168,7 +167,8 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
 
 
 def finish_of(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Array:
-    """What becomes of rows that end in `token[B]` and have `left[B]` tokens of their budget;
-    `eos_ids` is int32 [B, E]."""
+    """The `finish` of rows that end in `token[B]` and have `left[B]` tokens of their budget left:
+    int32 [B]. The arguments are int32; `eos_ids[B, E]` has -1 where it has no more. Where both
+    hold it is FINISHED_EOS."""
     ended = jnp.any(token[:, None] == eos_ids, axis=-1)
     return jnp.where(ended, FINISHED_EOS, jnp.where(left <= 0, FINISHED_LENGTH, RUNNING))

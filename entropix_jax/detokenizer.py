@@ -15,6 +15,18 @@ from typing import Any
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def _byte_symbols() -> tuple[str, ...]:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    return tuple(stand_ins.get(byte, chr(byte)) for byte in range(256))
+
+
+# GPT-2's alphabet, by byte: printable Latin-1 stands for itself, other bytes for U+0100 and up.
+BYTE_SYMBOLS = _byte_symbols()
+_BYTE_OF_SYMBOL = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
+
+
 @dataclass(frozen=True)
 class TokenBytes:
     """How the strings of a vocabulary turn into bytes.
@@ -127,19 +139,9 @@ def _flattened(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [decoder]
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
-
-
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in token)
     except KeyError:  # an added token, written in plain text
         return token.encode()
 

@@ -22,7 +22,7 @@ from entropix_jax.decode_state import (
     StepRecord,
 )
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import MAX_PREFILL, MIN_WINDOW, bucket, chunk_size
+from entropix_jax.preparation import MAX_PREFILL, PREFILL_WINDOW, bucket, chunk_size
 from entropix_jax.records import branchings, outcomes
 from entropix_jax.results import Event
 from entropix_jax.running import RunningRow
@@ -41,7 +41,8 @@ from entropix_jax.slots import (
 
 MAX_STEPS = 32  # most steps between two looks of the host
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
-_MIN_WINDOW = 512  # cache slots that a step reads, at least: each number is a program of its own
+# Cache slots that a step reads, at least: each number is a program of its own.
+DECODE_WINDOW = 512
 _MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
 # Of so many slots one may stand empty before the device comes back for the next row.
 _SLOTS_PER_EMPTY = 16
@@ -219,7 +220,7 @@ class Engine:
                 # One slot is all there are: nothing to pick out, and nothing to copy.
                 None if len(self._rows) == 1 else jnp.full(1, number, jnp.int32),
                 config=model.config,
-                window=min(bucket(done + size, MIN_WINDOW), self._capacity),
+                window=min(bucket(done + size, PREFILL_WINDOW), self._capacity),
                 check=self._recording.check,
             )
             done += len(part)
@@ -264,7 +265,7 @@ class Engine:
         already ends the chunk before its first step. So how many slots a step reads, and with them
         the last digits of what it computes, depends on the rows and not on when the host looked."""
         longest = max(row.known for row in self._rows if row is not None)
-        return min(bucket(longest, _MIN_WINDOW), self._capacity)
+        return min(bucket(longest, DECODE_WINDOW), self._capacity)
 
     def _read(self, chunk: _Chunk) -> Generator[Event, None, bool]:
         """What a chunk did, once it has come back. Returns whether it did a step at all."""

@@ -70,7 +70,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, which goes when the block ends.
+    """An empty folder beside `path`, which goes when the block ends. Folders on the way to it that
+    are missing are made, and stay.
 
     What a killed run left of one, `.NAME.????????.part`, goes with the next run that writes `path`:
     a folder is locked as long as its process lives, so that nobody takes it from another.
@@ -172,10 +173,11 @@ def parse_toml(text: str) -> dict[str, Any]:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place when the block ends without an error.
-    Where `path` is a link, it is what that leads to that is replaced.
+    Where `path` is a link, it is what that leads to that is replaced. Folders on the way to it that
+    are missing are made, and stay.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be made or written.
     """
     try:
         place = Path(os.path.realpath(path))

@@ -7,15 +7,13 @@ from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import bucket, check_recording, sampler_params
+from entropix_jax.preparation import MIN_CAPACITY, bucket, check_recording, sampler_params
 from entropix_jax.results import Event, Request, Row, Rows
 from entropix_jax.running import Ask, Retrieve, RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import padded_ids
 from entropix_jax.trace import header
-
-_MIN_CAPACITY = 256
 
 
 class Generation:
@@ -107,7 +105,7 @@ class Generation:
             params,
             self.sampler.arms,
             slots=len(requests),
-            capacity=bucket(longest, _MIN_CAPACITY),
+            capacity=bucket(longest, MIN_CAPACITY),
             recording=recording,
         )
         self._start = time.perf_counter()

@@ -25,7 +25,7 @@ from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
 from entropix_jax.memory import free_bytes, plan_memory
 from entropix_jax.precision import WEIGHTS
-from entropix_jax.preparation import bucket, sampler_params
+from entropix_jax.preparation import MIN_CAPACITY, bucket, sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.params import REGIMES
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _AUTO_SLOTS = 32
-_MIN_CAPACITY = 256
 _ARGUMENTS = (
     "pretrained",
     "sampler",
@@ -265,7 +264,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         jobs = self._jobs(requests)
         texts = [""] * len(requests)
         capacity = bucket(max(len(job.prompt) + job.max_new_tokens for job, _ in jobs), 1)
-        capacity = max(capacity, _MIN_CAPACITY)
+        capacity = max(capacity, MIN_CAPACITY)
         engine = Engine(
             self.model,
             self._params,

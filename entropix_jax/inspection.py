@@ -26,7 +26,7 @@ from entropix_jax.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
 from entropix_jax.preparation import (
-    MIN_WINDOW,
+    PREFILL_WINDOW,
     bucket,
     check_recording,
     chunk_size,
@@ -260,7 +260,7 @@ def _read_segments(
     was said after each of its tokens (of a row that has ended: junk)."""
     config, batch = model.config, len(segments)
     longest = max(map(len, segments))
-    capacity = bucket(longest, MIN_WINDOW)
+    capacity = bucket(longest, PREFILL_WINDOW)
     cache = init_cache(config, batch, capacity, model.precision.activations)
     size = chunk_size(config, capacity, batch, largest)
     text = np.zeros((batch, longest + size + 1), np.int32)
@@ -277,7 +277,7 @@ def _read_segments(
             jnp.asarray(text[:, start + 1 : start + size + 1]),
             jnp.asarray(count, jnp.int32),
             config=config,
-            window=min(bucket(start + size, MIN_WINDOW), capacity),
+            window=min(bucket(start + size, PREFILL_WINDOW), capacity),
             recording=recording,
         )
         yield start, jax.device_get(reading)

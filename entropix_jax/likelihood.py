@@ -19,7 +19,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
-from entropix_jax.preparation import MIN_WINDOW, bucket, chunk_size
+from entropix_jax.preparation import PREFILL_WINDOW, bucket, chunk_size
 
 _BATCH = 16  # texts that are read side by side
 _MAX_CHUNK = 128
@@ -118,7 +118,7 @@ def _read_all(
 ) -> Iterator[Likelihood]:
     yield from empty
     # Side by side only with texts that need a cache of the same size: a short one would wait.
-    for capacity, group in groupby(texts, lambda text: bucket(len(text.tokens), MIN_WINDOW)):
+    for capacity, group in groupby(texts, lambda text: bucket(len(text.tokens), PREFILL_WINDOW)):
         alike = list(group)
         # Of so few sizes that the last texts compile no program of their own.
         rows = _rows_at_once(model, capacity, min(batch, bucket(len(alike), 1)))
@@ -163,7 +163,7 @@ def _read_batch(
             jnp.asarray(following[:, here]),
             jnp.asarray(np.clip(lengths - start, 0, size), jnp.int32),
             config=config,
-            window=min(bucket(start + size, MIN_WINDOW), capacity),
+            window=min(bucket(start + size, PREFILL_WINDOW), capacity),
             scored=start + size > first,
         )
         if part is not None:

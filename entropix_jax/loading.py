@@ -197,7 +197,11 @@ def _is_own(folder: Path) -> bool:
 
 
 def check_backend() -> None:
-    """Raises a UserError where JAX finds no device of the kind that it was told to use."""
+    """Starts JAX's backend.
+
+    Raises:
+        UserError: JAX finds no device of the kind that it was told to use.
+    """
     try:
         jax.default_backend()
     except (RuntimeError, AssertionError) as error:

@@ -17,7 +17,7 @@ from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
 from entropix_jax.params import param_specs
 from entropix_jax.precision import Precision
-from entropix_jax.preparation import MAX_PREFILL, MIN_WINDOW, bucket, chunk_size
+from entropix_jax.preparation import MAX_PREFILL, PREFILL_WINDOW, bucket, chunk_size
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sharding import DATA, MODEL, rules_for
 
@@ -101,7 +101,8 @@ def plan_memory(
     prefix = capacity if lanes < rows else 0
     branches = lanes * (prefix + MAX_WIDTH * MAX_DEPTH) * position
     chunk = min(chunk_size(config, capacity, 1, MAX_PREFILL), bucket(capacity, 1))
-    position_scores = config.num_heads * min(bucket(capacity, MIN_WINDOW), capacity) * 4 // model
+    reads = min(bucket(capacity, PREFILL_WINDOW), capacity)
+    position_scores = config.num_heads * reads * 4 // model
     scores = _PROMPT_SCORES * chunk * position_scores
     inner = _INNER * chunk * config.mlp_width // model * width
     hidden = _HIDDEN * chunk * config.width * width

@@ -1,12 +1,13 @@
 """The Llama forward pass: tokens and a cache in, hidden states, attention statistics and a cache
 out.
 
-Legend, used in every shape and einsum of the package:
+Legend, used in the shapes and einsums of the whole package:
 
     B rows               L layers               D model width
     T tokens in a call   N query heads          F MLP width
     S cache slots        K key/value heads      V vocabulary
-    n valid keys         G = N/K, H head dim
+    n valid keys         G = N/K, H head dim    E end tokens
+    A rows, of all B     W branches of a row    R tokens of a branch
 
 The model knows nothing of sampling.
 """

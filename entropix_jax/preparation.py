@@ -1,5 +1,4 @@
-"""What the host prepares for compiled programs, and reads back from them: few shapes, rows of
-parameters, extras as plain values."""
+"""What the host prepares for compiled programs: few shapes, rows of parameters."""
 
 import jax
 import numpy as np
@@ -11,7 +10,8 @@ from entropix_jax.loading import LanguageModel, logits_epsilon
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.settings import Sampler
 
-MIN_WINDOW = 128  # fewest cache slots that a program reads
+PREFILL_WINDOW = 128  # cache slots that are read with several tokens, at least
+MIN_CAPACITY = 256  # cache slots of a row, at least
 MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
 MAX_TOP = 1024  # of the likeliest tokens in a record
 _MIN_CHUNK = 16
@@ -26,13 +26,17 @@ def bucket(length: int, smallest: int) -> int:
 def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> int:
     """Tokens that `batch` rows of `length` tokens may read in one call: fewer in long contexts and
     large batches, whose attention scores take room."""
-    scores = bucket(length, MIN_WINDOW) * batch * config.num_heads
+    scores = bucket(length, PREFILL_WINDOW) * batch * config.num_heads
     room = 1 << max(_SCORES_BYTES // (4 * scores), 1).bit_length() - 1
     return min(largest, max(_MIN_CHUNK, room))
 
 
 def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Refuses to record more of the likeliest tokens than there are, or than memory is kept for."""
+    """Checks what is to be recorded of each step.
+
+    Raises:
+        UserError: more of the likeliest tokens than there are, or than memory is kept for.
+    """
     if recording.top > MAX_TOP:
         raise UserError(
             f"the {recording.top} likeliest tokens are asked for, at most {MAX_TOP} are possible"

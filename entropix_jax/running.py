@@ -49,8 +49,8 @@ class RunningRow:
         ask: Ask | None = None,
     ) -> None:
         """`number` is what its events and records call it; `params` are the sampler's for one row
-        of the model; `budget` and `seed` stand in place of the request's own; the other arguments
-        are those of `Generation`."""
+        of the model; `budget` stands in place of the request's own; `eos_ids` are the tokens that
+        end the row; `seed`, `stop`, `retrieve` and `ask` are as `Generation` has them."""
         self.number = number
         self.row = row
         self.sampler = sampler

@@ -98,10 +98,11 @@ def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig, slots: int | None = None) -> None:
-    """Raises a UserError where the model, or a batch of `slots` rows, cannot be split evenly over
-    the mesh.
+    """Checks that a model, and a batch of `slots` rows, can be split over a mesh.
 
-    A vocabulary that cannot is no error: see `rules_for`.
+    Raises:
+        UserError: heads, the MLP or slots cannot be split evenly. A vocabulary that cannot is no
+            error: see `rules_for`.
     """
     parts = [
         (MODEL, config.num_kv_heads, "key/value heads"),

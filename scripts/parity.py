@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from benchmarks.shape import LLAMA_3_2_1B, transformers_config
 from rich.console import Console
 from rich.table import Table
 
@@ -33,34 +34,12 @@ from entropix_jax.results import Request
 
 LOGIT_TOLERANCE = 1e-3
 
-LLAMA_3_2_1B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": True,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-
 
 def write_random_checkpoint(folder: Path) -> None:
     """A bfloat16 checkpoint with random weights, written by `transformers`."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**LLAMA_3_2_1B, dtype=torch.bfloat16)
+    raw = transformers_config(LLAMA_3_2_1B) | {"bos_token_id": 128000, "eos_token_id": 128001}
+    config = transformers.LlamaConfig(**raw)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resource_folder("weights") / "tiny" / name, folder / name)

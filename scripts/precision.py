@@ -25,7 +25,7 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
-from entropix_jax.preparation import sampler_params
+from entropix_jax.preparation import for_rows, sampler_params
 from entropix_jax.results import Request
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
@@ -45,10 +45,8 @@ def texts_of(model: LanguageModel, args: argparse.Namespace) -> np.ndarray:
         return np.asarray(ids[: min(rows, max(args.tokens // ROW, 1)) * ROW]).reshape(-1, ROW)
     start = model.tokenizer.encode("The ", add_bos=True)
     requests = [Request(start, str(i), ROW - len(start)) for i in range(max(args.tokens // ROW, 1))]
-    run = Generation(model, requests, "temperature", ignore_eos=True)
-    for _ in run:
-        pass
-    return np.asarray([[*start, *(t.token_id for t in row.tokens)] for row in run.rows])
+    written = Generation(model, requests, "temperature", ignore_eos=True).run()
+    return np.asarray([[*start, *(t.token_id for t in row.tokens)] for row in written])
 
 
 def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -56,7 +54,7 @@ def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, 
     [ROW]."""
     config = model.config
     one = sampler_params(model, load_sampler("entropix").calibrated(model.folder))
-    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROW, *x.shape)), one)
+    params = for_rows(one, ROW)
 
     @jax.jit
     def row(weights: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,10 +91,8 @@ def parting(model: LanguageModel, texts: np.ndarray, sampler: str) -> list[list[
         Request(text[:PROMPT].tolist(), str(i), min(NEW, model.config.max_positions - PROMPT))
         for i, text in enumerate(texts)
     ]
-    run = Generation(model, requests, sampler, ignore_eos=True)
-    for _ in run:
-        pass
-    return [[token.token_id for token in row.tokens] for row in run.rows]
+    rows = Generation(model, requests, sampler, ignore_eos=True).run()
+    return [[token.token_id for token in row.tokens] for row in rows]
 
 
 def same_until(one: list[int], other: list[int]) -> int:

@@ -17,18 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tiny.corpus import Comparison, compare
 
 from entropix_jax.cache import init_cache
 from entropix_jax.checkpoint import load_params
 from entropix_jax.config import ModelConfig, load_model_config
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
-from entropix_jax.world.corpus import Comparison, compare, encode_row, write_row
-from entropix_jax.world.facts import create
+from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
+from entropix_jax.world.facts import WORLD_SEED, create
 from entropix_jax.world.grammar import Position
-from entropix_jax.world.tokenizer import terminal_ids
 
-WORLD_SEED = 0
 TINY = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 
 

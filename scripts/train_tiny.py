@@ -26,7 +26,9 @@ import optax
 import optax.contrib
 from jax import lax
 from rich.console import Console
-from tiny_entropy import WORLD_SEED, entropy_table, measure, teacher_forced
+from tiny.corpus import Comparison, write_batch
+from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
+from tiny_entropy import entropy_table, measure, teacher_forced
 
 from entropix_jax.cache import init_cache
 from entropix_jax.checkpoint import save_params
@@ -35,15 +37,9 @@ from entropix_jax.files import replacing
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, count_params, init_params
 from entropix_jax.world import lexicon
-from entropix_jax.world.corpus import Comparison, write_batch, write_row
-from entropix_jax.world.facts import World, create
+from entropix_jax.world.corpus import terminal_ids, write_row
+from entropix_jax.world.facts import WORLD_SEED, World, create
 from entropix_jax.world.problems import Problem, problems
-from entropix_jax.world.tokenizer import (
-    build_tokenizer,
-    terminal_ids,
-    tokenizer_config,
-    tokenizer_json,
-)
 
 MAX_POSITIONS = 4096
 BATCH_TOKENS = 2048

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from tiny.tokenizer import tokenizer_config, tokenizer_json
 
 from entropix_jax.checkpoint import save_params
 from entropix_jax.config import ModelConfig, parse_model_config
 from entropix_jax.params import Params
-from entropix_jax.world.tokenizer import tokenizer_config, tokenizer_json
 from tests.models import random_params
 
 MAX_POSITIONS = 120  # one window, so that few programs are compiled

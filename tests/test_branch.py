@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny.corpus import write_batch
+from tiny.tokenizer import build_tokenizer
 
 import entropix_jax
 from entropix_jax.branching import LANES
@@ -33,9 +35,8 @@ from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.keys import STREAM_NOISE
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.world.corpus import write_batch
-from entropix_jax.world.facts import create
-from entropix_jax.world.tokenizer import build_tokenizer, terminal_ids
+from entropix_jax.world.corpus import terminal_ids
+from entropix_jax.world.facts import WORLD_SEED, create
 from tests import reference
 from tests.reference_branch import (
     Case,
@@ -87,7 +88,7 @@ def read(model: Model) -> Reader:
 def texts() -> np.ndarray:
     """Texts of the world that the model knows."""
     ids = terminal_ids(build_tokenizer())
-    return write_batch(create(0), ids, Random(5), rows=60, length=CAPACITY)
+    return write_batch(create(WORLD_SEED), ids, Random(5), rows=60, length=CAPACITY)
 
 
 def case_of(

@@ -20,7 +20,7 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.world.corpus import write_row
-from entropix_jax.world.facts import create
+from entropix_jax.world.facts import WORLD_SEED, create
 from tests.test_main import Result
 
 WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
@@ -40,7 +40,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def write(path: Path, seed: int) -> str:
-    row = write_row(create(0), Random(seed), 6500)
+    row = write_row(create(WORLD_SEED), Random(seed), 6500)
     path.write_text("".join(position.terminal for position in row))
     return str(path)
 

@@ -149,7 +149,7 @@ def test_the_rows_beside_it_and_its_slot_do_not_show(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last digit: a run that is taken up again gives the results that it would have."""
-    monkeypatch.setattr(module, "_MIN_WINDOW", 64)
+    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
     forward, backward = jobs_of(tiny, 10), jobs_of(tiny, 10)
     run(tiny, forward, slots=SLOTS)
     run(tiny, backward[::-1], slots=SLOTS)
@@ -248,7 +248,7 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has run it to its budget, which fills the window, before the host saw the text."""
-    monkeypatch.setattr(module, "_MIN_WINDOW", 64)
+    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
     monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
     greedy = load_sampler("greedy")
     long, short = texts(tiny)[0], texts(tiny)[4][:2]
@@ -277,7 +277,7 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
 def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MIN_WINDOW", 64)
+    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
     good, bad = texts(tiny)[0][:2]
     params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
     model = replace(tiny, params=params)

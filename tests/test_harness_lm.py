@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "weights" / "tiny"
 SUMS = problems("sum", "test", 12, 0)
+ASKED = [{"role": "user", "content": SUMS[0].question}]
 WORDS = [problem.prompt for problem in problems("word", "test", 7, 0)]
 
 
@@ -218,7 +219,7 @@ def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:
     turn = "<|start_header_id|>user"
     said = {"max_gen_toks": 9}
     stopped = said | {"until": ["<|end_header_id|>"]}
-    chat = greedy.apply_chat_template(SUMS[0].messages)
+    chat = greedy.apply_chat_template(ASKED)
     free, cut, answer = write(greedy, (turn, said), (turn, stopped), (chat, {"max_gen_toks": 30}))
     assert (bool(free), cut) == (True, "")
     assert answer.endswith(f"{SUMS[0].answer}.")  # the end of the turn needs no stop string
@@ -291,13 +292,12 @@ def test_answers_are_kept_as_they_come() -> None:
 
 
 def test_chats(greedy: EntropixLM, model: LanguageModel) -> None:
-    messages = SUMS[0].messages
-    text = greedy.apply_chat_template(messages)
-    assert greedy.tok_encode(text) == model.tokenizer.apply_chat(messages)  # one beginning of text
+    text = greedy.apply_chat_template(ASKED)
+    assert greedy.tok_encode(text) == model.tokenizer.apply_chat(ASKED)  # one beginning of text
     assert greedy.chat_template(True) == model.tokenizer.chat_template
     assert greedy.tokenizer_name == str(EMBEDDED).replace("/", "__")
     for end, kept in (("Answer:", "Answer:"), (" Answer: ", "Answer:")):
-        begun = [*messages, {"role": "assistant", "content": end}]
+        begun = [*ASKED, {"role": "assistant", "content": end}]
         assert greedy.apply_chat_template(begun, add_generation_prompt=False) == text + kept
 
 
@@ -307,7 +307,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
             (tmp_path / path.name).symlink_to(path)
     lm = make(pretrained=str(tmp_path))
     with pytest.raises(UserError, match="no chat template: leave --apply_chat_template out"):
-        lm.apply_chat_template(SUMS[0].messages)
+        lm.apply_chat_template(ASKED)
     assert lm.chat_template(True) is None
 
 

@@ -21,7 +21,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.inspection import InspectedToken, entropies_of, inspect
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.preparation import MIN_WINDOW
+from entropix_jax.preparation import PREFILL_WINDOW
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from tests import reference
@@ -129,9 +129,9 @@ def test_memory_does_not_grow_with_the_text(
     monkeypatch.setattr(inspection, "init_cache", record)
     list(inspect(model, text_of(700), ENTROPIX, context=64))
     assert len(made) > 10
-    assert max(made) == MIN_WINDOW
+    assert max(made) == PREFILL_WINDOW
     entropies_of(model, [text_of(700)], ENTROPIX, context=64)
-    assert max(made) == MIN_WINDOW
+    assert max(made) == PREFILL_WINDOW
 
 
 def test_texts_side_by_side(model: LanguageModel) -> None:

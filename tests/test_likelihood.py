@@ -15,7 +15,7 @@ from entropix_jax import cache, likelihood
 from entropix_jax.errors import UserError
 from entropix_jax.likelihood import Likelihood, log_likelihoods
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.preparation import MIN_WINDOW
+from entropix_jax.preparation import PREFILL_WINDOW
 from entropix_jax.world.problems import problems
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, write_model
@@ -138,14 +138,14 @@ def test_memory_is_bounded(
 ) -> None:
     """However many texts and however long, and with less of it the numbers are the same."""
     together = [n for n, _ in scores(model, pairs)]
-    row = MIN_WINDOW * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+    row = PREFILL_WINDOW * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     monkeypatch.setattr(likelihood, "_CACHE_BYTES", 5 * row)
     monkeypatch.setattr(likelihood, "_LOGITS_BYTES", 4 * 16 * 4 * model.config.vocab_size)
     calls = Calls(monkeypatch)
     np.testing.assert_allclose([n for n, _ in scores(model, pairs)], together, atol=1e-4)
     assert {rows for rows, *_ in calls.made} == {4}
     assert max(rows * size for rows, size, *_ in calls.made) == 4 * 16
-    assert max(calls.capacities) == 4 * MIN_WINDOW
+    assert max(calls.capacities) == 4 * PREFILL_WINDOW
     # A batch that would not fit even once is read row by row.
     monkeypatch.setattr(likelihood, "_CACHE_BYTES", 1)
     scores(model, pairs[:2])

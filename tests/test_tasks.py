@@ -18,14 +18,14 @@ from entropix_jax.tasks.task import Item, Split, Task
 from entropix_jax.tokenizer import Tokenizer, load_tokenizer
 from entropix_jax.world import lexicon
 from entropix_jax.world.documents import document, stream
-from entropix_jax.world.facts import create
+from entropix_jax.world.facts import WORLD_SEED, create
 from entropix_jax.world.grammar import Document, certain, replay
 from entropix_jax.world.lexicon import BEGIN, END, PAUSE, TURN_END
 from entropix_jax.world.problems import Kind, Sum, answer_sum, answer_word_problem, problems
 from entropix_jax.world.prose import LISTS
 
 TINY = Path(__file__).parent.parent / "weights" / "tiny"
-WORLD = create(0)
+WORLD = create(WORLD_SEED)
 SPLITS: tuple[Split, ...] = ("tuning", "test")
 SAMPLE = 150  # of a split's items, where all ways to answer each are looked at
 KINDS: dict[str, Kind] = {"sums": "sum", "word-problems": "word"}

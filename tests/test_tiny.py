@@ -68,7 +68,7 @@ def test_the_same_run_whenever_the_host_looks(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last digit, across lengths at which more of the cache is read."""
-    monkeypatch.setattr(engine, "_MIN_WINDOW", 128)
+    monkeypatch.setattr(engine, "DECODE_WINDOW", 128)
     prompts = ["Guests:", "Once upon a time", "12 + 7 ="]
     requests = [
         Request(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)

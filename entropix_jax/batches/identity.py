@@ -21,7 +21,11 @@ def json_document(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_sidecar(data: bytes, address: str) -> dict[str, Any]:
-    """What a sidecar says."""
+    """What a sidecar says.
+
+    Raises:
+        UserError: it is not the description of a run.
+    """
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from entropix_jax.batches.identity import json_document, parse_sidecar
 from entropix_jax.batches.index import Index
@@ -25,6 +25,57 @@ if sys.platform != "win32":
 PART_RECORDS = 1000
 PART_SECONDS = 60.0
 _STANDARD_OUTPUT = "the output cannot be standard output: a run is resumed from its file"
+
+
+class Sink(Protocol):
+    """An output, line by line, and beside it a sidecar, which says whose results they are.
+
+    A run reads the lines that are there with `resume`, then appends its own.
+
+    Raises:
+        UserError: by each method but the last two: what is there cannot be read or written, is not
+            what it should be, or another run is writing to it.
+    """
+
+    def read_sidecar(self) -> dict[str, Any] | None:
+        """What the sidecar says; None where there is none."""
+        ...
+
+    def write_sidecar(self, content: Mapping[str, Any]) -> None:
+        """Puts a sidecar, in JSON's types, in the place of the old one."""
+        ...
+
+    def is_empty(self) -> bool:
+        """Whether nothing is there yet, the sidecar aside."""
+        ...
+
+    def resume(self, *, whole: bool) -> Iterator[Line]:
+        """The lines that are there; a torn last one is dropped, or refused where `whole`."""
+        ...
+
+    def append(self, data: bytes) -> None:
+        """Adds a line, its line break included; not all of them lie there before `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Makes sure that all lines lie there."""
+        ...
+
+    def finish(self) -> None:
+        """Makes the output whole, under its address alone, once no more lines will come."""
+        ...
+
+    def replace(self, write: Callable[[BinaryIO], None]) -> None:
+        """Puts what `write` writes in the place of the output, at once or not at all."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use of the output."""
+        ...
+
+    def abandon(self) -> None:
+        """The same after an error: of an output that is new, and still empty, nothing stays."""
+        ...
 
 
 class LocalFile:
@@ -242,8 +293,12 @@ class ObjectParts:
             yield from lines_of(file, address, whole=whole)
 
 
-def sink_of(address: str) -> LocalFile | ObjectParts:
-    """Where the results of an address lie."""
+def sink_of(address: str) -> Sink:
+    """Where the results of an address lie.
+
+    Raises:
+        UserError: it cannot be reached, or another run is writing there.
+    """
     fs, path = located(address)
     return LocalFile(address, Path(path)) if is_local(fs) else ObjectParts(address, fs, path)
 
@@ -255,7 +310,11 @@ def _number(path: str) -> int:
 
 
 def check_name(address: str) -> None:
-    """Refuses what no output can be called."""
+    """Checks an output's address.
+
+    Raises:
+        UserError: no output can be called so.
+    """
     if address == "-":
         raise UserError(_STANDARD_OUTPUT)
     if "\0" in address:
@@ -267,7 +326,11 @@ def check_name(address: str) -> None:
 
 
 def check_file(address: str, path: Path) -> None:
-    """Refuses what no local output can be."""
+    """Checks the place of a local output.
+
+    Raises:
+        UserError: no output can be there.
+    """
     with reaching(address, "written"):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{address}: cannot be written: not a regular file")

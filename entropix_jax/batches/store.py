@@ -18,7 +18,7 @@ from entropix_jax.batches.identity import agreed
 from entropix_jax.batches.index import Index
 from entropix_jax.batches.lines import key_of
 from entropix_jax.batches.places import is_local, located, reaching
-from entropix_jax.batches.sinks import LocalFile, ObjectParts, check_file, check_name, sink_of
+from entropix_jax.batches.sinks import Sink, check_file, check_name, sink_of
 from entropix_jax.batches.source import BadRecord, Record, named
 from entropix_jax.errors import UserError
 
@@ -35,7 +35,7 @@ class Store:
     def __init__(
         self,
         address: str,
-        sink: LocalFile | ObjectParts,
+        sink: Sink,
         index: Index,
         sidecar: Mapping[str, Any],
         mix: bool,

@@ -13,20 +13,18 @@ from entropix_jax.sampler.settings import THRESHOLDS
 
 _SHADES = " ·░▒▓█"
 _LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # bits: up, down, left, right
-_HEIGHT = 20
+_WIDTH, _HEIGHT = 66, 20  # of the picture; beside it are numbers and names
 _TICKS = [0.0, *(digit * 10.0**power for power in range(-2, 4) for digit in (1, 2, 5))]
 
 
-def draw_plane(
-    points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes, width: int = 80
-) -> str:
-    """The plane as text of at most `width` columns: where the points are, the boxes, their shares.
+def draw_plane(points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes) -> str:
+    """The plane as text of at most 80 columns: where the points are, the boxes, their shares.
 
     Both axes are scaled by the square root, since most tokens of a text are certain ones; shades
     grow with the logarithm of the count. The last row and column also hold what lies beyond them.
     """
     points = np.asarray(points, np.float32)
-    size = (width - 14, _HEIGHT)  # the rest is for numbers and names
+    size = (_WIDTH, _HEIGHT)
     x, y = (
         _Scale(points[:, i], _bounds_of(i, thresholds, boxes), size[i], spacing=(6, 2)[i])
         for i in (0, 1)

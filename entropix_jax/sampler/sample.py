@@ -64,10 +64,19 @@ def choose(
     rows: Rows,
     arms: tuple[Arm, ...],
 ) -> tuple[Choice, SamplerState]:
-    """Chooses each row's next token from `logits[B, V]`; `params` carries a leading row axis.
+    """Chooses each row's next token. A row that retracts has its last token chosen again instead.
 
-    A row that retracts has its last token chosen again instead. For a row that begins to branch the
-    token and the state are meaningless.
+    Args:
+        logits: float32 [B, V], as the model gave them.
+        stats: the attention of each row's last position.
+        params: each leaf with a leading row axis.
+        state: as the step before left it.
+        rows: the text up to the token to be chosen, and what the row may still do.
+        arms: static, what `params.arms` chooses from.
+
+    Returns:
+        The choices, and the state after them. For a row that begins to branch the token and the
+        state are meaningless; so they are where the choice is not `finite`.
     """
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     log_probs = jax.nn.log_softmax(logits, axis=-1)

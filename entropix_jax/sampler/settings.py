@@ -201,21 +201,33 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def check_key(key: str, where: str) -> None:
-    """Refuses a key that no sampler has, and names the nearest."""
+    """Checks a key; `where` begins the error's line.
+
+    Raises:
+        UserError: no sampler has it; the nearest is named.
+    """
     if key not in _KEYS:
         close = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
         raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
 
 
 def check_values(values: Mapping[str, Any], where: str, arms: Mapping[str, Arm] = ARMS) -> None:
-    """Refuses a value of the wrong type or out of range; the keys are known ones."""
+    """Checks values by themselves; the keys are known ones.
+
+    Raises:
+        UserError: one has the wrong type or is out of range.
+    """
     for key, value in values.items():
         if problem := _problem(key, value, arms):
             raise UserError(f"{where}: {key} = {value!r}: {problem}")
 
 
 def check_whole(values: Mapping[str, Any], where: str) -> None:
-    """Refuses settings that do not go together; all keys are there."""
+    """Checks values against each other; all keys are there.
+
+    Raises:
+        UserError: some do not go together.
+    """
     for low, high in (("h1", "h2"), ("u1", "u2")):
         first, second = values.get(f"thresholds.{low}"), values.get(f"thresholds.{high}")
         if first is not None and second is not None and first > second:

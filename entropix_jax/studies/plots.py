@@ -30,12 +30,12 @@ _TALLEST = 400.0  # inches: a PNG has less than 2^16 lines
 
 
 def draw_plots(findings: Findings, folder: Path) -> list[str]:
-    """Draws what the findings allow, and gives the names of the pictures without their suffixes.
+    """Draws what the findings allow into a folder, which is made where it is missing, and gives the
+    names of the pictures without their suffixes.
 
     Raises:
         UserError: a file cannot be written.
     """
-    folder.mkdir(exist_ok=True)
     names = []
     if findings.lines:
         names.append(_scores(findings, folder))

@@ -31,8 +31,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_by(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
-    """The sampler with other values. Two thresholds that do not go together are refused even where
-    the model's own are still to come: these two stand above them."""
+    """The sampler with other values.
+
+    Raises:
+        UserError: a key or a value that no sampler has, or values that do not go together: two
+            thresholds even where the model's own are still to come, above which these stand.
+    """
     changed = sampler.with_values(values)
     for ends in (("h1", "h2"), ("u1", "u2")):
         low, high = (changed.changes.get(f"thresholds.{name}") for name in ends)

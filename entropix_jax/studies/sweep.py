@@ -3,7 +3,7 @@
 A sweep file is TOML:
 
     description = "..."
-    tasks = ["sums", "facts"]     # names that `tasks.find_task` knows; or prompts = "FILE.jsonl"
+    tasks = ["sums", "facts"]     # names that `tasks.registry` knows; or prompts = "FILE.jsonl"
     items = 100                   # of each task, 0 for all of them
     seeds = [0, 1, 2]
     split = "test"

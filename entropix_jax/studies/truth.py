@@ -16,11 +16,9 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.studies.statistics import Floats
-from entropix_jax.world.corpus import encode_row, write_row
-from entropix_jax.world.facts import create
-from entropix_jax.world.tokenizer import terminal_ids
+from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
+from entropix_jax.world.facts import WORLD_SEED, create
 
-WORLD_SEED = 0
 _LENGTH = 512  # tokens of a text
 
 
@@ -50,14 +48,12 @@ class Truth:
         return float(np.abs(self.model_varentropy - self.true_varentropy).mean())
 
 
-def hold_against_truth(
-    model: LanguageModel, sampler: Sampler, *, texts: int, seed: int = 0
-) -> list[Truth]:
+def hold_against_truth(model: LanguageModel, sampler: Sampler, *, texts: int) -> list[Truth]:
     """Reads texts of the world that were not trained on; regimes with positions, in their order.
 
     Args:
         sampler: whose bounds tell the regimes.
-        texts: of 512 tokens each, drawn with `seed`.
+        texts: of 512 tokens each, always the same ones.
 
     Raises:
         UserError: a model that does not speak the world's language.
@@ -68,7 +64,7 @@ def hold_against_truth(
             f"{model.folder}: does not speak the tiny world's language: its true entropy is known"
             " of no other"
         )
-    world, rng = create(WORLD_SEED), Random(f"held against the truth {seed}")
+    world, rng = create(WORLD_SEED), Random("held against the truth 0")
     found: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in REGIMES}
     for _ in range(texts):
         row = write_row(world, rng, _LENGTH)

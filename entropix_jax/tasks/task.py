@@ -84,6 +84,10 @@ class Task(Protocol):
 
 
 def check_split(split: str) -> None:
-    """Raises a UserError where there is no split of that name."""
+    """Checks the name of a split.
+
+    Raises:
+        UserError: there is none of that name.
+    """
     if split not in get_args(Split):
         raise UserError(f"no split '{split}' (there are {' and '.join(get_args(Split))})")

@@ -28,7 +28,7 @@ from entropix_jax.world.prose import LISTS, tell_story, write_diary, write_profi
 @cache
 def _world() -> facts.World:
     """The one that the embedded model knows."""
-    return facts.create(0)
+    return facts.create(facts.WORLD_SEED)
 
 
 def _digest(text: str) -> bytes:

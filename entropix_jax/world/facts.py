@@ -47,6 +47,9 @@ class World:
         return expected(kind, f" {friend}", likelihood, others)
 
 
+WORLD_SEED = 0  # of the world that the embedded model knows
+
+
 def create(seed: int) -> World:
     """The world of a seed."""
     rng = Random(seed)

@@ -61,11 +61,6 @@ class Sum:
         return self.first + self.second if self.sign == "+" else self.first - self.second
 
     @property
-    def text(self) -> str:
-        """With its result."""
-        return f"{self.first} {self.sign} {self.second} = {self.value}"
-
-    @property
     def split(self) -> Split:
         """1/16 tuning, 1/16 test, 14/16 train."""
         return _split(self.first, self.sign, self.second)
@@ -258,11 +253,6 @@ class Problem:
     @property
     def answer(self) -> int:
         return self.steps[-1].value
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The question as a chat."""
-        return [{"role": "user", "content": self.question}]
 
     def read_answer(self, reply: str) -> int | None:
         """The answer in what followed the prompt or the question; None where there is none."""

@@ -14,11 +14,12 @@ from benchmarks.timing import Timed, seconds_of
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import DecodeState, Recording, init_state
+from entropix_jax.engine import DECODE_WINDOW, MAX_STEPS
 from entropix_jax.information import AttnStats
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.params import Params, init_params
 from entropix_jax.precision import INT8, Precision, choose_precision
-from entropix_jax.preparation import bucket
+from entropix_jax.preparation import PREFILL_WINDOW, bucket, for_rows
 from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import SamplerParams
@@ -26,8 +27,6 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sample import choose
 from entropix_jax.sampler.state import Rows, init_sampler_state
 
-MAX_STEPS = 32
-_LEAST_WINDOW = 512  # as the engine's
 _NOBODY = jnp.full(1, -1, jnp.int32)
 
 
@@ -41,7 +40,7 @@ def sampler_params(
     params = sampler.params(
         num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: [1, 2, 3]
     )
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), params)
+    return for_rows(params, batch)
 
 
 def fresh_state(
@@ -114,7 +113,7 @@ class Ours:
         state, _ = fresh_state(self.config, self.precision, batch, context, capacity)
         state = _filled(state, jnp.int32(context - 1))
         params = sampler_params(sampler, self.config, batch, branching=branching)
-        window = min(bucket(context + steps, _LEAST_WINDOW), capacity)
+        window = min(bucket(context + steps, DECODE_WINDOW), capacity)
         run = partial(
             decode,
             config=self.config,
@@ -139,11 +138,12 @@ class Ours:
 
     def prefill(self, batch: int, tokens: int) -> Timed:
         """A function that reads a prompt into an empty cache, and gives the seconds of it."""
-        capacity = bucket(tokens + 1, 128)
+        capacity = bucket(tokens + 1, PREFILL_WINDOW)
         state, ids = fresh_state(self.config, self.precision, batch, tokens, capacity)
         count = jnp.full(batch, tokens, jnp.int32)
         prompt = jnp.asarray(ids, jnp.int32)
-        run = partial(prefill, config=self.config, window=min(bucket(tokens, 128), capacity))
+        window = min(bucket(tokens, PREFILL_WINDOW), capacity)
+        run = partial(prefill, config=self.config, window=window)
 
         def seconds() -> float:
             nonlocal state
@@ -207,7 +207,7 @@ class Ours:
         state, _ = fresh_state(self.config, self.precision, batch, context, 2048)
         sampler = sampler_params("entropix", self.config, batch)
         tokens, count = jnp.zeros((batch, prompt), jnp.int32), jnp.zeros(batch, jnp.int32)
-        shapes = {"config": self.config, "window": _LEAST_WINDOW}
+        shapes = {"config": self.config, "window": DECODE_WINDOW}
         steps = {"max_steps": MAX_STEPS, "recording": Recording()}
         lowerings: dict[str, Any] = {
             "step": lambda: decode.lower(

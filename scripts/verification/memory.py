@@ -17,6 +17,7 @@ from benchmarks.shape import LLAMA_3_2_1B, write_config
 from benchmarks.start_up import anonymous_bytes
 from rich.console import Console
 from rich.table import Table
+from tiny.tokenizer import tokenizer_config, tokenizer_json
 
 from entropix_jax.checkpoint import save_params
 from entropix_jax.config import load_model_config
@@ -24,7 +25,6 @@ from entropix_jax.memory import plan_memory
 from entropix_jax.params import init_params
 from entropix_jax.precision import choose_precision
 from entropix_jax.resources import resource_folder
-from entropix_jax.world.tokenizer import tokenizer_config, tokenizer_json
 from verification.findings import Line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,11 @@ so any other text encodes too. Nothing is random: the same words give the same b
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from entropix_jax.detokenizer import BYTE_SYMBOLS
 from entropix_jax.world.lexicon import BEGIN, END, PATTERN, SPECIALS, TERMINALS
 
 Pair = tuple[str, str]
@@ -25,14 +26,6 @@ CHAT_TEMPLATE = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
     "{% endif %}"
 )
-
-
-def byte_symbols() -> tuple[str, ...]:
-    """GPT-2's printable stand-in for each byte: itself where it is visible, else from U+0100 on."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    stand_ins = {byte: chr(0x100 + index) for index, byte in enumerate(hidden)}
-    return tuple(stand_ins.get(byte, chr(byte)) for byte in range(256))
 
 
 def learn_merges(words: Iterable[str]) -> list[Pair]:
@@ -67,10 +60,9 @@ def _merge(word: tuple[str, ...], pair: Pair) -> tuple[str, ...]:
 
 def build_tokenizer() -> dict[str, Any]:
     """The content of `tokenizer.json`. Ids: bytes, merges in order, special tokens."""
-    symbols = byte_symbols()
     words = [t for t in TERMINALS if t not in SPECIALS]
-    merges = learn_merges("".join(symbols[byte] for byte in word.encode()) for word in words)
-    tokens = [*symbols, *(left + right for left, right in merges)]
+    merges = learn_merges("".join(BYTE_SYMBOLS[byte] for byte in word.encode()) for word in words)
+    tokens = [*BYTE_SYMBOLS, *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     special_ids = {token: len(vocabulary) + index for index, token in enumerate(SPECIALS)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -151,14 +143,3 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
         "model_max_length": max_length,
         "chat_template": CHAT_TEMPLATE,
     }
-
-
-def terminal_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """The token id of each terminal, from the content of `tokenizer.json`."""
-    symbols = byte_symbols()
-    vocabulary = tokenizer["model"]["vocab"]
-    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    for terminal in TERMINALS:
-        if terminal not in ids:
-            ids[terminal] = vocabulary["".join(symbols[byte] for byte in terminal.encode())]
-    return ids
