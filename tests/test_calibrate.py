@@ -180,7 +180,7 @@ def test_names_that_are_not_utf_8(
     base = tmp_path / os.fsdecode(b"caf\xe9.toml")
     base.write_text('extends = "entropix"\n')
     # In a process of its own, whose standard error takes any name.
-    arguments = ["--texts", strange, "--sampler", base, "--output", output]
+    arguments = ["--texts", str(strange), "--sampler", str(base), "--output", str(output)]
     module = [sys.executable, "-m", "entropix_jax.calibrate"]
     run = subprocess.run([*module, *arguments], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (2, "")
