@@ -21,6 +21,7 @@ import argparse
 import gc
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ from benchmarks.start_up import loading, start_up, write_random_model
 from benchmarks.timing import Timed, figures, ratio, take_turns
 from rich.console import Console
 from rich.table import Table
+
+from entropix_jax.commandline import EXIT_OK, run_command
 
 KINDS = ("decode", "context", "prefill", "sampler", "capacity", "compile", "load")
 FULL, GREEDY = "entropix", "greedy"
@@ -233,7 +236,7 @@ def start_up_table(model: str | None, results: dict[str, dict[str, float]]) -> T
     return table
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -280,7 +283,8 @@ def main() -> None:
         results = {"machine": benchmark.machine, "rows": benchmark.rows, "goals": goals}
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

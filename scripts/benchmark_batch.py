@@ -9,6 +9,7 @@ for, `transformers`' batched `generate`, which waits for the longest row of each
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.loading import LanguageModel, load
@@ -117,7 +119,7 @@ def compare_runs(args: argparse.Namespace) -> None:
     Console().print(table)
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: the embedded model)")
@@ -127,7 +129,8 @@ def main() -> None:
     parser.add_argument("--transformers", action="store_true", help="needs the extra 'parity'")
     args = parser.parse_args()
     compare_runs(args)
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

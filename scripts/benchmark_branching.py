@@ -9,6 +9,7 @@ run without the others, in turns. Without --model it is the embedded model.
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import Recording, init_state
 from entropix_jax.loading import LanguageModel, load
@@ -86,7 +88,7 @@ def seconds_of(
     return run
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
@@ -106,7 +108,8 @@ def main() -> None:
     ratio = statistics.median(one / other for one, other in pairs)
     print(f"{args.rows} rows, {args.branching} of which branch: {1000 * batch:.1f} ms a step")
     print(f"the {args.branching} alone: {1000 * few:.1f} ms a step; ratio {ratio:.2f}")
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -9,6 +9,7 @@ its own sampler; the program that runs them all is compiled once, which is check
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode import decode
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -92,7 +94,7 @@ class Sweep:
         return sum(self.run([row], 1) for row in rows), rows
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder (default: the embedded model)")
@@ -125,7 +127,8 @@ def main() -> None:
     print(f"times as fast: {statistics.median(a / b for a, b in pairs):.1f}")
     print(f"programs compiled for the sweep: {programs}")
     print(f"rows with the same tokens both ways: {equal} of {len(together)}")
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

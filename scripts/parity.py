@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.cache import init_cache
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.config import load_model_config
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
@@ -117,7 +118,7 @@ def compare(folder: Path, prompt: np.ndarray, new_tokens: int) -> tuple[Table, b
     return table, passed
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a checkpoint; written there if missing")
@@ -134,8 +135,8 @@ def main() -> None:
         table, passed = compare(folder, prompt, args.new_tokens)
     Console(width=100).print(table)
     print(f"agreement: {'yes' if passed else 'NO'} (tolerance {LOGIT_TOLERANCE:g})")
-    sys.exit(0 if passed else 1)
+    return EXIT_OK if passed else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

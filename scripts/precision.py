@@ -10,6 +10,7 @@ text, at temperature 1; without --model it is the embedded model.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.cache import init_cache
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import apply_noise_floor, measure
@@ -101,7 +103,7 @@ def same_until(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,7 +147,8 @@ def main() -> None:
     for key in columns[0]:
         table.add_row(key, *(column[key] for column in columns))
     Console().print(table)
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -7,6 +7,7 @@ The text is drawn anew from the generator, whose next-token distribution is exac
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tiny.corpus import Comparison, compare
 
 from entropix_jax.cache import init_cache
 from entropix_jax.checkpoint import load_params
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.config import ModelConfig, load_model_config
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
@@ -86,7 +88,7 @@ def entropy_table(comparison: Comparison) -> Table:
     return table
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=TINY, help="a folder with the tiny model")
@@ -107,7 +109,8 @@ def main() -> None:
         f"token, the model's expected cross-entropy {comparison.excess:.4f} bits above it "
         f"({100 * comparison.excess / comparison.entropy_rate:.1f} %)"
     )
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -32,6 +32,7 @@ from tiny_entropy import entropy_table, measure, teacher_forced
 
 from entropix_jax.cache import init_cache
 from entropix_jax.checkpoint import save_params
+from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.config import ModelConfig, parse_model_config
 from entropix_jax.files import replacing
 from entropix_jax.model import forward, unembed
@@ -315,7 +316,7 @@ def check(
     return met
 
 
-def main() -> None:
+def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
@@ -329,8 +330,8 @@ def main() -> None:
     world = create(WORLD_SEED)
     params = train(config, world, ids, seed=args.seed, steps=args.steps)
     write_folder(args.output, params, config, raw)
-    sys.exit(0 if check(params, config, world, ids, args.seed) else 1)
+    return EXIT_OK if check(params, config, world, ids, args.seed) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))
