@@ -17,17 +17,7 @@ import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import open_alone
-
-FORMAT_VERSION = 1
-
-# What the regimes say of the model, in a word.
-MEANINGS = {
-    "lelv": "certain",
-    "helv": "undecided",
-    "lehv": "forked",
-    "hehv": "scattered",
-    "mid": "between",
-}
+from entropix_jax.vocabulary import TRACE_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +95,7 @@ def header(
     """The header object; `version` is this package's, `seed` None where nothing was drawn."""
     return {
         "type": "header",
-        "format_version": FORMAT_VERSION,
+        "format_version": TRACE_FORMAT,
         "model": model,
         "model_config": asdict(model_config),
         "precision": {k: str(v) for k, v in asdict(precision).items()},
