@@ -1,4 +1,7 @@
-"""The one exception that a user is meant to see."""
+"""The one exception that a user is meant to see, and how its line may end."""
+
+import difflib
+from collections.abc import Sequence
 
 _LONGEST = 1500  # characters of a message: what is quoted in it may have any length
 
@@ -16,3 +19,9 @@ class UserError(Exception):
         if len(line) > _LONGEST:
             line = f"{line[: _LONGEST - 300]} ... {line[-295:]}"
         super().__init__(line)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an error's line: the known name that is most like a wrong one, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f", did you mean '{close[0]}'?" if close else f" (known: {', '.join(known)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
 import os
@@ -13,7 +14,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from entropix_jax.errors import UserError
 
@@ -23,20 +24,34 @@ if sys.platform != "win32":
 _SCRATCH = ".part"  # how the names of temporary folders end
 
 
+@contextmanager
+def opening(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, to be read within the block.
+
+    Raises:
+        UserError: missing or unreadable; also where the block finds it so.
+    """
+    try:
+        try:
+            file = path.open("rb")
+        except ValueError as error:  # a NUL in the path
+            raise UserError(f"{str(path)!r}: not a file name") from error
+        with file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def read_bytes(path: Path) -> bytes:
     """The bytes of a file.
 
     Raises:
         UserError: missing or unreadable.
     """
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a NUL in the path
-        raise UserError(f"{str(path)!r}: not a file name") from error
+    with opening(path) as file:
+        return file.read()
 
 
 def read_text(path: Path) -> str:
@@ -186,6 +201,12 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(scratch / place.name, place)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def allow_long_cells() -> None:
+    """Lets Python read cells of CSV of up to 2**24 characters: its own limit, 128 KiB, is less than
+    a model's context."""
+    csv.field_size_limit(max(csv.field_size_limit(), 2**24))
 
 
 def check_writable(path: Path) -> None:

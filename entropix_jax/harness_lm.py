@@ -20,7 +20,7 @@ import jax
 from entropix_jax import __version__
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, nearest
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
 from entropix_jax.memory import free_bytes, plan_memory
@@ -28,10 +28,10 @@ from entropix_jax.precision import WEIGHTS
 from entropix_jax.preparation import MIN_CAPACITY, bucket, sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler, nearest
+from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import padded_ids
+from entropix_jax.vocabulary import REGIMES
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -31,6 +31,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError
+from entropix_jax.vocabulary import REGIMES
 
 if TYPE_CHECKING:
     from entropix_jax.inspection import InspectedToken
@@ -158,8 +159,6 @@ class _Tally:
             yield token
 
     def to_json(self) -> dict[str, Any]:
-        from entropix_jax.sampler.params import REGIMES
-
         count = max(self._regimes.total(), 1)
         return {
             "tokens": self._regimes.total(),

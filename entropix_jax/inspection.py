@@ -34,10 +34,11 @@ from entropix_jax.preparation import (
     sampler_params,
 )
 from entropix_jax.records import each, extras_fields
-from entropix_jax.sampler.params import REGIMES, SamplerParams
+from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.trace import plain
+from entropix_jax.vocabulary import REGIMES
 
 _CONTEXT = 1024  # most tokens of a segment, unless another number is asked for
 _MAX_CHUNK = 64

@@ -11,9 +11,9 @@ import numpy as np
 from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.branch import Branches
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.state import Observation
 from entropix_jax.trace import plain
+from entropix_jax.vocabulary import REGIMES
 
 Decode = Callable[..., str]  # a tokenizer's
 

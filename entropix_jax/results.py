@@ -9,8 +9,8 @@ from typing import Any
 
 from entropix_jax.errors import UserError
 from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.trace import TokenRecord, TraceWriter, footer
+from entropix_jax.vocabulary import REGIMES
 
 _REPR_TEXT = 50  # characters of a text
 _REPR_ROWS = 10

@@ -1,5 +1,7 @@
 """Templates of the package's own pages, which escape all that they are given."""
 
+from typing import Any
+
 import jinja2
 
 
@@ -14,3 +16,10 @@ def page_template(package: str, name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     return environment.get_template(name)
+
+
+def as_text(value: Any) -> str:
+    """A value of JSON as a line to read."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -20,17 +20,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.files import open_alone
 from entropix_jax.precision import Precision
 from entropix_jax.version import __version__
-
-FORMAT_VERSION = 1
-
-# What the regimes say of the model, in a word.
-MEANINGS = {
-    "lelv": "certain",
-    "helv": "undecided",
-    "lehv": "forked",
-    "hehv": "scattered",
-    "mid": "between",
-}
+from entropix_jax.vocabulary import TRACE_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ def header(
     """The header object; `seed` is None where nothing was drawn."""
     return {
         "type": "header",
-        "format_version": FORMAT_VERSION,
+        "format_version": TRACE_FORMAT,
         "model": model,
         "model_config": asdict(model_config),
         "precision": precision.to_json(),

@@ -29,9 +29,9 @@ from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
 from entropix_jax.preparation import for_rows, sampler_params
 from entropix_jax.results import Request
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
+from entropix_jax.vocabulary import REGIMES
 
 TYPES = ("float32", "bfloat16", "int8")
 ROW, PROMPT, NEW = 256, 16, 128  # tokens of a text, of a prompt, and that are generated

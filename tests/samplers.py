@@ -22,8 +22,9 @@ from entropix_jax.metrics import Metrics
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ACTIONS, Proposal
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import REGIMES, RULES, SamplerParams
+from entropix_jax.sampler.params import RULES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.vocabulary import REGIMES
 from tests.models import random_params, tiny_config
 
 NUM_LAYERS = 2

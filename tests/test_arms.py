@@ -20,9 +20,10 @@ from entropix_jax.sampler.arms import (
     confidence,
     propose,
 )
-from entropix_jax.sampler.params import REGIMES, RULES, SamplerParams, scalars
+from entropix_jax.sampler.params import RULES, SamplerParams, scalars
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
+from entropix_jax.vocabulary import REGIMES
 from tests.samplers import batch_of, metrics_of, params_of
 
 Values = Mapping[str, Any]

@@ -34,11 +34,12 @@ from entropix_jax.results import Event, Request, Row
 from entropix_jax.sampler import arms
 from entropix_jax.sampler.arms import ACTIONS, ARMS, Arm, Proposal
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
-from entropix_jax.sampler.params import MAX_DRAWS, REGIMES, RULES, SamplerParams
+from entropix_jax.sampler.params import MAX_DRAWS, RULES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sample import choose
 from entropix_jax.sampler.state import Rows, Tally, init_sampler_state
 from entropix_jax.trace import TokenRecord
+from entropix_jax.vocabulary import REGIMES
 from tests.folders import token_ids, write_model
 from tests.reference import entropy_bits, log_softmax
 from tests.samplers import EPSILON, Job, attn_stats, batch_of, params_of, start, tiny_model

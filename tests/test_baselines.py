@@ -14,9 +14,10 @@ import pytest
 from entropix_jax.metrics import measure
 from entropix_jax.sampler.arms import ARMS, RowView, propose
 from entropix_jax.sampler.draw import Drawn, truncated_draw
-from entropix_jax.sampler.params import REGIMES, SamplerParams
+from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
+from entropix_jax.vocabulary import REGIMES
 from tests.samplers import attn_stats, batch_of, metrics_of, params_of, proposal_of
 from tests.test_draw import Oracle, below_one, random_logits
 from tests.test_truncation import Kept

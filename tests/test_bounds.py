@@ -12,8 +12,9 @@ from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.results import Request
 from entropix_jax.sampler.arms import ARMS
-from entropix_jax.sampler.params import BOXES, MAX_ATTEMPTS, MAX_DEPTH, MAX_WIDTH, REGIMES
+from entropix_jax.sampler.params import MAX_ATTEMPTS, MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.vocabulary import BOXES, REGIMES
 from tests.folders import token_ids, write_model
 from tests.samplers import Job, params_of
 from tests.test_schedules import BATCH, CAPACITY, Line, play

@@ -33,8 +33,9 @@ from entropix_jax.decode_state import (
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.keys import STREAM_NOISE
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, REGIMES
+from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import terminal_ids
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests import reference

@@ -17,8 +17,8 @@ from entropix_jax import calibrate, main
 from entropix_jax.calibration.boxes import boxes_of, occupancy
 from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests.test_main import Result

@@ -24,10 +24,10 @@ from entropix_jax.calibration.output import calibration_text, preset_text, write
 from entropix_jax.calibration.plane import draw_plane
 from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.params import BOXES, REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.sampler.settings import CALIBRATION_FILE, THRESHOLDS
+from entropix_jax.sampler.settings import CALIBRATION_FILE
+from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
 from tests.samplers import metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")

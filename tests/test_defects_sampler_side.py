@@ -12,8 +12,9 @@ from entropix_jax.decode import decode
 from entropix_jax.decode_state import Recording
 from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
-from entropix_jax.sampler.params import REGIMES, TruncationParams
+from entropix_jax.sampler.params import TruncationParams
 from entropix_jax.sampler.regimes import classify
+from entropix_jax.vocabulary import REGIMES
 from tests.samplers import (
     Job,
     batch_of,

@@ -25,9 +25,10 @@ from entropix_jax.metrics import Metrics
 from entropix_jax.preparation import chunk_size
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
-from entropix_jax.sampler.params import BOXES, SamplerParams
+from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import CALIBRATION_FILE
+from entropix_jax.vocabulary import BOXES
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
 
 TOKENS = 40  # of most runs: more than a chunk of steps

@@ -102,6 +102,14 @@ def test_branches_are_given_the_model() -> None:
     assert inspect.signature(roll_out).parameters["evaluate"].annotation is Evaluate
 
 
+def test_words_are_there_at_once() -> None:
+    """What pages, traces and samplers share imports no arrays, nor anything that does."""
+    vocabulary = "entropix_jax.vocabulary"
+    assert reached(vocabulary) == {vocabulary, "entropix_jax.errors"}
+    roots = {other.partition(".")[0] for name in reached(vocabulary) for other in imported(name)}
+    assert not roots & {"jax", "numpy"}
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_no_module_imports_itself_in_a_circle(name: str) -> None:
     # A package's __init__ may list its own modules.

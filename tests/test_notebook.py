@@ -20,8 +20,8 @@ from entropix_jax.notebook.display import MOST_TOKENS, style
 from entropix_jax.report.page import run_page
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.results import Request, Row, Rows
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.trace import TokenRecord
+from entropix_jax.vocabulary import REGIMES
 from tests.folders import write_model
 from tests.test_terminal import token
 

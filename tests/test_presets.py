@@ -15,11 +15,9 @@ from entropix_jax.metrics import Metrics
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.arms import ARMS, SAMPLE, Proposal, RowView, draw, propose
 from entropix_jax.sampler.params import (
-    BOXES,
     MAX_BANS,
     MAX_THOUGHT,
     MAX_THOUGHTS,
-    REGIMES,
     RULES,
     SECTIONS,
     SamplerParams,
@@ -27,6 +25,7 @@ from entropix_jax.sampler.params import (
 )
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.settings import CALIBRATION_FILE, Sampler
+from entropix_jax.vocabulary import BOXES, REGIMES
 from tests.samplers import EPSILON, encode, metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")

@@ -20,17 +20,16 @@ from entropix_jax.calibration.output import preset_text
 from entropix_jax.errors import UserError
 from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.params import (
-    BOXES,
     LOOP_WINDOW,
     MAX_BANS,
     MAX_THOUGHTS,
-    REGIMES,
     RULES,
     SamplerParams,
     scalars,
 )
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
-from entropix_jax.sampler.settings import THRESHOLDS, Sampler
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
 from tests.examples import examples, tried
 from tests.samplers import EPSILON, NUM_LAYERS
 from tests.test_properties_regimes import numbers, samplers

@@ -12,16 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.params import (
-    BOXES,
-    LOOP_WINDOW,
-    MAX_PERIOD,
-    QUANTITIES,
-    REGIMES,
-    LoopParams,
-)
+from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, LoopParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
+from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES
 from tests.examples import examples, tried
 from tests.samplers import EPSILON, NUM_LAYERS, batch_of, encode, metrics_of
 from tests.test_regimes import SLOTS, around, box_by_hand, classify_each, is_loop, looping_each

@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.precision import choose_precision
-from entropix_jax.report.reading import Trace, TraceReader, read_trace
+from entropix_jax.report.reading import TraceReader
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import TokenRecord, TraceWriter, footer, header, plain
+from entropix_jax.vocabulary import REGIMES
 from tests.examples import examples, tried
 from tests.models import TINY
+from tests.traces import Trace, load_trace
 
 Json = dict[str, Any]
 
@@ -122,7 +123,7 @@ def read(content: bytes) -> Trace:
         path.write_bytes(content)
         raw = b"".join(line.raw for line in TraceReader(path))
         assert content.startswith(raw)
-        return read_trace(path)
+        return load_trace(path)
 
 
 def as_json(value: Any) -> Any:

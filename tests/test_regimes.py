@@ -10,16 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.sampler.params import (
-    LOOP_WINDOW,
-    MAX_PERIOD,
-    QUANTITIES,
-    REGIMES,
-    LoopParams,
-    SamplerParams,
-)
+from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, LoopParams, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify, is_looping
+from entropix_jax.vocabulary import QUANTITIES, REGIMES
 from tests.samplers import batch_of, metrics_of, params_of
 
 classify_each = jax.jit(jax.vmap(classify))

@@ -18,25 +18,25 @@ from typing import Any
 
 import pytest
 
-from entropix_jax import cli, trace
+from entropix_jax import cli
 from entropix_jax.errors import UserError
-from entropix_jax.report import command, embedding, page, reading
+from entropix_jax.report import command, embedding, page, reading, shapes
 from entropix_jax.report.page import check_report, run_page, write_report
-from entropix_jax.report.reading import TraceReader, read_trace
-from entropix_jax.sampler import params, settings
+from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import TokenRecord
+from entropix_jax.vocabulary import BOXES, MEANINGS, REGIMES, TRACE_FORMAT
+from tests.traces import load_trace
 
 Json = dict[str, Any]
 NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
-REGIMES = params.REGIMES
 STATIC = Path(page.__file__).parent / "static"
 
 
 def header(**changes: Any) -> Json:
     fields: Json = {
         "type": "header",
-        "format_version": trace.FORMAT_VERSION,
+        "format_version": TRACE_FORMAT,
         "model": "weights/tiny",
         "sampler": "entropix",
         "sampler_parameters": dict(load_sampler("entropix").values),
@@ -128,18 +128,10 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_a_whole_trace(whole: Path) -> None:
-    found = read_trace(whole)
+    found = load_trace(whole)
     written = [json.loads(line) for line in whole.read_text("utf-8").split("\n")[:-1]]
     assert [found.header, *found.tokens, found.footer] == written
     assert not found.torn
-
-
-def test_what_is_not_needed_is_not_kept(whole: Path) -> None:
-    full, lean = read_trace(whole), read_trace(whole, without=("layers", "top", "branches"))
-    assert all("layers" in token for token in full.tokens)
-    for one, other in zip(full.tokens, lean.tokens, strict=True):
-        dropped = {"layers", "top", "branches"}
-        assert other == {key: value for key, value in one.items() if key not in dropped}
 
 
 def test_a_reader_keeps_no_lines(whole: Path) -> None:
@@ -152,7 +144,9 @@ def test_a_reader_keeps_no_lines(whole: Path) -> None:
     assert not kept
 
 
-@pytest.mark.parametrize("cut", ["in the last token", "in a character", "after a whole line"])
+@pytest.mark.parametrize(
+    "cut", ["in the last token", "at its beginning", "in a character", "after a whole line"]
+)
 def test_a_run_that_was_killed(tmp_path: Path, cut: str) -> None:
     """What is there of it is read, and the page says that the rest is missing."""
     records = [header(), *run_of()]
@@ -160,12 +154,13 @@ def test_a_run_that_was_killed(tmp_path: Path, cut: str) -> None:
     line = lines_of([last])[0].encode()
     part = {
         "in the last token": line[:200],
+        "at its beginning": line[:3],
         "in a character": line[: line.index("é".encode()) + 1],
         "after a whole line": b"",
     }[cut]
     path = tmp_path / "trace.jsonl"
     path.write_bytes("".join(lines_of(records)).encode() + part)
-    found = read_trace(path)
+    found = load_trace(path)
     assert found.tokens == [json.loads(text) for text in lines_of(records[1:])]
     assert found.footer is None
     assert found.torn is bool(part)
@@ -197,8 +192,8 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
     "a token first": ([token(3)], "line 1: not a trace: it does not begin with a header"),
     "half a header": (['{"type": "header", "for'], "line 1: cut off within the header"),
     "a later format": ([header(format_version=2)], "line 1: a trace of format 2, this version"),
-    "no format": ([without(header(), "format_version")], "line 1: a header without 'format_ver"),
-    "no model": ([without(header(), "model")], "line 1: a header without 'model'"),
+    "no format": ([without(header(), "format_version")], "line 1: 'format_version' is missing"),
+    "no model": ([without(header(), "model")], "line 1: 'model' is missing"),
     "a model of a wrong type": ([header(model=1)], "line 1: 'model' is not text"),
     "two headers": ([header(), header()], 'line 2: no line of a trace has the type "header"'),
     "an unknown line": ([header(), {"type": "x"}], 'line 2: no line of a trace has the type "x"'),
@@ -207,12 +202,12 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
     "another text at the end": ([header(), token(3), "Killed"], "line 3: not JSON"),
     "a blank line": ([header(), "\n", token(3)], "line 2: not JSON"),
     "bytes in the middle": ([header(), b'{"type": "\xff"}\n', token(3)], "line 2: not UTF-8"),
-    "NaN": ([header(), token(3, entropy=float("nan"))], "line 2: NaN is no number of a trace"),
+    "NaN": ([header(), token(3, entropy=float("nan"))], "line 2: NaN is no number"),
     "a number too large": (
         [header(), json.dumps(token(3, entropy=0.5)).replace("0.5,", "1e999,", 1) + "\n"],
         "line 2: 'entropy' is not a number",
     ),
-    "a token without a row": ([header(), without(token(3), "row")], "a token without 'row'"),
+    "a token without a row": ([header(), without(token(3), "row")], "line 2: 'row' is missing"),
     "a token of inspect": (
         [header(), without(token(3), "row") | {"context": 3}],
         "line 2: a token of inspect, which generates nothing: a page is made of a run",
@@ -225,12 +220,25 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
         "line 3: position 5 of row 0, where 4 was due: lines are missing",
     ),
     "a token twice": ([header(), token(3), token(3)], "line 3: position 3 of row 0, where 4 was"),
-    "top of a wrong form": ([header(), token(3, top=[[1, 2]])], "'top' must hold token, text and"),
-    "layers of a wrong form": ([header(), token(3, layers=[0.5])], "'layers' must hold a list of"),
-    "branches of a wrong form": ([header(), branching(3, branches=[1])], "'branches' must hold an"),
+    "top of a wrong form": (
+        [header(), token(3, top=[[1, 2]])],
+        "'top[0]' is not a list of 3",
+    ),
+    "a likely token of a wrong type": (
+        [header(), token(3, top=[[1, " a", 0.5], [1, 2, 0.5]])],
+        "line 2: 'top[1][1]' is not text",
+    ),
+    "layers of a wrong form": (
+        [header(), token(3, layers=[0.5])],
+        "'layers[0]' is not a list",
+    ),
+    "branches of a wrong form": (
+        [header(), branching(3, branches=[1])],
+        "'branches[0]' is not an",
+    ),
     "a branch without text": (
         [header(), branching(3, branches=[{"tokens": []}])],
-        "line 2: an entry without 'text'",
+        "line 2: 'branches[0].text' is missing",
     ),
     "branches, no list": (
         [header(), branching(3, branches={})],
@@ -244,19 +252,19 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
         [header(), token(3), bad_footer(tokens=7)],
         "line 3: the footer counts 7 tokens of row 0, the file holds 1",
     ),
-    "a footer without rows": ([header(), without(footer([]), "rows")], "a footer without 'rows'"),
-    "a row of a wrong form": ([header(), footer([], rows=[3])], "'rows' must hold an object"),
+    "a footer without rows": ([header(), without(footer([]), "rows")], "line 2: 'rows' is missing"),
+    "a row of a wrong form": ([header(), footer([], rows=[3])], "'rows[0]' is not an object"),
     "an end of a wrong type": (
         [header(), token(3), bad_footer(finish_reason=["eos"])],
-        "line 3: 'finish_reason' is not text",
+        "line 3: 'rows[0].finish_reason' is not text",
     ),
     "an error of a wrong type": (
         [header(), token(3), bad_footer(error=3)],
-        "line 3: 'error' is not text",
+        "line 3: 'rows[0].error' is not text",
     ),
     "a time of a wrong type": (
         [header(), footer([], timings={"total": "long"})],
-        "line 2: 'total' of 'timings' is not a number",
+        "line 2: 'timings.total' is not a number",
     ),
 }
 
@@ -294,10 +302,16 @@ def conditions(**changes: Any) -> Json:
     [
         (header(sampler_parameters={}), "line 1: the sampler's parameters lack 'regimes.lelv'"),
         (conditions(**{"regimes.mid": None, "regimes.hehv": None}), "lack 'regimes.hehv'"),
-        (conditions(**{"regimes.lehv": ["entropy ~ 3"]}), "'entropy ~ 3' is not a condition"),
-        (conditions(**{"regimes.lehv": ["surprise < 3"]}), "'surprise < 3' is not a condition"),
-        (conditions(**{"regimes.lehv": ["entropy < h9"]}), "'entropy < h9' is not a condition"),
-        (conditions(**{"regimes.lehv": [3]}), "regimes.lehv: 3 is not a condition"),
+        (
+            conditions(**{"regimes.lehv": ["entropy ~ 3"]}),
+            "'entropy ~ 3': expected QUANTITY",
+        ),
+        (
+            conditions(**{"regimes.lehv": ["surprise < 3"]}),
+            "no quantity 'surprise' (known: ",
+        ),
+        (conditions(**{"regimes.lehv": ["entropy < h9"]}), "'h9' is neither a number"),
+        (conditions(**{"regimes.lehv": [3]}), "regimes.lehv: 3: expected QUANTITY"),
         (conditions(**{"thresholds.h2": None}), "'thresholds.h2' is missing"),
     ],
 )
@@ -307,10 +321,10 @@ def test_a_header_whose_boxes_cannot_be_drawn(start: Json, message: str, tmp_pat
 
 
 def test_a_line_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LONGEST_LINE", 5000)
+    monkeypatch.setattr(shapes, "LONGEST_LINE", 5000)
     path = write(tmp_path / "t.jsonl", header(), token(3, text="a" * 5000))
-    with pytest.raises(UserError, match="line 2: too long for a line of a trace"):
-        read_trace(path)
+    with pytest.raises(UserError, match="line 2: too long for a line"):
+        load_trace(path)
 
 
 # The command.
@@ -402,16 +416,11 @@ def test_reports_need_no_jax() -> None:
 
 
 def test_what_is_said_twice_is_the_same() -> None:
-    """The report knows these without the modules that are their home, and that need JAX."""
-    assert reading.FORMAT_VERSION == trace.FORMAT_VERSION
-    assert reading.REGIMES == params.REGIMES
-    assert page.BOXES == params.BOXES
-    assert page.QUANTITIES == params.QUANTITIES
-    assert page.THRESHOLDS == settings.THRESHOLDS
+    """Scripts in a browser have words of their own."""
     script = (STATIC / "regimes.js").read_text("utf-8")
-    assert f"const BOXES = {json.dumps(list(params.BOXES))};" in script
+    assert f"const BOXES = {json.dumps(list(BOXES))};" in script
     shown = re.findall(r'(\w+): \{ title: "\w+", meaning: "(\w+)"', script)
-    assert dict(shown) == trace.MEANINGS
+    assert dict(shown) == MEANINGS
 
 
 # The page.

@@ -14,7 +14,7 @@ import pytest
 from entropix_jax import batch
 from entropix_jax.report import records
 from entropix_jax.report.records import batch_page
-from entropix_jax.sampler.params import REGIMES
+from entropix_jax.vocabulary import REGIMES
 from tests.browsing import (
     Watched,
     all_in_sight,
@@ -77,7 +77,7 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
     "other JSON": ([result(1), {"id": "x"}], "line 2: not the result of a record: no 'id', 'line'"),
     "neither text nor error": (
         [{"id": "a", "line": 1, "digest": "0"}],
-        "line 1: a result without 'error'",
+        "line 1: 'error' is missing",
     ),
     "no tokens": ([{**result(1), "tokens": "3"}], "line 1: 'tokens' is not an integer"),
     "a line of a wrong type": ([{**result(1), "line": 1.5}], "line 1: 'line' is not an integer"),
@@ -85,12 +85,12 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
     "an unknown regime": ([{**result(1), "regimes": {"none": 1}}], 'line 1: no regime "none"'),
     "a count of a wrong type": (
         [{**result(1), "regimes": {"lelv": True}}],
-        "line 1: 'lelv' is not an integer",
+        "line 1: 'regimes.lelv' is not an integer",
     ),
-    "NaN": ([{**result(1), "mean_entropy": float("nan")}], "NaN is no number of a result"),
+    "NaN": ([{**result(1), "mean_entropy": float("nan")}], "line 1: NaN is no number"),
     "a time of a wrong type": (
         [{**result(1), "timings": {"seconds": None}}],
-        "line 1: 'seconds' is not a number",
+        "line 1: 'timings.seconds' is not a number",
     ),
     "an end of a wrong type": (
         [{"id": "a", "line": 1, "digest": "0", "error": "e", "finish_reason": ["error"]}],
@@ -100,6 +100,7 @@ DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
         [{**result(1), "token_ids": "1 2"}],
         "line 1: 'token_ids' is not a list",
     ),
+    "another text at the end": ([result(1), "Killed"], "line 2: not JSON"),
     "half a line alone": (['{"id": "r1", "line": 1'], "line 1: cut off: no result is left"),
     "a study's rows": (
         [{**result(1), "phase": "test", "setting": "greedy"}],
@@ -125,8 +126,8 @@ def test_a_description_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "out.jsonl.run.json: not the description of a run" in refused(capsys, tmp_path, path)
     assert "only traces can be put side by side" in refused(capsys, tmp_path, path, path)
     for content, place in (
-        ({"identity": {"sampler": 5}}, "identity.sampler is not an object"),
-        ({"identity": {}, "samplers": {"greedy": {}}}, "samplers.greedy is not text"),
+        ({"identity": {"sampler": 5}}, "'identity.sampler' is not an object"),
+        ({"identity": {}, "samplers": {"greedy": {}}}, "'samplers.greedy' is not text"),
         ({"identity": {}, "earlier": 3}, "earlier is not a list"),
     ):
         (tmp_path / "out.jsonl.run.json").write_text(json.dumps({"format_version": 1} | content))

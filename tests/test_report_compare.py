@@ -13,9 +13,8 @@ import pytest
 from entropix_jax import main
 from entropix_jax.report import command
 from entropix_jax.report.comparing import comparison_page
-from entropix_jax.report.reading import Trace, read_trace
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.vocabulary import REGIMES
 from tests.browsing import (
     Watched,
     frames,
@@ -26,6 +25,7 @@ from tests.browsing import (
     watched_page,
 )
 from tests.test_report import NASTY, footer, header, run_of, token, write
+from tests.traces import Trace, load_trace
 
 Json = dict[str, Any]
 SAMPLERS = {"greedy": "0", "temperature": "1", "entropix": "0"}
@@ -108,7 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trace]]:
         options += ["--sampler", sampler, "--trace", str(path), "--trace-top", "3"]
         assert main.main(options) == 0
     assert report(*paths, "--output", folder / "page.html") == 0
-    return folder / "page.html", [read_trace(path) for path in paths]
+    return folder / "page.html", [load_trace(path) for path in paths]
 
 
 @pytest.fixture(scope="module")

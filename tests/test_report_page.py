@@ -18,10 +18,9 @@ import pytest
 from entropix_jax import main
 from entropix_jax.report import page as report_page
 from entropix_jax.report.page import run_page, write_report
-from entropix_jax.report.reading import Trace, read_trace
-from entropix_jax.sampler.params import QUANTITIES, REGIMES
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
+from entropix_jax.vocabulary import QUANTITIES, REGIMES, THRESHOLDS
 from tests.browsing import (
     Watched,
     frames,
@@ -33,6 +32,7 @@ from tests.browsing import (
 )
 from tests.samplers import metrics_of, params_of
 from tests.test_report import NASTY, footer, header, run_of, token, write
+from tests.traces import Trace, load_trace
 
 # A run of the embedded model in which everything happens.
 RUN = [
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
     folder = tmp_path_factory.mktemp("run")
     trace, output = folder / "trace.jsonl", folder / "page.html"
     assert main.main([*RUN, "--trace", str(trace), "--report", str(output)]) == 0
-    return output, read_trace(trace)
+    return output, load_trace(trace)
 
 
 @pytest.fixture(scope="module")
@@ -543,7 +543,7 @@ def test_the_page_sorts_as_the_sampler_does(
     """Thousands of points, many of them on a bound or next to one, in float32's own steps."""
     sampler = load_sampler(preset).with_values(changes)
     boxes = report_page._boxes(dict(sampler.values), Path("trace"))
-    thresholds = {n: sampler.values.get(f"thresholds.{n}") for n in report_page.THRESHOLDS}
+    thresholds = {n: sampler.values.get(f"thresholds.{n}") for n in THRESHOLDS}
     draw = np.random.default_rng(0)
     count = 6000
     points = draw.uniform(0, [7, 7, 1, 1], (count, 4)).astype(np.float32)

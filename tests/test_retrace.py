@@ -14,10 +14,11 @@ from entropix_jax.decode import answer, decode, prefill
 from entropix_jax.decode_state import Recording
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.arms import ARMS, BRANCH, INJECT
-from entropix_jax.sampler.params import QUANTITIES, REGIMES, RULES, SamplerParams, scalars
+from entropix_jax.sampler.params import RULES, SamplerParams, scalars
 from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sample import choose
 from entropix_jax.sampler.state import init_sampler_state
+from entropix_jax.vocabulary import QUANTITIES, REGIMES
 from tests.samplers import (
     Job,
     attn_stats,

@@ -14,10 +14,11 @@ import pytest
 from entropix_jax.information import AttnStats
 from entropix_jax.metrics import apply_noise_floor
 from entropix_jax.sampler.branch import Branches, roll_out
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, REGIMES, SamplerParams
+from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sample import observe
 from entropix_jax.sampler.state import Rows
+from entropix_jax.vocabulary import REGIMES
 from tests.reference_branch import Case, Outcome, Reading, step
 from tests.samplers import EPSILON, NUM_HEADS, NUM_LAYERS, attn_stats, batch_of, encode
 

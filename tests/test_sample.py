@@ -23,9 +23,10 @@ from entropix_jax.sampler.arms import (
     draw,
 )
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
-from entropix_jax.sampler.params import MAX_DRAWS, REGIMES, SamplerParams
+from entropix_jax.sampler.params import MAX_DRAWS, SamplerParams
 from entropix_jax.sampler.sample import Choice, begin_thoughts, choose
 from entropix_jax.sampler.state import Rows, SamplerState, init_sampler_state
+from entropix_jax.vocabulary import REGIMES
 from tests.samplers import EPSILON, PLAIN, attn_stats, batch_of, params_of
 
 VOCAB = 128

@@ -25,7 +25,8 @@ from entropix_jax.decode_state import (
 )
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ACTIONS, ARMS
-from entropix_jax.sampler.params import REGIMES, RULES
+from entropix_jax.sampler.params import RULES
+from entropix_jax.vocabulary import REGIMES
 from tests.models import fill_unused, logits_of, run, teacher_forced
 from tests.samplers import Job, batch_of, params_of, start, tiny_model
 

@@ -45,7 +45,6 @@ from entropix_jax.records import Outcome
 from entropix_jax.results import Event, Request
 from entropix_jax.running import RunningRow
 from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.studies import study, trials
 from entropix_jax.studies.plots import draw_plots
@@ -54,6 +53,7 @@ from entropix_jax.studies.tables import COLUMNS
 from entropix_jax.studies.truth import hold_against_truth
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.trace import TokenRecord
+from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests.folders import MAX_POSITIONS, write_model
@@ -826,7 +826,7 @@ MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
     (evaluate, {"--task": "own.py:NONE"}, "task 'words': no items in its split 'test'"),
     (evaluate, {"--task": ("own.py:WORDS", "own.py:SAME")}, "two tasks are called 'words'"),
     (evaluate, {"--task": "gsm8k:g.jsonl", "--tune": 2}, "tuning needs problems of its own"),
-    (evaluate, {"--task": "gsm8k:none.jsonl"}, "none.jsonl: cannot be read: No such file"),
+    (evaluate, {"--task": "gsm8k:none.jsonl"}, "none.jsonl: no such file"),
     (evaluate, {"--sampler": "gredy"}, "no sampler preset 'gredy'"),
     (evaluate, {"--sampler": ("own.toml", "./own.toml")}, "two settings are called 'own'"),
     (evaluate, {"--sampler": ("own.toml", "./own.toml"), "--tune": 2}, "two are called 'own'"),

@@ -559,7 +559,7 @@ def test_a_file_without_problems_is_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("\n")
     for name, message in [
         ("empty.jsonl", "holds no problems"),
-        ("none.jsonl", "cannot be read: No such file"),
+        ("none.jsonl", "no such file"),
         ("", "cannot be read: Is a directory"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 from entropix_jax.batches.index import Index, hash_of
 from entropix_jax.batches.places import guarded, is_compressed, is_local, located, opened
 from entropix_jax.errors import UserError
+from entropix_jax.files import allow_long_cells
 
 FIELDS = ("prompt", "messages", "id", "sampler", "max_new_tokens", "seed")
 COLUMNS = tuple(name for name in FIELDS if name != "messages")
-LONGEST_CELL = 2**24  # characters; Python's own limit, 128 KiB, is less than a model's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _json_fields(text: bytes) -> Mapping[str, Any] | str:
 
 
 def _csv_rows(file: BinaryIO, address: str) -> Iterator[_Row]:
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
+    allow_long_cells()
     lines: list[str] = []  # of the record that is being read
 
     def kept() -> Iterator[str]:

@@ -3,15 +3,14 @@
 Bounds are held against the points in float32, as the sampler does it.
 """
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.params import BOXES, QUANTITIES, REGIMES
-from entropix_jax.sampler.settings import THRESHOLDS, Sampler
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES, THRESHOLDS, read_condition
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
@@ -38,15 +37,14 @@ def boxes_of(sampler: Sampler) -> Boxes:
     for box in BOXES:
         conditions = []
         for text in sampler.values[f"regimes.{box}"]:
-            quantity, sign, bound = re.split(r"\s*([<>])\s*", text.strip())
+            quantity, sign, bound = read_condition(text)
             axis = QUANTITIES.index(quantity)
-            name = bound in THRESHOLDS
-            if axis > 1 or (name and THRESHOLDS.index(bound) // 2 != axis):
+            if axis > 1 or (isinstance(bound, str) and THRESHOLDS.index(bound) // 2 != axis):
                 raise UserError(
                     f"{sampler.name}: regimes.{box}: '{text}' cannot be calibrated: "
                     "h1 and h2 must bound entropy, u1 and u2 varentropy, and nothing else be bound"
                 )
-            conditions.append(Condition(axis, sign, bound if name else float(bound)))
+            conditions.append(Condition(axis, sign, bound))
         boxes.append(tuple(conditions))
     used = {condition.bound for box in boxes for condition in box}
     if unused := [name for name in THRESHOLDS if name not in used]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.files import opening
 from entropix_jax.report.page import run_page
 
 _NONE = "not a trace, a batch's output or a study's folder"
@@ -61,17 +62,10 @@ def _kind(path: Path) -> str:
 
 
 def _first_line(path: Path) -> bytes:
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: not a regular file: save it in one")
-        with path.open("rb") as file:
-            first = file.readline(_PEEKED)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:  # a NUL in the path
-        raise UserError(f"{str(path)!r}: not a file name") from None
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file: save it in one")
+    with opening(path) as file:
+        first = file.readline(_PEEKED)
     if not first:
         raise UserError(f"{path}: empty: {_NONE}")
     return first

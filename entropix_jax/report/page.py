@@ -1,7 +1,6 @@
 """Pages: a template, the data it carries, and the scripts that show it."""
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,7 @@ from entropix_jax.report.embedding import digest, packed, plotly_source, script,
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.templating import page_template
 from entropix_jax.version import __version__
-
-# As in `sampler.params` and `sampler.settings`, which need JAX. A test compares them.
-BOXES = ("lelv", "helv", "lehv", "hehv")
-QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
-THRESHOLDS = ("h1", "h2", "u1", "u2")
+from entropix_jax.vocabulary import BOXES, THRESHOLDS, read_condition
 
 _ENDS = {
     "eos": "an end token",
@@ -32,7 +27,6 @@ _STYLES = {
     "batch": ["page", "tables"],
     "study": ["page", "compare", "tables"],
 }
-_CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 
 
 def check_report(output: Path, *inputs: Path | str | None) -> None:
@@ -158,20 +152,17 @@ def _boxes(parameters: dict[str, Any], trace: Path) -> dict[str, list[dict[str, 
 
 
 def _condition(text: Any, parameters: dict[str, Any], box: str, trace: Path) -> dict[str, Any]:
-    match = _CONDITION.fullmatch(text) if isinstance(text, str) else None
     problem = f"{trace}: line 1: regimes.{box}: {text!r}"
-    if match is None or match[1] not in QUANTITIES:
-        raise UserError(f"{problem} is not a condition")
-    quantity, sign, bound = match.groups()
-    if bound in THRESHOLDS:
+    try:
+        quantity, sign, bound = read_condition(str(text))
+    except ValueError as error:
+        raise UserError(f"{problem}: {error}") from None
+    if isinstance(bound, str):
         value = parameters.get(f"thresholds.{bound}")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise UserError(f"{problem}: 'thresholds.{bound}' is missing")
         return {"quantity": quantity, "sign": sign, "name": bound}
-    try:
-        return {"quantity": quantity, "sign": sign, "value": float(bound)}
-    except ValueError:
-        raise UserError(f"{problem} is not a condition") from None
+    return {"quantity": quantity, "sign": sign, "value": bound}
 
 
 def render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:

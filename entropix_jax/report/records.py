@@ -3,26 +3,30 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from entropix_jax.batches.identity import parse_sidecar
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_bytes
 from entropix_jax.report.embedding import packed
 from entropix_jax.report.page import ended, render
-from entropix_jax.report.reading import KINDS, LONGEST_LINE, NUMBER, REGIMES, is_kind
+from entropix_jax.report.shapes import Each, JsonLines, Maybe, check_regimes, check_shape
 
 MOST_BYTES = 8_000_000  # of a page that opens at once everywhere
 OWN_SAMPLER = "the run's own"
-_RESULT: Mapping[str, type] = {
+_SIDECAR = {"identity": {"sampler?": dict}, "samplers?": Each(str)}
+_ANY = {"id": Maybe(str), "line": int, "digest": str, "finish_reason?": Maybe(str)}
+_FAILED = _ANY | {"error": str}
+_RESULT = _ANY | {
     "text": str,
-    "tokens": int,
-    "forwards": int,
-    "retracted": int,
-    "regimes": dict,
-    "actions": dict,
-    "timings": dict,
+    **dict.fromkeys(("tokens", "forwards", "retracted"), int),
+    **dict.fromkeys(("regimes", "actions"), Each(int)),
+    "timings": Each(float),
+    **dict.fromkeys(("error?", "sampler_digest?"), Maybe(str)),
+    "token_ids?": list,
+    **dict.fromkeys(("mean_entropy?", "mean_varentropy?"), float),
 }
 
 
@@ -71,14 +75,11 @@ def _lines(records: list[dict[str, Any]], without: tuple[str, ...]) -> Iterator[
         yield json.dumps(kept).encode() + b"\n"
 
 
-class RecordReader:
-    """Reads what a batch wrote. `torn` says that its last line was cut off."""
+@dataclass
+class RecordReader(JsonLines):
+    """Reads what a batch wrote."""
 
-    def __init__(self, path: Path) -> None:
-        self.torn = False
-        self._path = path
-        self._number = 0
-        self._sidecar: Mapping[str, Any] = {}
+    _sidecar: Mapping[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """What the page says of the run, as far as the file beside the output says it.
@@ -86,19 +87,14 @@ class RecordReader:
         Raises:
             UserError: that file is not the description of a run.
         """
-        path = self._path.with_name(f"{self._path.name}.run.json")
+        path = self.path.with_name(f"{self.path.name}.run.json")
         if path.is_file():
             self._sidecar = parse_sidecar(read_bytes(path), str(path))
+            check_shape(self._sidecar, _SIDECAR, str(path))
         identity = self._sidecar.get("identity", {})
-        for place, value, kind in (
-            ("identity.sampler", identity.get("sampler", {}), dict),
-            *((f"samplers.{k}", v, str) for k, v in self._sidecar.get("samplers", {}).items()),
-        ):
-            if not is_kind(value, kind):
-                raise UserError(f"{path}: {place} is not {KINDS[kind]}")
         names = ("model", "input", "seed", "max_new_tokens", "context", "version")
         return {
-            "name": self._path.name,
+            "name": self.path.name,
             "known": bool(identity),
             **{name: identity.get(name) for name in names},
             "mixed": len(self._sidecar.get("earlier", [])) > 0,
@@ -112,18 +108,9 @@ class RecordReader:
             UserError: the file cannot be read, or a line is not the result of a record: one line
                 that names it.
         """
-        try:
-            with self._path.open("rb") as file:
-                while raw := file.readline(LONGEST_LINE):
-                    self._number += 1
-                    record = self._parse(raw)
-                    if record is None:
-                        self.torn = True
-                        return
-                    self._check(record)
-                    yield record
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be read: {error.strerror}") from None
+        for line in self:
+            self._take(line.record)
+            yield line.record
 
     def asked(
         self, records: list[dict[str, Any]]
@@ -157,67 +144,21 @@ class RecordReader:
 
     def _input(self, address: str) -> Path | None:
         """The file that was read, as it was called or beside the output."""
-        for path in (Path(address), self._path.parent / Path(address).name):
+        for path in (Path(address), self.path.parent / Path(address).name):
             try:
-                if path.is_file() and not path.samefile(self._path):
+                if path.is_file() and not path.samefile(self.path):
                     return path
             except (OSError, ValueError):
                 continue
         return None
 
-    def _parse(self, raw: bytes) -> dict[str, Any] | None:
-        """A line's object; None of a last line that was cut off."""
-        try:
-            record = json.loads(raw.decode(), parse_constant=self._no_number)
-        except (ValueError, RecursionError) as error:
-            if not raw.endswith(b"\n") and len(raw) < LONGEST_LINE:
-                return None
-            self._refuse(f"not {'UTF-8' if isinstance(error, UnicodeDecodeError) else 'JSON'}")
-        if not isinstance(record, dict):
-            self._refuse("not a JSON object")
-        return record
-
-    def _check(self, record: dict[str, Any]) -> None:
+    def _take(self, record: dict[str, Any]) -> None:
         if not {"id", "line", "digest"} <= record.keys():
             self._refuse("not the result of a record: no 'id', 'line' and 'digest'")
         if "setting" in record and "phase" in record:
-            self._refuse(f"a row of a study: give its folder, {self._path.parent}")
-        if record["id"] is not None:
-            self._check_field(record, "id", str)
-        self._check_field(record, "line", int)
-        self._check_field(record, "digest", str)
-        if record.get("finish_reason") is not None:
-            self._check_field(record, "finish_reason", str)
-        if "text" not in record:
-            self._check_field(record, "error", str)
-            return
-        for name, kind in _RESULT.items():
-            self._check_field(record, name, kind)
-        if unknown := sorted(record["regimes"].keys() - set(REGIMES)):
-            self._refuse(f"no regime {json.dumps(unknown[0])}")
-        for name in ("regimes", "actions", "timings"):
-            for key in record[name]:
-                self._check_field(record[name], key, NUMBER if name == "timings" else int)
-        for name in ("error", "sampler_digest"):
-            if record.get(name) is not None:
-                self._check_field(record, name, str)
-        if "token_ids" in record:
-            self._check_field(record, "token_ids", list)
-        for name in ("mean_entropy", "mean_varentropy"):
-            if name in record:
-                self._check_field(record, name, NUMBER)
-
-    def _check_field(self, record: Mapping[str, Any], name: str, kind: Any) -> None:
-        if name not in record:
-            self._refuse(f"a result without '{name}'")
-        if not is_kind(record[name], kind):
-            self._refuse(f"'{name}' is not {KINDS.get(kind, 'a number')}")
-
-    def _no_number(self, name: str) -> NoReturn:
-        self._refuse(f"{name} is no number of a result")
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise UserError(f"{self._path}: line {self._number}: {problem}")
+            self._refuse(f"a row of a study: give its folder, {self.path.parent}")
+        self._check(record, _RESULT if "text" in record else _FAILED)
+        check_regimes(record.get("regimes", ()), self._where)
 
 
 def _conversation(messages: tuple[dict[str, Any], ...]) -> str:

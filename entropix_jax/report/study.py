@@ -6,36 +6,33 @@ was answered.
 """
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_text
+from entropix_jax.files import allow_long_cells, opening, read_bytes
 from entropix_jax.report.embedding import packed
 from entropix_jax.report.page import ended, render
-from entropix_jax.report.reading import KINDS, NUMBER, REGIMES, is_kind
 from entropix_jax.report.records import MOST_BYTES
+from entropix_jax.report.shapes import Each, Maybe, check_regimes, check_shape, json_object
+from entropix_jax.templating import as_text
+from entropix_jax.vocabulary import FINDINGS_FORMAT
 
-FIGURES_VERSION = 1  # as in `studies.figures`, which needs JAX; a test compares them
 _ABOUT, _FINDINGS, _RESULTS = "study.json", "findings.json", "results.csv"
-_LONGEST_CELL = 2**24  # characters
 
-
-class _Maybe:
-    """A value that may be null."""
-
-    def __init__(self, shape: Any) -> None:
-        self.shape = shape
-
-
-_INTERVAL = {"value": _Maybe(NUMBER), "low": _Maybe(NUMBER), "high": _Maybe(NUMBER)}
-_DIFFERENCE = _Maybe(_INTERVAL | {"verdict": str})
-_BIN = dict.fromkeys(("low", "high", "mean", "right"), NUMBER) | {"number": int}
+_INTERVAL = {"value": Maybe(float), "low": Maybe(float), "high": Maybe(float)}
+_DIFFERENCE = Maybe(_INTERVAL | {"verdict": str})
+_BIN = dict.fromkeys(("low", "high", "mean", "right"), float) | {"number": int}
 _COUNTS = ("tokens", "rows", "positions", "errors", "retracted")
-_SHAPE = {
+_ABOUT_SHAPE = {
+    "settings": Each({"sampler": str, "parameters": dict}),
+    "description?": Maybe(str),
+}
+_FINDINGS_SHAPE = {
     "tasks": [str],
     "baseline": str,
     "items": [{"task": str, "item": str}],
@@ -45,26 +42,27 @@ _SHAPE = {
             "sampler": str,
             "varied": dict,
             **dict.fromkeys(_COUNTS, int),
-            **dict.fromkeys(("regimes", "actions", "finish"), dict),
-            "scores": [_Maybe(NUMBER)],
-            "forwards": [NUMBER],
-            "line": _Maybe(
+            "regimes": Each(int),
+            **dict.fromkeys(("actions", "finish"), dict),
+            "scores": [Maybe(float)],
+            "forwards": [float],
+            "line": Maybe(
                 {
                     "score": _INTERVAL,
-                    "by_task": [NUMBER],
-                    "forwards": NUMBER,
+                    "by_task": [float],
+                    "forwards": float,
                     **dict.fromkeys(
                         ("over_baseline", "at_equal_forwards", "over_base"), _DIFFERENCE
                     ),
-                    "votes": [{"samples": int, "forwards": NUMBER, "score": _INTERVAL}],
+                    "votes": [{"samples": int, "forwards": float, "score": _INTERVAL}],
                 }
             ),
         }
     ],
-    "predictors": [{"setting": str, "task": str, "auroc": dict}],
+    "predictors": [{"setting": str, "task": str, "auroc": Each(_INTERVAL)}],
     "reliability": [{"setting": str, "bins": [_BIN]}],
-    "truth": [{"regime": str, "true_entropy": NUMBER, "model_entropy": NUMBER}],
-    "tuned": [{"sampler": str, "candidates": int, "score": NUMBER, "values": dict}],
+    "truth": [{"regime": str, "true_entropy": float, "model_entropy": float}],
+    "tuned": [{"sampler": str, "candidates": int, "score": float, "values": dict}],
 }
 _COLUMNS = {"task", "item", "setting", "seed", "score", "answer", "expected", "finish_reason"}
 _COLUMNS |= {"error", "tokens", "forwards", "text"}
@@ -86,7 +84,7 @@ def study_page(folder: Path) -> str:
             raise UserError(f"{folder / _ABOUT}: lacks setting {json.dumps(name)}")
     facts = {
         "name": folder.resolve().name,
-        "about": {k: _line(v) for k, v in about.items() if k not in ("settings", "description")},
+        "about": {k: as_text(v) for k, v in about.items() if k not in ("settings", "description")},
         "description": about.get("description") or "",
         "settings": len(settings),
         "items": len(findings["items"]),
@@ -122,12 +120,8 @@ def _about(folder: Path) -> dict[str, Any]:
             f"{folder}: no {_ABOUT}: not the folder of a study, or of one that has not come to its"
             " end: the command that began it goes on with it"
         )
-    about = _object(path)
-    _fit(about, {"settings": dict}, path, "")
-    if about.get("description") is not None:
-        _fit(about, {"description": str}, path, "")
-    for name, one in about["settings"].items():
-        _fit(one, {"sampler": str, "parameters": dict}, path, f"settings.{name}")
+    about = json_object(read_bytes(path), str(path))
+    check_shape(about, _ABOUT_SHAPE, str(path))
     return about
 
 
@@ -138,19 +132,17 @@ def _findings(folder: Path) -> dict[str, Any]:
             f"{folder}: no {_FINDINGS}: an earlier version made this study: the same command"
             " writes it, and runs no row again"
         )
-    findings = _object(path)
+    findings = json_object(read_bytes(path), str(path))
     version = findings.get("format_version")
-    if version != FIGURES_VERSION:
-        raise UserError(f"{path}: of format {version}, this version reads {FIGURES_VERSION}")
-    _fit(findings, _SHAPE, path, "")
+    if version != FINDINGS_FORMAT:
+        raise UserError(f"{path}: of format {version}, this version reads {FINDINGS_FORMAT}")
+    check_shape(findings, _FINDINGS_SHAPE, str(path))
     for number, one in enumerate(findings["settings"]):
-        where = f"settings[{number}]"
+        where = f"{path}: settings[{number}]"
         for name in ("scores", "forwards"):
             if len(one[name]) != len(findings["items"]):
-                raise UserError(f"{path}: {where}.{name}: not one for each of the items")
-        _fit(one["regimes"], dict.fromkeys(one["regimes"], int), path, f"{where}.regimes")
-        if unknown := sorted(one["regimes"].keys() - set(REGIMES)):
-            raise UserError(f"{path}: {where}.regimes: no regime {json.dumps(unknown[0])}")
+                raise UserError(f"{where}.{name}: not one for each of the items")
+        check_regimes(one["regimes"], f"{where}.regimes")
     _agree(findings, path)
     return findings
 
@@ -170,45 +162,10 @@ def _agree(findings: Mapping[str, Any], path: Path) -> None:
         if sizes[0] != sizes[1]:
             raise UserError(f"{where}.votes: not as those of settings[0]")
     for number, one in enumerate(findings["predictors"]):
-        where, auroc = f"predictors[{number}].auroc", one["auroc"]
-        _fit(auroc, dict.fromkeys(auroc, _INTERVAL), path, where)
-        if auroc.keys() != findings["predictors"][0]["auroc"].keys():
-            raise UserError(f"{path}: {where}: not of the same measures as predictors[0]")
-
-
-def _object(path: Path) -> dict[str, Any]:
-    def no_number(name: str) -> NoReturn:
-        raise UserError(f"{path}: {name} is no number of a study")
-
-    try:
-        content = json.loads(read_text(path), parse_constant=no_number)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}: not JSON: damaged or cut off") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not JSON") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return content
-
-
-def _fit(value: Any, shape: Any, path: Path, where: str) -> None:
-    """Refuses what has not the shape that it must have: the first place at which it is so."""
-    if isinstance(shape, _Maybe):
-        if value is not None:
-            _fit(value, shape.shape, path, where)
-        return
-    kind: Any = type(shape) if isinstance(shape, dict | list) else shape
-    if not is_kind(value, kind):
-        raise UserError(f"{path}: {where or 'the file'} is not {KINDS.get(kind, 'a number')}")
-    if isinstance(shape, dict):
-        for name, inner in shape.items():
-            place = f"{where}.{name}" if where else name
-            if name not in value:
-                raise UserError(f"{path}: {place} is missing")
-            _fit(value[name], inner, path, place)
-    elif isinstance(shape, list):
-        for number, one in enumerate(value):
-            _fit(one, shape[0], path, f"{where}[{number}]")
+        if one["auroc"].keys() != findings["predictors"][0]["auroc"].keys():
+            raise UserError(
+                f"{path}: predictors[{number}].auroc: not of the same measures as predictors[0]"
+            )
 
 
 def _answers(path: Path, findings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -237,11 +194,12 @@ def _answers(path: Path, findings: Mapping[str, Any]) -> Iterator[dict[str, Any]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    allow_long_cells()
     reader: Any = None
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+        with opening(path) as file:
+            lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            reader = csv.DictReader(lines, strict=True)
             missing = sorted(_COLUMNS - set(reader.fieldnames or ()))
             if missing:
                 raise UserError(f"{path}: line 1: no column '{missing[0]}'")
@@ -255,8 +213,6 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         raise UserError(f"{path}: line {reader.line_num}: not CSV: {error}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _lines(answers: list[dict[str, Any]], texts: bool) -> Iterator[bytes]:
@@ -272,9 +228,3 @@ def _varied(findings: Mapping[str, Any]) -> set[str]:
         for key, value in one["varied"].items():
             values.setdefault(key, set()).add(json.dumps(value))
     return {key for key, found in values.items() if len(found) > 1}
-
-
-def _line(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -12,10 +12,6 @@ from typing import Any
 import jax
 from flax import struct
 
-REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
-BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID
-QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
-
 RULES = ("nucleus", "top_n_sigma", "typical", "eta", "mirostat")  # of truncation
 
 MAX_THOUGHT = 64  # tokens of an injected thought

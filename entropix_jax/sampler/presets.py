@@ -9,18 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, nearest
 from entropix_jax.files import parse_toml, read_toml
 from entropix_jax.resources import resource_folder
-from entropix_jax.sampler.settings import (
-    REQUIRED,
-    THRESHOLDS,
-    Sampler,
-    check_key,
-    check_values,
-    check_whole,
-    nearest,
-)
+from entropix_jax.sampler.settings import REQUIRED, Sampler, check_key, check_values, check_whole
+from entropix_jax.vocabulary import THRESHOLDS
 
 
 def load_sampler(name_or_path: str) -> Sampler:

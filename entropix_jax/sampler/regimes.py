@@ -4,15 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from entropix_jax.metrics import Metrics
-from entropix_jax.sampler.params import (
-    BOXES,
-    LOOP_WINDOW,
-    MAX_PERIOD,
-    QUANTITIES,
-    REGIMES,
-    LoopParams,
-    SamplerParams,
-)
+from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, LoopParams, SamplerParams
+from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 

@@ -5,8 +5,6 @@ sampler's thresholds or stands for itself.
 """
 
 import difflib
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,26 +18,19 @@ from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
 from entropix_jax.sampler.arms import ARMS, Arm
 from entropix_jax.sampler.params import (
-    BOXES,
     LOOP_WINDOW,
     MAX_BANS,
     MAX_THOUGHT,
     MAX_THOUGHTS,
-    QUANTITIES,
-    REGIMES,
     RULES,
     SECTIONS,
     SamplerParams,
     scalars,
 )
+from entropix_jax.vocabulary import BOXES, LARGEST, QUANTITIES, REGIMES, THRESHOLDS, read_condition
 
-THRESHOLDS = ("h1", "h2", "u1", "u2")
 CALIBRATION_FILE = "calibration.json"
 
-# Of a bound or a layer's weight: far past any that is of use, and well within float32.
-_LARGEST = 1e6
-
-_CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
@@ -194,12 +185,6 @@ class Sampler:
         }
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an error's line: the known name that is most like a wrong one, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f", did you mean '{close[0]}'?" if close else f" (known: {', '.join(known)})"
-
-
 def check_key(key: str, where: str) -> None:
     """Checks a key; `where` begins the error's line.
 
@@ -256,13 +241,13 @@ def _problem(key: str, value: Any, arms: Mapping[str, Arm]) -> str | None:
     elif key in ("thresholds.calibrated", "metrics.noise_floor"):
         return _number_problem(value, bool, False, True)
     elif key.startswith("thresholds."):
-        return _number_problem(value, float, 0.0, _LARGEST)
+        return _number_problem(value, float, 0.0, LARGEST)
     elif key == "metrics.layers":
         if value in ("all", "last"):
             return None
-        if not (_is_list(value, float) and all(0 <= v <= _LARGEST for v in value)):
-            return f'must be "all", "last" or a list of weights from 0 to {_LARGEST:g}'
-        if max(value, default=0) < 1 / _LARGEST:
+        if not (_is_list(value, float) and all(0 <= v <= LARGEST for v in value)):
+            return f'must be "all", "last" or a list of weights from 0 to {LARGEST:g}'
+        if max(value, default=0) < 1 / LARGEST:
             return "a list of weights needs one that counts"
     elif key == "inject.thought":
         texts = [value] if isinstance(value, str) else value
@@ -304,16 +289,14 @@ def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarra
     high = np.full_like(low, np.inf)
     for i, box in enumerate(BOXES):
         for condition in values[f"regimes.{box}"]:
-            match = _CONDITION.fullmatch(condition)
             problem = f"{where}: regimes.{box}: {condition!r}"
-            if not match:
-                raise UserError(f"{problem}: expected QUANTITY < NUMBER or QUANTITY > NUMBER")
-            quantity, sign, bound = match.groups()
-            if quantity not in QUANTITIES:
-                raise UserError(
-                    f"{problem}: no quantity '{quantity}'{nearest(quantity, QUANTITIES)}"
-                )
-            number = _bound(bound, values, problem)
+            try:
+                quantity, sign, bound = read_condition(condition)
+            except ValueError as error:
+                raise UserError(f"{problem}: {error}") from None
+            if isinstance(bound, str) and f"thresholds.{bound}" not in values:
+                raise UserError(f"{problem}: thresholds.{bound} is not given")
+            number = float(values[f"thresholds.{bound}"] if isinstance(bound, str) else bound)
             j = QUANTITIES.index(quantity)
             if sign == "<":
                 high[i, j] = min(high[i, j], number)
@@ -324,23 +307,6 @@ def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarra
                     f"{problem}: no {quantity} is above {low[i, j]:g} and below {high[i, j]:g}"
                 )
     return low, high
-
-
-def _bound(text: str, values: Mapping[str, Any], problem: str) -> float:
-    if text in THRESHOLDS:
-        if f"thresholds.{text}" not in values:
-            raise UserError(f"{problem}: thresholds.{text} is not given")
-        return float(values[f"thresholds.{text}"])
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not abs(number) <= _LARGEST:
-        raise UserError(
-            f"{problem}: '{text}' is neither a number up to {_LARGEST:g} "
-            f"nor one of {', '.join(THRESHOLDS)}"
-        )
-    return number
 
 
 def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> Any:

@@ -15,7 +15,7 @@ from entropix_jax.tasks.task import Item, Task
 
 # What a predictor of errors may go by; of all of them a higher value is to mean an error.
 PREDICTORS = ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity")
-_MEASURES = ("perplexity", "distinct_1", "distinct_2", "repetition")
+MEASURES = ("perplexity", "distinct_1", "distinct_2", "repetition")
 
 
 @dataclass
@@ -125,7 +125,7 @@ def _add_row(one: SettingDigest, row: Mapping[str, Any], item: int) -> None:
     one.regimes.update(row["regimes"])
     one.actions.update(row["actions"])
     one.finish[row["finish_reason"]] += 1
-    for name in _MEASURES:
+    for name in MEASURES:
         if (value := row.get(name)) is not None:
             total = one.measures.setdefault(name, [0.0, 0.0])
             total[0] += value

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from entropix_jax.studies.digest import SettingDigest
+from entropix_jax.studies.digest import MEASURES, SettingDigest
 from entropix_jax.studies.statistics import Interval
 from entropix_jax.studies.summary import Findings, Line
-
-FORMAT_VERSION = 1
-_MEASURES = ("perplexity", "distinct_1", "distinct_2", "repetition")
+from entropix_jax.vocabulary import FINDINGS_FORMAT
 
 
 def figures_of(findings: Findings) -> dict[str, Any]:
@@ -23,7 +21,7 @@ def figures_of(findings: Findings) -> dict[str, Any]:
     digest = findings.digest
     lines = {line.setting.name: line for line in findings.lines}
     return {
-        "format_version": FORMAT_VERSION,
+        "format_version": FINDINGS_FORMAT,
         "tasks": digest.tasks,
         "baseline": findings.baseline,
         "items": [
@@ -76,7 +74,7 @@ def _setting(one: SettingDigest) -> dict[str, Any]:
         "regimes": dict(one.regimes),
         "actions": dict(one.actions),
         "finish": dict(one.finish),
-        **{name: _number(one.measure(name)) for name in _MEASURES},
+        **{name: _number(one.measure(name)) for name in MEASURES},
         "scores": [_number(score) for score in one.scores[1]],
         "forwards": one.forwards[1],
     }

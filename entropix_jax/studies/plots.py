@@ -11,8 +11,8 @@ import matplotlib
 import numpy as np
 
 from entropix_jax.files import replacing
-from entropix_jax.sampler.params import REGIMES
 from entropix_jax.studies.summary import Findings, Line
+from entropix_jax.vocabulary import REGIMES
 
 # Drawn into files alone, the same bytes each time.
 matplotlib.use("Agg")

@@ -45,6 +45,7 @@ from entropix_jax.studies.trials import (
 from entropix_jax.studies.truth import hold_against_truth, speaks_of_the_world
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Split, Task
+from entropix_jax.templating import as_text
 from entropix_jax.version import checked_out_commit
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
@@ -225,7 +226,7 @@ class Study:
         about = self._about(settings, len(results))
         _write_json(folder / "study.json", about | {"settings": self._parameters(settings)})
         _write_json(folder / "findings.json", figures_of(findings), indent=None)
-        lines = {name: _line(value) for name, value in about.items()}
+        lines = {name: as_text(value) for name, value in about.items()}
         pictures = draw_plots(findings, folder / "plots")
         page = summary(findings, lines) + "".join(
             f"\n![{name}](plots/{name}.png)\n" for name in pictures
@@ -306,13 +307,6 @@ def _code_of(task: Task) -> str | None:
 
 def _about_the_world(tasks: Sequence[Task]) -> bool:
     return any(type(task).__module__ == "entropix_jax.tasks.tiny" for task in tasks)
-
-
-def _line(value: Any) -> str:
-    """A value as a line of the summary."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _write_json(path: Path, content: Any, indent: int | None = 1) -> None:

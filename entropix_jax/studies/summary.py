@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.sampler.params import REGIMES
-from entropix_jax.studies.digest import PREDICTORS, Digest, SettingDigest
+from entropix_jax.studies.digest import MEASURES, PREDICTORS, Digest, SettingDigest
 from entropix_jax.studies.statistics import (
     Bin,
     Bootstrap,
@@ -18,6 +17,7 @@ from entropix_jax.studies.statistics import (
     reliability,
 )
 from entropix_jax.studies.truth import Truth
+from entropix_jax.vocabulary import REGIMES
 
 
 @dataclass(frozen=True)
@@ -257,15 +257,12 @@ def _texts(digest: Digest) -> str:
             one.name,
             f"{one.tokens / max(one.rows, 1):.1f}",
             *(_percent(one.finish[reason], one.rows) for reason in reasons),
-            *(
-                f"{one.measure(name):.3f}"
-                for name in ("perplexity", "distinct_1", "distinct_2", "repetition")
-            ),
+            *(f"{one.measure(name):.3f}" for name in MEASURES),
         ]
         for one in settings
     ]
     headings = ["setting", "tokens a text", *(f"ends by {reason}" for reason in reasons)]
-    headings += ["perplexity", "distinct-1", "distinct-2", "repetition"]
+    headings += [name.replace("_", "-") for name in MEASURES]
     return f"## Texts\n\n{markdown_table(headings, rows)}"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import replacing
+from entropix_jax.files import opening, replacing
 from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.params import REGIMES
+from entropix_jax.vocabulary import REGIMES
 
 _ROWS_AT_ONCE = 4096  # of a Parquet row group
 
@@ -63,20 +63,17 @@ class Results:
         """
         self._path = path
         self._places = np.full(number, -1, np.int64)
-        try:
-            with path.open("rb") as file:
-                place = 0
-                for line in file:
-                    trial = json.loads(line)["line"] - 1
-                    if trial >= number:
-                        raise UserError(
-                            f"{path}: holds results of more than {number} rows: there are fewer"
-                            " items now; choose another output"
-                        )
-                    self._places[trial] = place
-                    place += len(line)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        with opening(path) as file:
+            place = 0
+            for line in file:
+                trial = json.loads(line)["line"] - 1
+                if trial >= number:
+                    raise UserError(
+                        f"{path}: holds results of more than {number} rows: there are fewer"
+                        " items now; choose another output"
+                    )
+                self._places[trial] = place
+                place += len(line)
         if missing := int((self._places < 0).sum()):
             raise UserError(f"{path}: {missing} of {number} results are missing")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from entropix_jax.errors import UserError
+from entropix_jax.files import opening
 from entropix_jax.tasks.task import Item, Prompt, Split, Task, check_split
 
 EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
@@ -96,14 +97,11 @@ def read_number(text: str) -> str | None:
 def _read(path: Path) -> Iterator[_Solved]:
     """A file's problems, line by line. Blank lines are none."""
     empty = True
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    empty = False
-                    yield _parse(line, path, number)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with opening(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                empty = False
+                yield _parse(line, path, number)
     if empty:
         raise UserError(f"{path}: holds no problems")
 

@@ -69,6 +69,7 @@ TARGETS: Mapping[str, Target] = {
     "sampler/state.py": Target(("sample", "backspace", "decode_sampling")),
     "sampler/settings.py": Target(("presets",)),
     "sampler/truncation.py": Target(("truncation", "baselines")),
+    "vocabulary.py": Target(("presets", "report")),
     "metrics.py": Target(("metrics",)),
     "information.py": Target(("metrics", "attention")),
     "attention.py": Target(("metrics", "attention"), ("attention_stats", "join_layers")),

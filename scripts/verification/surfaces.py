@@ -593,9 +593,9 @@ def _page(
 
 def _trace_lines(rows: int = 2) -> bytes:
     """A trace of all that one may hold."""
-    from entropix_jax.report.reading import FORMAT_VERSION, REGIMES
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.trace import TokenRecord
+    from entropix_jax.vocabulary import REGIMES, TRACE_FORMAT
 
     numbers = (
         "logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm"
@@ -605,7 +605,7 @@ def _trace_lines(rows: int = 2) -> bytes:
     records: list[dict[str, Any]] = [
         {
             "type": "header",
-            "format_version": FORMAT_VERSION,
+            "format_version": TRACE_FORMAT,
             "model": "weights/tiny",
             "sampler": "entropix",
             "sampler_parameters": dict(load_sampler("entropix").values),

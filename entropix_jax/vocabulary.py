@@ -1,0 +1,57 @@
+"""The words that samplers, traces and pages share: regimes, their bounds, and conditions.
+
+Nothing here imports JAX, so that a page of a finished run needs none.
+"""
+
+import math
+import re
+
+from entropix_jax.errors import nearest
+
+TRACE_FORMAT = 1  # of traces
+FINDINGS_FORMAT = 1  # of a study's findings.json
+
+REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
+BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID
+QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
+THRESHOLDS = ("h1", "h2", "u1", "u2")
+
+# What the regimes say of the model, in a word.
+MEANINGS = {
+    "lelv": "certain",
+    "helv": "undecided",
+    "lehv": "forked",
+    "hehv": "scattered",
+    "mid": "between",
+}
+
+# Of a bound or a layer's weight: far past any that is of use, and well within float32.
+LARGEST = 1e6
+
+_CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
+
+
+def read_condition(text: str) -> tuple[str, str, str | float]:
+    """One side of a box, such as `entropy > h2`: the quantity, the sign, and the bound, which is
+    one of THRESHOLDS or a number.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ValueError("expected QUANTITY < NUMBER or QUANTITY > NUMBER")
+    quantity, sign, bound = match.groups()
+    if quantity not in QUANTITIES:
+        raise ValueError(f"no quantity '{quantity}'{nearest(quantity, QUANTITIES)}")
+    if bound in THRESHOLDS:
+        return quantity, sign, bound
+    try:
+        number = float(bound)
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        raise ValueError(
+            f"'{bound}' is neither a number up to {LARGEST:g} nor one of {', '.join(THRESHOLDS)}"
+        )
+    return quantity, sign, number
