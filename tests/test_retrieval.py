@@ -380,7 +380,7 @@ def test_a_path_that_none_can_be() -> None:
             Retriever(Path(name))
 
 
-@pytest.mark.parametrize("name", ["read_bytes", "lstat", "scandir"])
+@pytest.mark.parametrize("name", ["open", "lstat", "scandir"])
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = write(tmp_path / "texts", a="fine")
     write(folder / "sub", b="text")
@@ -388,10 +388,10 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     owner = os if name == "scandir" else Path
     plain = getattr(owner, name)
 
-    def refuse(path: str | Path):  # as the file system does, though not to root
+    def refuse(path: str | Path, *mode: str):  # as the file system does, though not to root
         if Path(path) == hidden:
             raise PermissionError(13, "Permission denied", str(path))
-        return plain(path)
+        return plain(path, *mode)
 
     monkeypatch.setattr(owner, name, refuse)
     with pytest.raises(UserError) as error:
