@@ -5,6 +5,7 @@ The other tests of the draw have the cases that were thought of; here they are m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,14 +201,16 @@ def check_nucleus(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uni
         Oracle(logits, proposals([replace(setting, min_p=min_p, top_p=1.0)])[0]).most
         for min_p in (setting.min_p * (1 + MARGIN), setting.min_p * (1 - MARGIN))
     )
-    step = max(1, (most - fewest) // 20)
-    for number in {kept, *range(fewest, most + 1, step)} & {*range(max(fewest, 1), most + 1)}:
-        limited = proposals([replace(setting, min_p=0.0, top_k=number)])[0]
-        try:
-            return Oracle(logits, limited).check(kept, ids, uniforms)
-        except AssertionError:
-            continue
-    raise failure
+    numbers = range(max(fewest, 1), most + 1)
+
+    def limited(number: int) -> Oracle:
+        return Oracle(logits, proposals([replace(setting, min_p=0.0, top_k=number)])[0])
+
+    # The more tokens pass min-p, the more of them top-p keeps.
+    place = bisect_left(numbers, kept, key=lambda number: limited(number).most)
+    if place == len(numbers):
+        raise failure
+    limited(numbers[place]).check(kept, ids, uniforms)
 
 
 def check(batch: Batch, drawn: Drawn) -> None:

@@ -418,6 +418,9 @@ def test_top_n_sigma() -> None:
     assert kept_of("top_n_sigma", 2.0, two_levels) == 200
     assert kept_of("top_n_sigma", 0.0, two_levels) == 100  # all that tie with the first
     assert kept_of("top_n_sigma", 1.0, np.full(200, 1e4)) == 200
+    tiny = np.float32(1e-22) * two_levels  # its squares are none in float32
+    assert kept_of("top_n_sigma", 1.99, tiny) == 100
+    assert kept_of("top_n_sigma", 2.01, tiny) == 200
     # Logits that a mask made as low as can be.
     masked = np.where(np.arange(200) % 2 == 0, 0.0, -3e38)
     assert kept_of("top_n_sigma", 1.99, masked) == 100

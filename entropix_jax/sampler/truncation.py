@@ -116,7 +116,11 @@ def _top_n_sigma(
     """`logit >= max - n * sigma`, sigma the standard deviation of the logits (Tang et al. 2024,
     "Top-n-sigma: Not All Logits Are You Need"). A temperature scales both sides alike."""
     gaps = jnp.maximum(logits - jnp.max(logits), -_FARTHEST)
-    sigma = jnp.std(gaps, where=logits > -jnp.inf)
+    possible = jnp.where(logits > -jnp.inf, gaps, 0.0)
+    # By a power of two, which rounds nothing: squares of small gaps would be 0.
+    _, exponent = jnp.frexp(jnp.min(possible))
+    spread = jnp.std(jnp.ldexp(possible, -exponent), where=logits > -jnp.inf)
+    sigma = jnp.ldexp(spread, exponent)
     kept = jnp.sum(gaps >= -truncation.sigmas * sigma, dtype=jnp.int32)
     return _likeliest(logits, proposal, kept)
 
