@@ -178,7 +178,7 @@ def free_bytes(device: jax.Device) -> int | None:
     """What a device has to give, in bytes, before anything is put there; None where it does not
     tell."""
     if device.platform == "cpu":
-        return min(int(psutil.virtual_memory().available), *_free_of_groups())
+        return min([int(psutil.virtual_memory().available), *_free_of_groups()])
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
 

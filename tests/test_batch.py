@@ -36,7 +36,7 @@ from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.memory import check_memory, plan_memory
+from entropix_jax.memory import check_memory, free_bytes, plan_memory
 from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
@@ -707,6 +707,14 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
     assert free("4:memory:/docker") == [0]
     assert free("3:cpuset:/docker") == []
     assert memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
+
+
+def test_what_is_free_is_the_least_of_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    for limits, free in (([], 1000), ([5000, 2000], 1000), ([5000, 20], 20)):
+        monkeypatch.setattr(memory, "_free_of_groups", lambda limits=limits: limits)
+        assert free_bytes(jax.devices("cpu")[0]) == free
 
 
 # Ends
