@@ -235,9 +235,6 @@ def check_row(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniform
     if setting.rule == "nucleus" or setting.temperature == 0:
         check_nucleus(logits, replace(setting, rule="nucleus"), kept, ids, uniforms)
     else:
-        if setting.rule == "top_n_sigma":  # which takes what is farther for as far
-            gaps = logits.astype(np.float64) - logits.max()
-            logits = np.where(logits > -np.inf, np.maximum(gaps, -1e15), -np.inf)
         temperature, number = np.float32(setting.temperature), np.float32(setting.number)
         oracle = Kept.of(setting.rule, logits, float(temperature), float(number))
         oracle.check(kept, ids, uniforms)

@@ -58,7 +58,8 @@ def entropy(p: np.ndarray) -> float:
 
 
 def top_n_sigma(logits: np.ndarray, temperature: float, sigmas: float) -> Outcome:
-    tempered = (logits - logits.max()) / temperature
+    # What is farther than 1e15 is taken for as far, for the sum of the squares to be a float32.
+    tempered = np.maximum(logits - logits.max(), -1e15) / temperature
     deviation = np.sqrt(np.mean((tempered - np.mean(tempered)) ** 2))
     threshold = tempered.max() - sigmas * deviation
     error = 1e-6 * np.ptp(tempered)
@@ -425,6 +426,8 @@ def test_top_n_sigma() -> None:
     masked = np.where(np.arange(200) % 2 == 0, 0.0, -3e38)
     assert kept_of("top_n_sigma", 1.99, masked) == 100
     assert kept_of("top_n_sigma", 2.01, masked) == 200
+    # In the order of the logits, though their distances to the first are the same float.
+    assert drawn_by("top_n_sigma", 20.0, [0.0, 1e-30, 1.0], [0.5, 0.7, 0.9]) == [2, 1, 0]
 
 
 def test_a_temperature_does_not_change_the_set_of_top_n_sigma() -> None:
