@@ -30,13 +30,13 @@ _HOMES = {
     "Sampler": "sampler.settings",
     "TokenRecord": "trace",
     "UserError": "errors",
-    "encode_prompt": "api",
+    "encode_prompt": "preparation",
     "generate": "api",
     "inspect_text": "api",
     "load": "loading",
     "load_sampler": "sampler.presets",
     "stream": "api",
-    "use_compilation_cache": "loading",
+    "use_compilation_cache": "programs",
 }
 __all__ = [
     "Event",
@@ -64,12 +64,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from entropix_jax.api import encode_prompt, generate, inspect_text, stream
+    from entropix_jax.api import generate, inspect_text, stream
     from entropix_jax.decode_state import Recording
     from entropix_jax.errors import UserError
     from entropix_jax.generation import Generation
     from entropix_jax.inspection import InspectedToken
-    from entropix_jax.loading import LanguageModel, load, use_compilation_cache
+    from entropix_jax.loading import LanguageModel, load
+    from entropix_jax.preparation import encode_prompt
+    from entropix_jax.programs import use_compilation_cache
     from entropix_jax.results import Event, Piece, Request, Row, Rows
     from entropix_jax.retrieval import Retriever
     from entropix_jax.sampler.arms import Proposal, RowView

@@ -1,7 +1,7 @@
 """The package from Python, in a few lines: generate, stream, inspect."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack
 
 from entropix_jax.decode_state import Recording
@@ -9,12 +9,11 @@ from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.inspection import InspectedToken, inspect
 from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import Prompt, encode_prompt
 from entropix_jax.results import Request, Rows
 from entropix_jax.running import Ask, Retrieve
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
-
-Prompt = str | Sequence[Mapping[str, str]]
 
 
 class Options(TypedDict, total=False):
@@ -105,32 +104,6 @@ def inspect_text(
     calibrated = _calibrated(sampler, model, stacklevel=3)
     tokens = model.tokenizer.encode(text, add_bos=True)
     return inspect(model, tokens, calibrated, context=context, recording=recording)
-
-
-def encode_prompt(
-    model: LanguageModel, prompt: Prompt, *, chat: bool, system: str | None = None
-) -> list[int]:
-    """A prompt as token ids.
-
-    Args:
-        prompt: a text, or a conversation: messages with a `role` and a `content` each.
-        chat: put a text as one turn of a chat, not as plain text.
-        system: a system message, which makes sense in a chat only.
-
-    Raises:
-        UserError: an empty prompt, a chat without a chat template, or a chat where none is wanted.
-    """
-    if not prompt:
-        raise UserError("the prompt is empty")
-    if not chat and (system is not None or not isinstance(prompt, str)):
-        what = "a system message" if isinstance(prompt, str) else "a conversation"
-        raise UserError(f"{what} needs a chat (--chat)")
-    if not chat:
-        return model.tokenizer.encode(str(prompt), add_bos=True)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
-    return model.tokenizer.apply_chat(messages)
 
 
 def _run_of(

@@ -146,7 +146,8 @@ def _main(arguments: Arguments) -> int:
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.batches.run import BatchRun, Defaults, count_records
     from entropix_jax.decode_state import Recording
-    from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.loading import load
+    from entropix_jax.programs import use_compilation_cache
     from entropix_jax.sampler.presets import choose_sampler
 
     defaults = Defaults(
@@ -294,7 +295,7 @@ def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") ->
     from entropix_jax.loading import resolve_model, weights_dtype
     from entropix_jax.memory import check_memory
     from entropix_jax.precision import choose_precision
-    from entropix_jax.sharding import DATA, MODEL, check_mesh
+    from entropix_jax.sharding import check_mesh
 
     folder = resolve_model(arguments.model)
     config = load_model_config(folder)
@@ -307,12 +308,11 @@ def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") ->
     told = check_memory(
         config,
         choose_precision(weights_dtype(folder, config, arguments.dtype)),
-        mesh.devices.flat[0],
         slots=arguments.slots,
         capacity=context,
-        data=mesh.shape[DATA],
-        model=mesh.shape[MODEL],
+        mesh=mesh,
         recording=recording,
+        option="--slots",
     )
     print(told, file=sys.stderr)
     return context

@@ -75,7 +75,8 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.calibration.output import write_text
     from entropix_jax.calibration.solver import solve
     from entropix_jax.inspection import entropies_of
-    from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.loading import load
+    from entropix_jax.programs import use_compilation_cache
     from entropix_jax.sampler.presets import load_sampler
 
     sampler = load_sampler(arguments.sampler)

@@ -22,7 +22,14 @@ from entropix_jax.decode_state import (
     StepRecord,
 )
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import MAX_PREFILL, PREFILL_WINDOW, bucket, chunk_size
+from entropix_jax.memory import check_memory
+from entropix_jax.preparation import (
+    MAX_PREFILL,
+    MAX_STEPS,
+    PREFILL_WINDOW,
+    bucket,
+    chunk_size,
+)
 from entropix_jax.records import branchings, outcomes
 from entropix_jax.results import Event
 from entropix_jax.running import RunningRow
@@ -39,7 +46,6 @@ from entropix_jax.slots import (
     share_prefix,
 )
 
-MAX_STEPS = 32  # most steps between two looks of the host
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
 # Cache slots that a step reads, at least: each number is a program of its own.
 DECODE_WINDOW = 512
@@ -82,10 +88,21 @@ class Engine:
             capacity: cache slots of a row: no row may have more tokens than that.
 
         Raises:
-            UserError: slots that cannot be split evenly over the model's mesh.
+            UserError: slots that cannot be split evenly over the model's mesh, or that memory has
+                no room for.
         """
-        if model.rules is not None:
-            check_mesh(model.rules.mesh, model.config, slots)
+        mesh = None if model.rules is None else model.rules.mesh
+        if mesh is not None:
+            check_mesh(mesh, model.config, slots)
+        check_memory(
+            model.config,
+            model.precision,
+            slots=slots,
+            capacity=capacity,
+            mesh=mesh,
+            recording=recording,
+            loaded=True,
+        )
         self.steps = 0
         self.useful = 0
         self._model = model

@@ -32,7 +32,7 @@ def _main(arguments: list[str], prog: str) -> int:
     importlib.import_module("entropix_jax.harness_lm")
     from lm_eval.__main__ import cli_evaluate
 
-    from entropix_jax.loading import use_compilation_cache
+    from entropix_jax.programs import use_compilation_cache
 
     use_compilation_cache()
     if arguments[:1] == ["run"]:

@@ -15,15 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from entropix_jax import __version__
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
-from entropix_jax.memory import free_bytes, plan_memory
+from entropix_jax.memory import most_slots
 from entropix_jax.precision import WEIGHTS
 from entropix_jax.preparation import MIN_CAPACITY, bucket, sampler_params
 from entropix_jax.results import Request, Row
@@ -354,16 +352,11 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                 yield f"{name}={value}"
 
     def _auto_slots(self, capacity: int) -> int:
-        """Rows that the device has room for."""
-        model, slots, device = self.model, self._most, jax.local_devices()[0]
-        free = free_bytes(device)
-        while slots > 1 and free is not None:
-            plan = plan_memory(model.config, model.precision, slots=slots, capacity=capacity)
-            # What a CPU still has is told without the weights, which are there already.
-            if plan.total - (plan.weights if device.platform == "cpu" else 0) <= free:
-                break
-            slots //= 2
-        return slots
+        """Rows that the device has room for, and one if it has room for none."""
+        config, precision = self.model.config, self.model.precision
+        return max(
+            most_slots(config, precision, slots=self._most, capacity=capacity, loaded=True), 1
+        )
 
     def _warn_of_cut(self, cut: int, number: int) -> None:
         if cut:

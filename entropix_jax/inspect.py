@@ -85,7 +85,8 @@ def _main(arguments: Arguments) -> int:
     text = _read_text(arguments)
     from entropix_jax.decode_state import Recording
     from entropix_jax.inspection import inspect
-    from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.loading import load
+    from entropix_jax.programs import use_compilation_cache
     from entropix_jax.sampler.presets import choose_sampler
     from entropix_jax.trace import header
 

@@ -1,12 +1,8 @@
 """From a folder or a hub id to a model that can run."""
 
-import contextlib
 import os
-import stat
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +16,12 @@ from entropix_jax.config import (
     load_model_config,
 )
 from entropix_jax.errors import UserError
+from entropix_jax.free_memory import as_size, free_bytes
 from entropix_jax.hub import is_hub_id, snapshot
 from entropix_jax.params import Params, count_params
 from entropix_jax.precision import WEIGHTS, Precision, choose_precision
-from entropix_jax.programs import drop_torn_programs
 from entropix_jax.resources import resource_folder
-from entropix_jax.sharding import Rules, rules_for
+from entropix_jax.sharding import Rules, rules_for, weights_bytes
 from entropix_jax.tokenizer import Tokenizer, load_tokenizer
 
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
@@ -85,8 +81,9 @@ def load(
 
     Raises:
         UserError: no such folder or repository, one that is not a Llama checkpoint, an unknown
-            type, a weight that was looked at and is not finite, a mesh over which the model cannot
-            be split, or a device that JAX was told to use and does not find.
+            type, weights that memory has no room for, or one that was looked at and is not finite,
+            a mesh over which the model cannot be split, or a device that JAX was told to use and
+            does not find.
     """
     check_backend()
     folder = resolve_model(model)
@@ -103,6 +100,7 @@ def load(
         raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
     weights = weights_dtype(folder, config, dtype)
     precision = choose_precision(weights)
+    _check_memory(folder, config, precision, mesh)
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
     return LanguageModel(
@@ -116,6 +114,25 @@ def load(
         tokenizer=tokenizer,
         rules=rules,
     )
+
+
+def _check_memory(
+    folder: Path, config: ModelConfig, precision: Precision, mesh: Mesh | None
+) -> None:
+    """Refuses weights that do not fit before they are read."""
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    free = free_bytes(device)
+    if free is None:
+        return
+    if device.platform == "cpu" and mesh is not None:
+        free //= mesh.size
+    needed = weights_bytes(config, precision.weights, mesh)
+    if needed > free:
+        smaller = "" if precision.weights == jnp.int8 else "; --weights int8 takes less"
+        raise UserError(
+            f"{folder}: its weights do not fit into memory: {as_size(needed)} of {as_size(free)}"
+            f"{smaller}"
+        )
 
 
 def weights_dtype(folder: Path, config: ModelConfig, dtype: str | None = None) -> str:
@@ -150,50 +167,6 @@ def resolve_model(model: str | None) -> Path:
 def logits_epsilon(model: LanguageModel) -> float:
     """The machine epsilon of the type that the model's logits are computed from."""
     return float(jnp.finfo(model.precision.activations).eps)
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
-
-    The folder is made for the user alone. Programs in it are run as they are, so one that is
-    another user's, or that all may write to, is not used, and a note says so. A folder that JAX's
-    own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be written,
-    nothing is kept. What a killed run has left half-written there goes.
-    """
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        try:
-            own = root.expanduser() / "entropix_jax"
-            folder = own / "xla"
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if stranger := next((path for path in (own, folder) if not _is_own(path)), None):
-                print(
-                    f"note: {stranger}: others could write there: compiled programs are not kept "
-                    "(remove it, or name another folder in XDG_CACHE_HOME)",
-                    file=sys.stderr,
-                )
-                return
-            for path in (own, folder):
-                path.chmod(0o700)
-        except (OSError, RuntimeError):  # not writable; no home at all
-            return
-        if not os.access(folder, os.W_OK):
-            return
-        config: Any = jax.config
-        with contextlib.suppress(OSError):
-            drop_torn_programs(folder, sized=config.jax_compilation_cache_max_size != -1)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether a folder is this user's, and not open to all."""
-    if sys.platform == "win32":  # where a home is its user's
-        return True
-    found = folder.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
 
 
 def check_backend() -> None:

@@ -125,7 +125,8 @@ def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.generation import Generation
-    from entropix_jax.loading import load, use_compilation_cache
+    from entropix_jax.loading import load
+    from entropix_jax.programs import use_compilation_cache
     from entropix_jax.results import Request
     from entropix_jax.sampler.presets import choose_sampler
     from entropix_jax.trace import TraceWriter, footer
@@ -392,7 +393,7 @@ def _is_chat(arguments: Arguments, model: "LanguageModel") -> bool:
 
 
 def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: bool) -> list[int]:
-    from entropix_jax.api import encode_prompt
+    from entropix_jax.preparation import encode_prompt
 
     if arguments.messages is not None:
         return model.tokenizer.apply_chat(prompt)

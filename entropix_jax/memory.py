@@ -1,25 +1,27 @@
 """What a batch will take of each device's memory, told before any of it is taken."""
 
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from entropix_jax.branching import lanes_of
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import LOG_STEPS, Recording
-from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
-from entropix_jax.params import param_specs
+from entropix_jax.free_memory import as_size, free_bytes
 from entropix_jax.precision import Precision
-from entropix_jax.preparation import MAX_PREFILL, PREFILL_WINDOW, bucket, chunk_size
+from entropix_jax.preparation import (
+    MAX_PREFILL,
+    MAX_STEPS,
+    PREFILL_WINDOW,
+    bucket,
+    chunk_size,
+)
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
-from entropix_jax.sharding import DATA, MODEL, rules_for
+from entropix_jax.sharding import DATA, MODEL, weights_bytes
 
 # Float32 arrays of a vocabulary for each row: the last token's logits, and what a step makes of
 # this one's on the way to a draw.
@@ -29,9 +31,6 @@ _PROMPT_SCORES = 2  # arrays of a layer's scores, while a prompt is read
 _INNER, _HIDDEN = 3, 3  # arrays of a layer while a prompt is read: MLP-wide and model-wide ones
 _CHUNKS = 2  # of steps whose records are there at a time
 _NOTHING = Recording()
-# The files of a control group's limit and use, and the line of files that could be let go.
-_GROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_GROUP_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class MemoryPlan:
         return self.weights + self.cache + self.logits + self.working + self.records
 
     def __str__(self) -> str:
-        records = f", records {_size(self.records)}" if self.records else ""
+        records = f", records {as_size(self.records)}" if self.records else ""
         return (
-            f"weights {_size(self.weights)}, cache {_size(self.cache)}, "
-            f"logits {_size(self.logits)}, working space {_size(self.working)}{records}"
+            f"weights {as_size(self.weights)}, cache {as_size(self.cache)}, "
+            f"logits {as_size(self.logits)}, working space {as_size(self.working)}{records}"
         )
 
 
@@ -85,14 +84,6 @@ def plan_memory(
         UserError: a model that `model` devices cannot share.
     """
     mesh: Any = AbstractMesh((data, model), (DATA, MODEL))
-    weights = sum(
-        math.prod(sharding.shard_shape(spec.shape))
-        for spec, sharding in zip(
-            jax.tree.leaves(param_specs(config)),
-            jax.tree.leaves(rules_for(mesh, config).params(config)),
-            strict=True,
-        )
-    )
     rows = -(-slots // data)
     width = precision.activations.itemsize
     position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width // model
@@ -118,7 +109,7 @@ def plan_memory(
     note = 8 * recording.top + 4 * config.num_layers * config.num_heads * recording.layers
     log = (rows + LOG_STEPS * MAX_STEPS) * MAX_DEPTH
     return MemoryPlan(
-        weights=weights * precision.weights.itemsize,
+        weights=weights_bytes(config, precision.weights, mesh),
         cache=rows * capacity * position,
         logits=logits,
         working=max(prompts - logits, branches + stats),
@@ -129,91 +120,88 @@ def plan_memory(
 def check_memory(
     config: ModelConfig,
     precision: Precision,
-    device: jax.Device,
     *,
     slots: int,
     capacity: int,
-    data: int = 1,
-    model: int = 1,
+    mesh: Mesh | None = None,
     recording: Recording = _NOTHING,
+    loaded: bool = False,
+    option: str | None = None,
 ) -> str:
     """One line that says what a batch will take of each device, and of how much.
 
+    Args:
+        mesh: the devices that share the batch; None is the default one alone.
+        loaded: the weights are there already.
+        option: of a command, that says how many slots there are.
+
     Raises:
-        UserError: it does not fit; the line names the most slots that do.
+        UserError: it does not fit; the line names the most rows that do.
     """
+    shape = _shape_of(mesh)
+    wanted = plan_memory(
+        config, precision, slots=slots, capacity=capacity, recording=recording, **shape
+    )
+    free = _free_share(mesh, wanted.weights if loaded else 0)
+    if free is None:
+        return f"memory of each device: {wanted}"
+    told = f"{wanted}: {as_size(wanted.total)} of {as_size(free)}"
+    if wanted.total <= free:
+        return f"memory of each device: {told}"
+    fitting = most_slots(
+        config,
+        precision,
+        slots=slots,
+        capacity=capacity,
+        mesh=mesh,
+        recording=recording,
+        loaded=loaded,
+    )
+    advice = (
+        f"at most {fitting} would" + (f" ({option} {fitting})" if option else "")
+        if fitting
+        else f"not even {shape['data']} would: fewer tokens a row need less"
+    )
+    rows = "1 row" if slots == 1 else f"{slots} rows side by side"
+    raise UserError(f"{rows} of {capacity} tokens would not fit into memory: {told}; {advice}")
+
+
+def most_slots(
+    config: ModelConfig,
+    precision: Precision,
+    *,
+    slots: int,
+    capacity: int,
+    mesh: Mesh | None = None,
+    recording: Recording = _NOTHING,
+    loaded: bool = False,
+) -> int:
+    """How many rows, up to `slots`, a batch may have to fit into memory: a multiple of the devices
+    that share them, 0 where it does not fit at all, `slots` where no device tells what it has. The
+    arguments are those of `check_memory`."""
+    shape = _shape_of(mesh)
 
     def plan(number: int) -> MemoryPlan:
         return plan_memory(
-            config,
-            precision,
-            slots=number,
-            capacity=capacity,
-            data=data,
-            model=model,
-            recording=recording,
+            config, precision, slots=number, capacity=capacity, recording=recording, **shape
         )
 
-    wanted, free = plan(slots), free_bytes(device)
+    free = _free_share(mesh, plan(1).weights if loaded else 0)
     if free is None:
-        return f"memory of each device: {wanted}"
+        return slots
+    fitting = bisect_right(range(1, slots + 1), free, key=lambda number: plan(number).total)
+    return fitting - fitting % shape["data"]
+
+
+def _shape_of(mesh: Mesh | None) -> dict[str, int]:
+    return {"data": 1, "model": 1} if mesh is None else dict(mesh.shape)
+
+
+def _free_share(mesh: Mesh | None, loaded: int) -> int | None:
+    """What each device has for a batch, in bytes, of which loaded weights may have taken theirs."""
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    free = free_bytes(device)
+    if free is None or device.platform != "cpu":
+        return free
     # Devices that are a machine's processors share its memory.
-    share = free // (data * model) if device.platform == "cpu" else free
-    told = f"{wanted}: {_size(wanted.total)} of {_size(share)}"
-    if wanted.total <= share:
-        return f"memory of each device: {told}"
-    fitting = bisect_right(range(1, slots), share, key=lambda number: plan(number).total)
-    fitting -= fitting % data
-    advice = (
-        f"at most {fitting} slots fit (--slots {fitting})"
-        if fitting
-        else "not even one slot for each fits: fewer tokens a row (--context) need less"
-    )
-    raise UserError(
-        f"{slots} slots of {capacity} tokens do not fit into a device: {told}; {advice}"
-    )
-
-
-def free_bytes(device: jax.Device) -> int | None:
-    """What a device has to give, in bytes, before anything is put there; None where it does not
-    tell."""
-    if device.platform == "cpu":
-        return min([int(psutil.virtual_memory().available), *_free_of_groups()])
-    stats = device.memory_stats()
-    return None if not stats else stats.get("bytes_limit")
-
-
-def _free_of_groups(
-    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> list[int]:
-    """What the limits of this process's control groups leave, in bytes: a container's, a job's, or
-    a service's. Pages of files that could be let go count as free, as they do elsewhere."""
-    found = []
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:  # not Linux
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        first, files = (root, _GROUP_2) if controllers == "" else (root / "memory", _GROUP_1)
-        # In a container the path may be the host's: then the first folder is its own.
-        place = first / path.lstrip("/")
-        for folder in (place, *(above for above in place.parents if above.is_relative_to(first))):
-            try:
-                limit, used = (int((folder / name).read_text()) for name in files[:2])
-                of = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-                cached = int(of[files[2]])
-            except (OSError, ValueError, KeyError):  # not there; "max"
-                continue
-            found.append(max(limit - used + cached, 0))
-    return found
-
-
-def _size(number: int) -> str:
-    """Bytes as people read them."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB")):
-        if number >= unit:
-            return f"{number / unit:.1f} {name}"
-    return f"{number / 1e3:.0f} kB"
+    return free // (1 if mesh is None else mesh.size) + loaded

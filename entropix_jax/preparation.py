@@ -1,4 +1,6 @@
-"""What the host prepares for compiled programs: few shapes, rows of parameters."""
+"""What the host prepares for compiled programs: few shapes, a prompt's tokens, parameters."""
+
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -13,9 +15,12 @@ from entropix_jax.sampler.settings import Sampler
 PREFILL_WINDOW = 128  # cache slots that are read with several tokens, at least
 MIN_CAPACITY = 256  # cache slots of a row, at least
 MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
+MAX_STEPS = 32  # most steps between two looks of the host
 MAX_TOP = 1024  # of the likeliest tokens in a record
 _MIN_CHUNK = 16
 _SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call
+
+Prompt = str | Sequence[Mapping[str, str]]
 
 
 def bucket(length: int, smallest: int) -> int:
@@ -46,6 +51,32 @@ def check_recording(model: LanguageModel, recording: Recording) -> None:
             f"the {recording.top} likeliest tokens are asked for, "
             f"the model has {model.config.vocab_size}"
         )
+
+
+def encode_prompt(
+    model: LanguageModel, prompt: Prompt, *, chat: bool, system: str | None = None
+) -> list[int]:
+    """A prompt as token ids.
+
+    Args:
+        prompt: a text, or a conversation: messages with a `role` and a `content` each.
+        chat: put a text as one turn of a chat, not as plain text.
+        system: a system message, which makes sense in a chat only.
+
+    Raises:
+        UserError: an empty prompt, a chat without a chat template, or a chat where none is wanted.
+    """
+    if not prompt:
+        raise UserError("the prompt is empty")
+    if not chat and (system is not None or not isinstance(prompt, str)):
+        what = "a system message" if isinstance(prompt, str) else "a conversation"
+        raise UserError(f"{what} needs a chat (--chat)")
+    if not chat:
+        return model.tokenizer.encode(str(prompt), add_bos=True)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return model.tokenizer.apply_chat(messages)
 
 
 def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:

@@ -1,18 +1,67 @@
-"""Compiled programs that are kept in a folder: none that is torn stays there."""
+"""Compiled programs that are kept in the user's cache folder: none that is torn stays there."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
+import stat
+import sys
 import time
 import zlib
 from pathlib import Path
+from typing import Any
+
+import jax
 
 _CHECKED = ".checked"  # as old as the last look at the programs
 _SUFFIX = "-cache"  # of JAX's files
 _MARGIN = 10**9  # nanoseconds by which clocks may differ
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
+
+    The folder is made for the user alone. Programs in it are run as they are, so one that is
+    another user's, or that all may write to, is not used, and a note says so. A folder that JAX's
+    own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be written,
+    nothing is kept. What a killed run has left half-written there goes.
+    """
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        try:
+            own = root.expanduser() / "entropix_jax"
+            folder = own / "xla"
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if stranger := next((path for path in (own, folder) if not _is_own(path)), None):
+                print(
+                    f"note: {stranger}: others could write there: compiled programs are not kept "
+                    "(remove it, or name another folder in XDG_CACHE_HOME)",
+                    file=sys.stderr,
+                )
+                return
+            for path in (own, folder):
+                path.chmod(0o700)
+        except (OSError, RuntimeError):  # not writable; no home at all
+            return
+        if not os.access(folder, os.W_OK):
+            return
+        config: Any = jax.config
+        with contextlib.suppress(OSError):
+            drop_torn_programs(folder, sized=config.jax_compilation_cache_max_size != -1)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is this user's, and not open to all."""
+    if sys.platform == "win32":  # where a home is its user's
+        return True
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
 
 
 def drop_torn_programs(folder: Path, *, sized: bool) -> None:

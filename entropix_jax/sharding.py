@@ -133,6 +133,19 @@ def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
     return Rules(mesh, {axis: over for axis, over in _RULES.items() if axis not in whole})
 
 
+def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
+    """What a model's weights take of each device of a mesh, or of one device alone.
+
+    Raises:
+        UserError: see `check_mesh`.
+    """
+    whole: Any = AbstractMesh((1, 1), (DATA, MODEL))
+    shardings = jax.tree.leaves(rules_for(mesh or whole, config).params(config))
+    specs = jax.tree.leaves(param_specs(config))
+    parts = (s.shard_shape(spec.shape) for s, spec in zip(shardings, specs, strict=True))
+    return sum(map(math.prod, parts)) * dtype.itemsize
+
+
 def describe(mesh: Mesh) -> str:
     """A mesh as `parse_mesh` reads it."""
     return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())

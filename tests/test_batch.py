@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import jax
 import psutil
 import pytest
 
-from entropix_jax import batch, distributed, memory
+from entropix_jax import batch, distributed
 from entropix_jax.batches import run as run_module
 from entropix_jax.batches import sinks
 from entropix_jax.batches.identity import fingerprint
@@ -31,20 +30,14 @@ from entropix_jax.batches.run import BatchRun, Defaults, count_records, file_nam
 from entropix_jax.batches.source import BadRecord, Record
 from entropix_jax.batches.store import Store
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
-from entropix_jax.decode_state import Recording, init_log
-from entropix_jax.engine import MAX_STEPS
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.memory import check_memory, free_bytes, plan_memory
-from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
-from entropix_jax.sharding import parse_mesh, place, rules_for
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
-from tests.folders import config_of_folder, poisoned, write_model
-from tests.models import random_params, tiny_config
+from tests.folders import poisoned, write_model
 from tests.test_main import Json, Result
 
 ROOT = Path(__file__).parents[1]
@@ -622,99 +615,6 @@ def test_a_row_s_time_begins_with_its_slot(
     run.run((good(number) for number in range(3)), write, looked=looked)
     assert len(found) == 3
     assert max(found) <= 9
-
-
-# Memory
-
-
-def test_the_plan_of_memory_counts_what_there_is() -> None:
-    """Weights and cache are what the arrays hold; rows and devices scale as they should."""
-    config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    one = plan_memory(config, precision, slots=1, capacity=64)
-    many = plan_memory(config, precision, slots=8, capacity=64)
-    from entropix_jax.cache import init_cache
-    from entropix_jax.params import init_params
-
-    weights = init_params(config, jax.random.key(0), precision.weights)
-    cache = init_cache(config, 8, 64, precision.activations)
-    assert one.weights == many.weights == sum(x.nbytes for x in jax.tree.leaves(weights))
-    assert many.cache == sum(x.nbytes for x in (*cache.keys, *cache.values)) == 8 * one.cache
-    assert plan_memory(config, precision, slots=8, capacity=64, data=4).cache == 2 * one.cache
-    assert plan_memory(config, precision, slots=8, capacity=64, model=2).cache == 4 * one.cache
-
-
-@pytest.mark.parametrize("vocabulary", [64, 63])
-def test_the_plan_of_memory_knows_what_is_not_split(vocabulary: int) -> None:
-    """A vocabulary that does not divide, and norms, lie whole on each device."""
-    config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
-    rules = rules_for(parse_mesh("model=2", jax.devices()[:2]), config)
-    weights = place(random_params(config), rules.params(config))
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
-    assert plan_memory(config, precision, slots=2, capacity=64, model=2).weights == held
-
-
-def test_the_plan_of_memory_counts_records() -> None:
-    """What a chunk of steps records of a trace's extras, in steps and in what branched."""
-    config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    recording = Recording(top=50, layers=True)
-    plain = plan_memory(config, precision, slots=8, capacity=64)
-    full = plan_memory(config, precision, slots=8, capacity=64, recording=recording)
-    log = jax.eval_shape(lambda: init_log(config, 8 + 4 * MAX_STEPS, recording)).branches.notes
-    steps = MAX_STEPS * 8 * (50 * 8 + config.num_layers * config.num_heads * 4)
-    notes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(log))
-    assert full.total - plain.total == full.records == 2 * (steps + notes)
-    assert "records" in str(full)
-    assert "records" not in str(plain)
-
-
-def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    free = plan_memory(config, precision, slots=6, capacity=64).total
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    device = jax.devices()[0]
-    assert "weights" in check_memory(config, precision, device, slots=6, capacity=64)
-    with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)"):
-        check_memory(config, precision, device, slots=7, capacity=64)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(UserError, match="not even one slot"):
-        check_memory(config, precision, device, slots=7, capacity=64)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    assert check_memory(config, precision, device, slots=10**9, capacity=64)
-
-
-def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
-    """Control groups in both versions: each level may have a limit, and in a container the path
-    that the process is told may be the host's."""
-
-    def group(folder: Path, limit: object, used: int, cached: int, *, first: bool = False) -> None:
-        names = memory._GROUP_1 if first else memory._GROUP_2
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / names[0]).write_text(f"{limit}\n")
-        (folder / names[1]).write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
-
-    def free(line: str) -> list[int]:
-        (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
-        return sorted(memory._free_of_groups(tmp_path / "cgroup", tmp_path / "fs"))
-
-    group(tmp_path / "fs" / "slurm" / "job", 1000, 300, 50)
-    group(tmp_path / "fs" / "slurm", "max", 5000, 50)
-    group(tmp_path / "fs", 900, 800, 0)
-    assert free("0::/slurm/job/step") == [100, 750]
-    assert free("0::/slurm/job") == [100, 750]
-    assert free("0::/not/seen/from/here") == [100]
-    group(tmp_path / "fs" / "memory" / "docker", 400, 500, 20, first=True)
-    assert free("4:memory:/docker") == [0]
-    assert free("3:cpuset:/docker") == []
-    assert memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
-
-
-def test_what_is_free_is_the_least_of_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = psutil.virtual_memory()._replace(available=1000)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    for limits, free in (([], 1000), ([5000, 2000], 1000), ([5000, 20], 20)):
-        monkeypatch.setattr(memory, "_free_of_groups", lambda limits=limits: limits)
-        assert free_bytes(jax.devices("cpu")[0]) == free
 
 
 # Ends

@@ -401,7 +401,7 @@ def test_an_input_that_shrinks_while_it_is_read(
 
 COMPILES = """
 import sys
-from entropix_jax.loading import use_compilation_cache
+from entropix_jax.programs import use_compilation_cache
 use_compilation_cache()
 import jax, jax.numpy as jnp
 print(jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((4, 4))).sum())

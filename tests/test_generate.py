@@ -14,7 +14,7 @@ import pytest
 
 from entropix_jax import decode, decode_state
 from entropix_jax import engine as module
-from entropix_jax.api import encode_prompt, generate
+from entropix_jax.api import generate
 from entropix_jax.config import GenerationConfig
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -22,7 +22,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import Metrics
-from entropix_jax.preparation import chunk_size
+from entropix_jax.preparation import MAX_STEPS, chunk_size, encode_prompt
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
 from entropix_jax.sampler.params import SamplerParams
@@ -111,7 +111,7 @@ def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.Monkey
 
     expected = results()
     assert [row.finish_reason for row in expected] == ["length", "stop", "length"]
-    for steps in (1, 3, module.MAX_STEPS):
+    for steps in (1, 3, MAX_STEPS):
 
         def pace(self: Engine, waited: float, steps: int = steps) -> None:
             self._chunk_steps = steps
@@ -125,9 +125,9 @@ def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel)
     assert engine._chunk_steps == 1
     for _ in range(9):
         engine._pace(0.0)
-    assert engine._chunk_steps == module.MAX_STEPS
+    assert engine._chunk_steps == MAX_STEPS
     engine._pace(0.07)
-    assert engine._chunk_steps == module.MAX_STEPS
+    assert engine._chunk_steps == MAX_STEPS
     for _ in range(9):
         engine._pace(1.0)
     assert engine._chunk_steps == 1
@@ -679,7 +679,7 @@ def test_what_is_retrieved_is_injected(
     row = library.run()
     assert len(library.found) > 5
     check_answers(model, row, library, thoughts)
-    for steps in (1, 7, module.MAX_STEPS):
+    for steps in (1, 7, MAX_STEPS):
         paced(monkeypatch, steps)
         again = Library(model, texts, sampler=sampler)
         assert same(again.run(), row)

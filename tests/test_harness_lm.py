@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import entropix_jax
-from entropix_jax import harness, harness_lm
+from entropix_jax import harness, memory
 from entropix_jax.errors import UserError
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.memory import plan_memory
@@ -73,13 +73,14 @@ def write(lm: EntropixLM, *asked: tuple[str, dict[str, Any]]) -> list[str]:
 
 
 class Theirs:
-    """Each token's log-probability by `transformers`, from ids that its own tokenizer gave."""
+    """Each token's log-probability by `transformers` in float64, from ids that its own tokenizer
+    gave."""
 
     def __init__(self, torch: ModuleType, transformers: ModuleType) -> None:
         self._torch = torch
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
         self._model = transformers.LlamaForCausalLM.from_pretrained(
-            EMBEDDED, dtype=torch.float32
+            EMBEDDED, dtype=torch.float64
         ).eval()
 
     def score(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
@@ -88,7 +89,7 @@ class Theirs:
             logits = self._model(torch.tensor([[*before, *after[:-1]]])).logits[0]
         logits, wanted = logits[len(before) - 1 :], torch.tensor(after)
         of_tokens = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
-        return of_tokens.double().sum().item(), bool((logits.argmax(dim=-1) == wanted).all())
+        return of_tokens.sum().item(), bool((logits.argmax(dim=-1) == wanted).all())
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
@@ -141,12 +142,13 @@ def test_whole_texts(theirs: Theirs, length: int | None) -> None:
     for text, score in zip(texts, found, strict=True):
         tokens = [theirs.tokenizer.bos_token_id, *theirs.ids(text)]
         size = length or len(tokens)
-        want, told = 0.0, 1
+        want, told, blocks = 0.0, 1, 0
         while told < len(tokens):
             end = min(told + size, len(tokens))
             want += theirs.score(tokens[max(end - size - 1, 0) : told], tokens[told:end])[0]
             told = end
-        assert score == pytest.approx(want, abs=1e-4)
+            blocks += 1
+        assert score == pytest.approx(want, abs=1e-4 * blocks)  # each is rounded by itself
     assert found[-1] == 0.0
     assert len(theirs.ids(texts[1])) > 128
 
@@ -200,17 +202,15 @@ def test_entropix_says_the_same_twice() -> None:
 
 def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def slots(free: float | None, **arguments: Any) -> int:
-        monkeypatch.setattr(harness_lm, "free_bytes", lambda device: free)
-        return make(**{"batch_size": "auto", **arguments})._auto_slots(capacity=1024)
+        made = make(**{"batch_size": "auto", **arguments})
+        monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+        return made._auto_slots(capacity=1024)
 
     assert slots(None) == slots(1e12) == 32
-    assert slots(0) == 1
+    assert slots(0) == 1  # and the engine refuses it
     model = make().model
-    for number in (4, 16):
-        plan = plan_memory(model.config, model.precision, slots=number, capacity=1024)
-        needed = plan.total - plan.weights  # which are there, and not in what is free
-        assert slots(needed) == number
-        assert slots(needed - 1) == number // 2
+    plan = plan_memory(model.config, model.precision, slots=11, capacity=1024)
+    assert slots(plan.total - plan.weights) == 11  # the weights are there, and not in what is free
     assert slots(1e12, batch_size="auto:4", max_batch_size=6) == 6
 
 

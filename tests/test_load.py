@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
-from entropix_jax.loading import load, logits_epsilon, resolve_model, use_compilation_cache
+from entropix_jax.loading import load, logits_epsilon, resolve_model
+from entropix_jax.programs import use_compilation_cache
 from entropix_jax.resources import resource_folder
 from tests.folders import config_of_folder, sharp_params, token_ids, write_model
 

@@ -24,7 +24,8 @@ from entropix_jax import chat_template
 from entropix_jax.chat_template import render_chat
 from entropix_jax.checkpoint import load_params
 from entropix_jax.errors import UserError
-from entropix_jax.loading import load, use_compilation_cache
+from entropix_jax.loading import load
+from entropix_jax.programs import use_compilation_cache
 from tests.folders import config_of_folder, write_model
 from tests.test_report import Parsed
 

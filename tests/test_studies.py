@@ -31,7 +31,6 @@ from tiny.corpus import Comparison, compare
 from tiny.tokenizer import build_tokenizer
 
 from entropix_jax import ablate, evaluate
-from entropix_jax.api import encode_prompt
 from entropix_jax.batches.store import Store
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.decode import decode
@@ -41,6 +40,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.preparation import encode_prompt
 from entropix_jax.records import Outcome
 from entropix_jax.results import Event, Request
 from entropix_jax.running import RunningRow

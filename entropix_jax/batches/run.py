@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from entropix_jax.api import encode_prompt
 from entropix_jax.batches.ahead import Ahead
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.source import BadRecord, Record, read_records
@@ -23,7 +22,7 @@ from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import check_recording, sampler_params
+from entropix_jax.preparation import check_recording, encode_prompt, sampler_params
 from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.params import SamplerParams

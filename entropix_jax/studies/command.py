@@ -16,7 +16,8 @@ from entropix_jax.batches.progress import ProgressView, Standing
 from entropix_jax.commandline import EXIT_OK
 from entropix_jax.errors import UserError
 from entropix_jax.interrupts import deferred_interrupts, exit_status
-from entropix_jax.loading import check_backend, load, use_compilation_cache
+from entropix_jax.loading import check_backend, load
+from entropix_jax.programs import use_compilation_cache
 from entropix_jax.studies.study import Study
 from entropix_jax.studies.sweep import Sweep
 

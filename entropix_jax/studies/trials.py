@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import count
 from typing import Any, SupportsFloat
 
-from entropix_jax.api import encode_prompt
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.batches.store import Store
@@ -20,7 +19,7 @@ from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import sampler_params
+from entropix_jax.preparation import encode_prompt, sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.params import SamplerParams

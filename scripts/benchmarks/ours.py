@@ -14,12 +14,12 @@ from benchmarks.timing import Timed, seconds_of
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import DecodeState, Recording, init_state
-from entropix_jax.engine import DECODE_WINDOW, MAX_STEPS
+from entropix_jax.engine import DECODE_WINDOW
 from entropix_jax.information import AttnStats
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.params import Params, init_params
 from entropix_jax.precision import INT8, Precision, choose_precision
-from entropix_jax.preparation import PREFILL_WINDOW, bucket, for_rows
+from entropix_jax.preparation import MAX_STEPS, PREFILL_WINDOW, bucket, for_rows
 from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import SamplerParams

@@ -19,8 +19,9 @@ import numpy as np
 import entropix_jax
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
-from entropix_jax.loading import LanguageModel, load, use_compilation_cache
+from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import sampler_params
+from entropix_jax.programs import use_compilation_cache
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler, preset_names
