@@ -217,7 +217,7 @@ def _run(
     def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
         # A record that cannot be run is told from a row that failed by its having no text.
         if arguments.strict and "text" not in result:
-            raise UserError(f"{arguments.input}:{record.line}: {result['error']}")
+            raise UserError(f"{arguments.input}: line {record.line}: {result['error']}")
         store.write(record, result)
 
     def standing() -> Standing:

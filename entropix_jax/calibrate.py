@@ -89,7 +89,7 @@ def _main(arguments: Arguments) -> int:
     check_writable(output)
     use_compilation_cache()
     model = load(arguments.model, arguments.dtype)
-    read = [model.tokenizer.encode(text, add_bos=True) for text in texts if text]
+    read = [model.tokenizer.encode(text, add_bos=True) for text in texts]
     if arguments.own:
         read += _own_texts(model, arguments.self_tokens, arguments.seed)
     # What the model's own thresholds are does not matter here, nor whether they can be read.

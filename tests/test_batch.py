@@ -279,7 +279,7 @@ def test_strict_ends_at_the_first_bad_record(
     source = write_input(tmp_path / "in.jsonl", [*records(3), BAD[0][0], {"prompt": "Once"}])
     result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict", slots=2)
     assert result.status == EXIT_USAGE
-    assert result.err.splitlines()[-1].startswith(f"error: {source}:4: ")
+    assert result.err.splitlines()[-1].startswith(f"error: {source}: line 4: ")
     found = read(tmp_path / "out.jsonl")
     assert found
     assert not any("error" in one for one in found.values())

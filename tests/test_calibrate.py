@@ -21,6 +21,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import WORLD_SEED, create
+from tests.folders import poisoned, write_model
 from tests.test_main import Result
 
 WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
@@ -164,6 +165,21 @@ def test_bad_input(
     (line,) = result.err.splitlines()
     assert complaint in line
     assert not list(tmp_path.iterdir())
+
+
+def test_texts_are_named_by_their_places(command: Callable[..., Result], tmp_path: Path) -> None:
+    """Empty ones, which there is nothing to measure of, included."""
+    tokenizer = load(str(write_model(tmp_path / "good"))).tokenizer
+    sound, unsound = ("a b", "a b c d")
+    before, after = (tokenizer.encode(text, add_bos=False) for text in (sound, unsound))
+    bad = write_model(tmp_path / "bad", poisoned(next(i for i in after if i not in before)))
+    texts = [tmp_path / f"{name}.txt" for name in ("empty", "sound", "unsound")]
+    for path, text in zip(texts, ("", sound, unsound), strict=True):
+        path.write_text(text)
+    result = command("--model", bad, "--texts", *texts, "--output", tmp_path / "mine.toml")
+    assert result.status == 2
+    assert "error: text 3: NaN or infinity in the embedding" in result.err
+    assert not (tmp_path / "mine.toml").exists()
 
 
 def test_names_that_are_not_utf_8(

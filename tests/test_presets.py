@@ -673,6 +673,12 @@ def test_settings_change_a_sampler() -> None:
     assert values["draw.bans"] == [7]
 
 
+def test_a_sampler_shows_what_was_changed() -> None:
+    assert repr(ENTROPIX) == "<Sampler 'entropix'>"
+    changed = ENTROPIX.with_values({"arms.mid": "sample", "branch.width": 2})
+    assert repr(changed) == "<Sampler 'entropix': arms.mid='sample', branch.width=2>"
+
+
 # A model's own thresholds
 
 

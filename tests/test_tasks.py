@@ -551,7 +551,7 @@ def test_a_malformed_line_is_named(test_file: Path, line: bytes, message: str):
     test_file.write_bytes(test_file.read_bytes() + b"\n" + line + b"\n")
     items = find_task(f"gsm8k:{test_file}").items("test", chat=False)
     assert [next(items).answer for _ in PROBLEMS] == ["7", "1280", "-3"]  # read as it is asked for
-    with pytest.raises(UserError, match=rf"test\.jsonl:5: .*{re.escape(message)}"):
+    with pytest.raises(UserError, match=rf"test\.jsonl: line 5: .*{re.escape(message)}"):
         next(items)
 
 

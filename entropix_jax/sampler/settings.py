@@ -49,7 +49,7 @@ REQUIRED = {*scalars(), *_ARM_KEYS, *_CHOICES, *_OTHER}
 _KEYS = sorted(REQUIRED | {f"thresholds.{name}" for name in THRESHOLDS})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sampler:
     """A sampler by its settings: a dotted key and a plain value each. Immutable.
 
@@ -65,6 +65,10 @@ class Sampler:
     changes: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     arms: Mapping[str, Arm] = field(default_factory=lambda: ARMS)
+
+    def __repr__(self) -> str:
+        changed = ", ".join(f"{key}={value!r}" for key, value in self.changes.items())
+        return f"<Sampler {self.name!r}{': ' if changed else ''}{changed}>"
 
     @cached_property
     def values(self) -> Mapping[str, Any]:

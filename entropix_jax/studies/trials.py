@@ -84,7 +84,7 @@ class Prompts(Task):
         """The prompts, whatever the split."""
         for record in read_records(self._address):
             if isinstance(record, BadRecord):
-                raise UserError(f"{self._address}:{record.line}: {record.error}")
+                raise UserError(f"{self._address}: line {record.line}: {record.error}")
             yield Item(record.id, record.prompt or record.messages or (), "")
 
     def extract(self, item: Item, text: str) -> str | None:

@@ -107,7 +107,7 @@ def _read(path: Path) -> Iterator[_Solved]:
 
 
 def _parse(line: bytes, path: Path, number: int) -> _Solved:
-    where = f"{path}:{number}"
+    where = f"{path}: line {number}"
     try:
         problem = json.loads(line)
     except (ValueError, RecursionError) as error:
