@@ -6,6 +6,7 @@ document 002, "Branching vs Thinking Tokens").
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,6 +46,23 @@ class Branches:
     notes: Any  # [B, R, ...]
 
 
+@struct.dataclass
+class _Growth:
+    """Branches on their way, side by side: W of each row, N in all, R tokens at most of each."""
+
+    depth: jax.Array  # int32, of the last token
+    live: jax.Array  # bool [N], goes on from there
+    history: jax.Array  # int32 [N, S], the row's text and the branch
+    memory: Any  # the model's own state of the branches
+    tokens: jax.Array  # int32 [N, R]
+    logprobs: jax.Array  # float32 [N, R], nats
+    observation: Observation  # [N, R], of the distribution that each was chosen from
+    notes: Any  # [N, R, ...]
+    length: jax.Array  # int32 [N]
+    sums: jax.Array  # float32 [N, 3]: ln p (nats), h (bits), u (bits^2)
+    failed: jax.Array  # bool [N], the logits became NaN or infinite
+
+
 def roll_out(
     logits: jax.Array,
     observation: Observation,
@@ -78,99 +96,116 @@ def roll_out(
     Returns:
         The branches, and the memory that holds them.
     """
-    batch, width = logits.shape[0], MAX_WIDTH
     # Room for a branch past any row's end: how much the batch has must not matter.
     rows = replace(rows, history=jnp.pad(rows.history, ((0, 0), (0, MAX_DEPTH))))
-    each = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), (params, rows, eos_ids))
-    each_params: SamplerParams = each[0]
-    each_rows: Rows = each[1]
-    each_eos_ids: jax.Array = each[2]
-    index = jnp.arange(batch * width, dtype=jnp.int32)
     candidates, number = _candidates(logits, params, rows)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
+    exists = active[:, None] & (jnp.arange(MAX_WIDTH, dtype=jnp.int32)[None] < number[:, None])
+
+    def each(tree: Any) -> Any:
+        """[B, ...] of rows as [N, ...] of their branches."""
+        return jax.tree.map(lambda x: jnp.repeat(x, MAX_WIDTH, axis=0), tree)
 
     def first(x: jax.Array) -> jax.Array:
-        """[B, ...] of the step as the first of [B*W, R, ...]."""
-        buffer = jnp.zeros((batch * width, MAX_DEPTH, *x.shape[1:]), x.dtype)
-        return buffer.at[:, 0].set(jnp.repeat(x, width, axis=0))
+        """[N, ...] of the first token as the first of [N, R, ...]."""
+        return jnp.zeros((x.shape[0], MAX_DEPTH, *x.shape[1:]), x.dtype).at[:, 0].set(x)
 
-    def keep(buffer: jax.Array, x: jax.Array, depth: jax.Array) -> jax.Array:
-        return buffer.at[:, depth].set(x, mode="drop")
-
-    def unfinished(carry: tuple[Any, ...]) -> jax.Array:
-        return jnp.any(carry[1])
-
-    def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        depth, live, history, memory, tokens, logprobs, kept, length, sums, failed = carry
-        token = tokens[:, depth]
-        logits, stats, memory = evaluate(token.reshape(batch, width), depth, memory)
-        finite = jnp.all(jnp.isfinite(logits), axis=-1)
-        history = history.at[index, each_rows.length + depth].set(token)
-        here = replace(
-            each_rows,
-            history=history,
-            length=each_rows.length + depth + 1,
-            generated=each_rows.generated + depth + 1,
-        )
-        log_probs = jax.nn.log_softmax(logits, axis=-1)
-        heard = apply_noise_floor(log_probs, each_params.noise_epsilon)
-        observation = observe(heard, stats, each_params, here)
-        metrics = observation.metrics
-        terms = jnp.stack([logprobs[:, depth], metrics.entropy, metrics.varentropy], axis=-1)
-        length = jnp.where(live, depth + 1, length)
-        sums = jnp.where(live[:, None], sums + terms, sums)
-        failed = failed | (live & ~finite)
-
-        ends = jnp.any(token[:, None] == each_eos_ids, axis=-1)
-        outside = (observation.regime == LEHV) | (observation.regime == HEHV)
-        live = live & finite & ~ends & outside & (depth + 1 < each_params.branch.depth)
-        drawn = _follow(logits, heard, each_params, here, index % width)
-        logprob = jnp.take_along_axis(log_probs, drawn[:, None], axis=1)[:, 0]
-        tokens, logprobs = keep(tokens, drawn, depth + 1), keep(logprobs, logprob, depth + 1)
-        kept = jax.tree.map(
-            lambda buffer, x: keep(buffer, x, depth + 1), kept, (observation, note(logits, stats))
-        )
-        return depth + 1, live, history, memory, tokens, logprobs, kept, length, sums, failed
-
-    exists = active[:, None] & (jnp.arange(width, dtype=jnp.int32)[None, :] < number[:, None])
-    first_logprobs = jnp.take_along_axis(log_probs, candidates, axis=1)
-    flat = batch * width
-    carry = (
-        jnp.int32(0),
-        exists.reshape(flat),
-        each_rows.history,
-        memory,
-        jnp.zeros((flat, MAX_DEPTH), jnp.int32).at[:, 0].set(candidates.reshape(flat)),
-        jnp.zeros((flat, MAX_DEPTH), jnp.float32).at[:, 0].set(first_logprobs.reshape(flat)),
-        jax.tree.map(first, (observation, notes)),
-        jnp.zeros(flat, jnp.int32),
-        jnp.zeros((flat, 3), jnp.float32),
-        jnp.zeros(flat, bool),
+    each_rows, flat = each(rows), exists.size
+    growth = _Growth(
+        depth=jnp.int32(0),
+        live=exists.reshape(flat),
+        history=each_rows.history,
+        memory=memory,
+        tokens=first(candidates.reshape(flat)),
+        logprobs=first(jnp.take_along_axis(log_probs, candidates, axis=1).reshape(flat)),
+        observation=jax.tree.map(first, each(observation)),
+        notes=jax.tree.map(first, each(notes)),
+        length=jnp.zeros(flat, jnp.int32),
+        sums=jnp.zeros((flat, 3), jnp.float32),
+        failed=jnp.zeros(flat, bool),
     )
-    carry = lax.while_loop(unfinished, extend, carry)
-    _, _, _, memory, tokens, logprobs, kept, length, sums, failed = carry
+    extend = partial(_extend, each(params), each_rows, each(eos_ids), evaluate, note)
+    growth = lax.while_loop(lambda growth: jnp.any(growth.live), extend, growth)
+    return _scored(growth, params), growth.memory
 
-    p = each_params.branch
-    means = sums / jnp.maximum(length, 1)[:, None].astype(jnp.float32)
-    score = means[:, 0] - p.entropy_weight * means[:, 1] - p.varentropy_weight * means[:, 2]
-    score = jnp.where((length > 0) & ~failed, score, -jnp.inf).reshape(batch, width)
-    two_best = lax.top_k(score, 2)[0]
+
+def _extend(
+    params: SamplerParams,
+    rows: Rows,
+    eos_ids: jax.Array,
+    evaluate: Evaluate,
+    note: Note,
+    growth: _Growth,
+) -> _Growth:
+    """Evaluates the last token of each branch, ends those that end there, and follows the others.
+    All but `growth` are of the rows that the N branches belong to."""
+    depth, index = growth.depth, jnp.arange(growth.live.size, dtype=jnp.int32)
+    token = growth.tokens[:, depth]
+    logits, stats, memory = evaluate(token.reshape(-1, MAX_WIDTH), depth, growth.memory)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    history = growth.history.at[index, rows.length + depth].set(token)
+    here = replace(
+        rows,
+        history=history,
+        length=rows.length + depth + 1,
+        generated=rows.generated + depth + 1,
+    )
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    heard = apply_noise_floor(log_probs, params.noise_epsilon)
+    observation = observe(heard, stats, params, here)
+    metrics = observation.metrics
+    terms = jnp.stack([growth.logprobs[:, depth], metrics.entropy, metrics.varentropy], axis=-1)
+    live = growth.live
+
+    ends = jnp.any(token[:, None] == eos_ids, axis=-1)
+    outside = (observation.regime == LEHV) | (observation.regime == HEHV)
+    drawn = _follow(logits, heard, params, here, index % MAX_WIDTH)
+    logprob = jnp.take_along_axis(log_probs, drawn[:, None], axis=1)[:, 0]
+
+    def keep(buffer: jax.Array, x: jax.Array) -> jax.Array:
+        return buffer.at[:, depth + 1].set(x, mode="drop")
+
+    return _Growth(
+        depth=depth + 1,
+        live=live & finite & ~ends & outside & (depth + 1 < params.branch.depth),
+        history=history,
+        memory=memory,
+        tokens=keep(growth.tokens, drawn),
+        logprobs=keep(growth.logprobs, logprob),
+        observation=jax.tree.map(keep, growth.observation, observation),
+        notes=jax.tree.map(keep, growth.notes, note(logits, stats)),
+        length=jnp.where(live, depth + 1, growth.length),
+        sums=jnp.where(live[:, None], growth.sums + terms, growth.sums),
+        failed=growth.failed | (live & ~finite),
+    )
+
+
+def _scored(growth: _Growth, params: SamplerParams) -> Branches:
+    """Branches that have ended, by row, and the best of each row."""
+    p = params.branch
+    rows = (p.depth.shape[0], MAX_WIDTH)
+    means = growth.sums / jnp.maximum(growth.length, 1)[:, None].astype(jnp.float32)
+    logprob, entropy, varentropy = means.T.reshape(3, *rows)
+    score = logprob - p.entropy_weight[:, None] * entropy
+    score = score - p.varentropy_weight[:, None] * varentropy
+    counts = ((growth.length > 0) & ~growth.failed).reshape(rows)
+    score = jnp.where(counts, score, -jnp.inf)
+    first, second = lax.top_k(score, 2)[0].T
     best = jnp.argmax(score, axis=-1).astype(jnp.int32)
 
     def of_best(x: jax.Array) -> jax.Array:
-        return x[jnp.arange(batch, dtype=jnp.int32) * width + best]
+        return x[jnp.arange(rows[0], dtype=jnp.int32) * MAX_WIDTH + best]
 
     return Branches(
-        tokens=tokens.reshape(batch, width, MAX_DEPTH),
-        length=length.reshape(batch, width),
+        tokens=growth.tokens.reshape(*rows, MAX_DEPTH),
+        length=growth.length.reshape(rows),
         score=score,
         best=best,
-        ambiguous=(two_best[:, 1] > -jnp.inf)
-        & (two_best[:, 0] - two_best[:, 1] < params.branch.margin),
-        logprobs=of_best(logprobs),
-        observation=jax.tree.map(of_best, kept[0]),
-        notes=jax.tree.map(of_best, kept[1]),
-    ), memory
+        ambiguous=(second > -jnp.inf) & (first - second < p.margin),
+        logprobs=of_best(growth.logprobs),
+        observation=jax.tree.map(of_best, growth.observation),
+        notes=jax.tree.map(of_best, growth.notes),
+    )
 
 
 def _candidates(
