@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack
 
 from entropix_jax.decode_state import Recording
-from entropix_jax.errors import UserError
+from entropix_jax.errors import check_range
 from entropix_jax.generation import Generation
 from entropix_jax.inspection import InspectedToken, inspect
 from entropix_jax.loading import LanguageModel
@@ -112,8 +112,7 @@ def _run_of(
     if unknown := set(options) - set(Options.__annotations__):
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     samples, chat = options.get("samples", 1), options.get("chat")
-    if samples < 1:
-        raise UserError(f"samples must be at least 1, not {samples}")
+    check_range("samples", samples, 1)
     if chat is None:
         chat = model.is_chat_model or not isinstance(prompt, str)
     tokens = encode_prompt(model, prompt, chat=chat, system=options.get("system"))

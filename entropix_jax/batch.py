@@ -32,7 +32,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.distributed import check_place, join
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 from entropix_jax.interrupts import deferred_interrupts, exit_status
 
 if TYPE_CHECKING:
@@ -246,18 +246,11 @@ def _check(arguments: Arguments) -> None:
     """What can be told to be wrong from the command line alone."""
     if arguments.chat and arguments.no_chat:
         raise UserError("give only one of --chat and --no-chat")
-    for name, value, least in (
-        ("--slots", arguments.slots, 1),
-        ("--context", 2 if arguments.context is None else arguments.context, 2),
-        ("--max-new-tokens", arguments.max_new_tokens, 1),
-        ("--trace-top", arguments.trace_top, 0),
-    ):
-        if value < least:
-            raise UserError(f"{name} must be at least {least}, not {value}")
-        if value > _LARGEST:
-            raise UserError(f"{name} must be at most {_LARGEST}, not {value}")
-    if arguments.merge is not None and arguments.merge < 1:
-        raise UserError(f"--merge must be at least 1, not {arguments.merge}")
+    check_range("--slots", arguments.slots, 1, _LARGEST)
+    check_range("--context", arguments.context, 2, _LARGEST)
+    check_range("--max-new-tokens", arguments.max_new_tokens, 1, _LARGEST)
+    check_range("--trace-top", arguments.trace_top, 0, _LARGEST)
+    check_range("--merge", arguments.merge, 1)
     place = (arguments.coordinator, arguments.processes, arguments.process)
     if not arguments.distributed and any(given is not None for given in place):
         raise UserError("--coordinator, --processes and --process need --distributed")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, parse, run_command
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_writable, read_text
 
 if TYPE_CHECKING:
@@ -111,12 +111,8 @@ def _check(arguments: Arguments) -> None:
             f"--output {arguments.output}: a sampler file ends in .toml, "
             "a model's calibration in .json"
         )
-    for name, value, least in (
-        ("--context", arguments.context, 0),
-        ("--self-tokens", arguments.self_tokens, 2 * _OWN_ROWS),
-    ):
-        if value < least:
-            raise UserError(f"{name} must be at least {least}, not {value}")
+    check_range("--context", arguments.context, 0)
+    check_range("--self-tokens", arguments.self_tokens, 2 * _OWN_ROWS)
 
 
 def _wanted(settings: Sequence[str]) -> dict[str, float]:

@@ -18,7 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 
 PATIENCE = 300  # seconds to wait for the others
 
@@ -65,8 +65,7 @@ def check_place(coordinator: str | None, processes: int | None, process: int | N
             raise UserError(
                 f"--coordinator {coordinator}: must be HOST:PORT, the port from 1 to 65535"
             )
-    if processes is not None and processes < 1:
-        raise UserError(f"--processes must be at least 1, not {processes}")
+    check_range("--processes", processes, 1)
     if process is not None and not 0 <= process < (processes or process + 1):
         most = "" if processes is None else f" and under --processes {processes}"
         raise UserError(f"--process must be at least 0{most}, not {process}")

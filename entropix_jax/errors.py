@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to see, and how its line may end."""
+"""The one exception that a user is meant to see, and lines that come up everywhere."""
 
 import difflib
 from collections.abc import Sequence
@@ -19,6 +19,18 @@ class UserError(Exception):
         if len(line) > _LONGEST:
             line = f"{line[: _LONGEST - 300]} ... {line[-295:]}"
         super().__init__(line)
+
+
+def check_range(name: str, value: int | None, least: int, most: int | None = None) -> None:
+    """Checks a number that an option or argument of this name gives; None is one left out.
+
+    Raises:
+        UserError: it is less than `least`, or more than `most`.
+    """
+    if value is not None and value < least:
+        raise UserError(f"{name} must be at least {least}, not {value}")
+    if value is not None and most is not None and value > most:
+        raise UserError(f"{name} must be at most {most}, not {value}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from entropix_jax.commandline import Count, Dtype, Model, Texts, parse, run_command
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 
 _SAMPLERS = ("temperature", "greedy", "entropix")
 _Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="")]
@@ -59,16 +59,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 
 def _main(arguments: Arguments) -> int:
-    most = arguments.max_new_tokens
-    for name, value, least in (
-        ("--items", arguments.items, 0),
-        ("--seeds", arguments.seeds, 1),
-        ("--tune", arguments.tune, 0),
-        ("--tune-items", arguments.tune_items, 1),
-        ("--max-new-tokens", 1 if most is None else most, 1),
-    ):
-        if value < least:
-            raise UserError(f"{name} must be at least {least}, not {value}")
+    check_range("--items", arguments.items, 0)
+    check_range("--seeds", arguments.seeds, 1)
+    check_range("--tune", arguments.tune, 0)
+    check_range("--tune-items", arguments.tune_items, 1)
+    check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.studies.command import run_study
     from entropix_jax.studies.sweep import Setting, Sweep, names_of, tuning_of
@@ -91,7 +86,7 @@ def _main(arguments: Arguments) -> int:
         items=arguments.items,
         seeds=tuple(range(arguments.seeds)),
         split="test",
-        max_new_tokens=most,
+        max_new_tokens=arguments.max_new_tokens,
         settings=settings,
         tuning=tuning,
         baseline=names_of(settings, tuning)[0],

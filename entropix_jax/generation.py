@@ -54,7 +54,8 @@ class Generation:
 
         Raises:
             UserError: no request, an empty prompt, one that leaves no room for a token or holds
-                what is no token, or a sampler or recording that does not fit the model.
+                what is no token, a sampler or recording that does not fit the model, or rows that
+                memory has no room for.
         """
         if not requests:
             raise UserError("there is nothing to generate: no request")

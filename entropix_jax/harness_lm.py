@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from entropix_jax import __version__
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
-from entropix_jax.errors import UserError, nearest
+from entropix_jax.errors import UserError, check_range, nearest
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
 from entropix_jax.memory import most_slots
@@ -385,8 +385,8 @@ def _whole(name: str, value: Any, least: int | None) -> int:
         number = None
     if number is None or number != float(value):
         raise UserError(f"{name} must be a whole number, not {value!r}")
-    if least is not None and number < least:
-        raise UserError(f"{name} must be at least {least}, not {number}")
+    if least is not None:
+        check_range(name, number, least)
     return number
 
 

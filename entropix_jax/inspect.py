@@ -30,7 +30,7 @@ from entropix_jax.commandline import (
     read_input,
     run_command,
 )
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 from entropix_jax.vocabulary import REGIMES
 
 if TYPE_CHECKING:
@@ -130,9 +130,8 @@ def _main(arguments: Arguments) -> int:
 def _read_text(arguments: Arguments) -> str:
     if (arguments.text is None) == (arguments.text_file is None):
         raise UserError("give the text with --text or --text-file, and only one of them")
-    for name, value in (("--top", arguments.top), ("--context", arguments.context)):
-        if value < 0:
-            raise UserError(f"{name} must be at least 0, not {value}")
+    check_range("--top", arguments.top, 0)
+    check_range("--context", arguments.context, 0)
     if (arguments.top or arguments.layers) and arguments.format != "json":
         raise UserError("--top and --layers need --format json")
     text = arguments.text

@@ -81,9 +81,9 @@ def load(
 
     Raises:
         UserError: no such folder or repository, one that is not a Llama checkpoint, an unknown
-            type, weights that memory has no room for, or one that was looked at and is not finite,
-            a mesh over which the model cannot be split, or a device that JAX was told to use and
-            does not find.
+            type, weights that memory has no room for, a weight that was looked at and is not
+            finite, a mesh over which the model cannot be split, or a device that JAX was told to
+            use and does not find.
     """
     check_backend()
     folder = resolve_model(model)

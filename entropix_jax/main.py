@@ -31,7 +31,7 @@ from entropix_jax.commandline import (
     read_input,
     run_command,
 )
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_writable, is_standard_output, read_text, scratch_beside
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
 from entropix_jax.status import StatusLine, is_terminal
@@ -344,15 +344,9 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--messages is a chat: it does not go with --no-chat")
     if arguments.messages is not None and arguments.system is not None:
         raise UserError("--messages holds its own system message: it does not go with --system")
-    for name, value, least in (
-        ("--max-new-tokens", arguments.max_new_tokens, 1),
-        ("--samples", arguments.samples, 1),
-        ("--trace-top", arguments.trace_top, 0),
-    ):
-        if value < least:
-            raise UserError(f"{name} must be at least {least}, not {value}")
-    if arguments.samples > _MAX_SAMPLES:
-        raise UserError(f"--samples must be at most {_MAX_SAMPLES}, not {arguments.samples}")
+    check_range("--max-new-tokens", arguments.max_new_tokens, 1)
+    check_range("--samples", arguments.samples, 1, _MAX_SAMPLES)
+    check_range("--trace-top", arguments.trace_top, 0)
     if not all(map(all, arguments.stop)):
         raise UserError("--stop: an empty text ends nothing")
     if arguments.retrieve == "":

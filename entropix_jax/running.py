@@ -11,7 +11,7 @@ from entropix_jax.decode_state import (
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
 )
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_range
 from entropix_jax.health import NOWHERE, describe
 from entropix_jax.loading import LanguageModel
 from entropix_jax.records import Branching, Fields, Outcome, branch_records, differ, two_best
@@ -236,8 +236,7 @@ def budget_of(model: LanguageModel, request: Request, capacity: int | None = Non
         raise UserError("the prompt is empty")
     if strange := [i for i in request.prompt if not 0 <= i < model.config.vocab_size]:
         raise UserError(f"the prompt holds {strange[0]}, which is no token")
-    if request.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+    check_range("max_new_tokens", request.max_new_tokens, 1)
     room = positions if capacity is None else min(positions, capacity)
     if prompt >= room:
         limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"

@@ -29,6 +29,8 @@ from entropix_jax import (
     Retriever,
     Sampler,
     UserError,
+    loading,
+    memory,
 )
 from entropix_jax.sampler.arms import SAMPLE, draw
 from entropix_jax.sharding import parse_mesh
@@ -104,6 +106,11 @@ class Place:
 
     def row(self, prompt: list[int], budget: int = 1) -> Generation:
         return Generation(self.model, [Request(prompt, "0", budget)], "greedy")
+
+    def fill_memory(self) -> None:
+        """Leaves no device anything to give."""
+        for module in (memory, loading):
+            self.patch.setattr(module, "free_bytes", lambda device: 0)
 
     def rows(self) -> entropix_jax.Rows:
         """Of a run that has not begun."""
@@ -210,6 +217,11 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             "an unknown type",
             lambda at: entropix_jax.load(dtype="float64"),
             "'float64', only float32",
+        ),
+        (
+            "weights that memory has no room for",
+            lambda at: (at.fill_memory(), entropix_jax.load()),
+            "its weights do not fit into memory: 7.3 MB of 0 kB",
         ),
         ("a weight that was looked at and is not finite", not_finite, "model.norm.weight"),
         ("a mesh over which the model cannot be split", uneven_mesh, "7"),
@@ -369,6 +381,11 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
                 at.model, [Request([1], "0", 1)], "greedy", recording=Recording(top=10**6)
             ),
             "the 1000000 likeliest tokens are asked for",
+        ),
+        (
+            "rows that memory has no room for",
+            lambda at: (at.fill_memory(), at.row([1])),
+            "1 row of 256 tokens would not fit into memory: weights 7.3 MB",
         ),
     ],
     ("stream", "TypeError"): [

@@ -14,7 +14,7 @@ from rich.markdown import Markdown
 
 from entropix_jax.batches.progress import ProgressView, Standing
 from entropix_jax.commandline import EXIT_OK
-from entropix_jax.errors import UserError
+from entropix_jax.errors import check_range
 from entropix_jax.interrupts import deferred_interrupts, exit_status
 from entropix_jax.loading import check_backend, load
 from entropix_jax.programs import use_compilation_cache
@@ -34,8 +34,7 @@ def run_study(
     Raises:
         UserError: whatever a user can mend.
     """
-    if slots < 1:
-        raise UserError(f"--slots must be at least 1, not {slots}")
+    check_range("--slots", slots, 1)
     check_backend()
     use_compilation_cache()
     loaded = load(model, dtype)
