@@ -305,7 +305,6 @@ def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") ->
         capacity=context,
         mesh=mesh,
         recording=recording,
-        option="--slots",
     )
     print(told, file=sys.stderr)
     return context

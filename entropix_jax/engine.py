@@ -22,7 +22,7 @@ from entropix_jax.decode_state import (
     StepRecord,
 )
 from entropix_jax.loading import LanguageModel
-from entropix_jax.memory import check_memory
+from entropix_jax.memory import check_cache
 from entropix_jax.preparation import (
     MAX_PREFILL,
     MAX_STEPS,
@@ -94,15 +94,7 @@ class Engine:
         mesh = None if model.rules is None else model.rules.mesh
         if mesh is not None:
             check_mesh(mesh, model.config, slots)
-        check_memory(
-            model.config,
-            model.precision,
-            slots=slots,
-            capacity=capacity,
-            mesh=mesh,
-            recording=recording,
-            loaded=True,
-        )
+        check_cache(model.config, model.precision, slots=slots, capacity=capacity, mesh=mesh)
         self.steps = 0
         self.useful = 0
         self._model = model
@@ -142,6 +134,12 @@ class Engine:
             dtype=self._model.precision.activations,
             rules=self._model.rules,
         )
+        try:
+            yield from self._run()
+        finally:  # the results may be kept for long: the cache goes at once
+            del self._slots
+
+    def _run(self) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()
         moved = True
         while not self._stopping:

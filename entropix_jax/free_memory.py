@@ -4,15 +4,28 @@ from pathlib import Path
 
 import jax
 import psutil
+from jax.sharding import Mesh
 
-# The files of a control group's limit and use, and the line of files that could be let go.
-_GROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_GROUP_2 = ("memory.max", "memory.current", "inactive_file")
+# The files of a control group's limit and use, and how the lines begin that tell of cached files,
+# which can be let go.
+_GROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_GROUP_2 = ("memory.max", "memory.current", "")
+
+
+def free_share(mesh: Mesh | None, weights: int = 0) -> int | None:
+    """What each device of a mesh, or the default one alone, has to give, in bytes; None where it
+    does not tell. `weights` is what each holds already of a model."""
+    devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+    free = free_bytes(devices[0])
+    if free is None:
+        return None
+    # Devices that are a machine's processors share its memory, and weights are not in what is left.
+    return free // len(devices) if devices[0].platform == "cpu" else free - weights
 
 
 def free_bytes(device: jax.Device) -> int | None:
-    """What a device has to give, in bytes, before anything is put there; None where it does not
-    tell."""
+    """What a processor's memory has left, or all that another device has, in bytes; None where it
+    does not tell."""
     if device.platform == "cpu":
         return min([int(psutil.virtual_memory().available), *_free_of_groups()])
     stats = device.memory_stats()
@@ -23,7 +36,7 @@ def _free_of_groups(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[int]:
     """What the limits of this process's control groups leave, in bytes: a container's, a job's, or
-    a service's. Pages of files that could be let go count as free, as they do elsewhere."""
+    a service's. Pages of files count as free."""
     found = []
     try:
         lines = groups.read_text().splitlines()
@@ -40,7 +53,7 @@ def _free_of_groups(
             try:
                 limit, used = (int((folder / name).read_text()) for name in files[:2])
                 of = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
-                cached = int(of[files[2]])
+                cached = sum(int(of[f"{files[2]}{kind}_file"]) for kind in ("inactive", "active"))
             except (OSError, ValueError, KeyError):  # not there; "max"
                 continue
             found.append(max(limit - used + cached, 0))

@@ -354,9 +354,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
     def _auto_slots(self, capacity: int) -> int:
         """Rows that the device has room for, and one if it has room for none."""
         config, precision = self.model.config, self.model.precision
-        return max(
-            most_slots(config, precision, slots=self._most, capacity=capacity, loaded=True), 1
-        )
+        return max(most_slots(config, precision, slots=self._most, capacity=capacity, mesh=None), 1)
 
     def _warn_of_cut(self, cut: int, number: int) -> None:
         if cut:

@@ -16,7 +16,7 @@ from entropix_jax.config import (
     load_model_config,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.free_memory import as_size, free_bytes
+from entropix_jax.free_memory import as_size, free_share
 from entropix_jax.hub import is_hub_id, snapshot
 from entropix_jax.params import Params, count_params
 from entropix_jax.precision import WEIGHTS, Precision, choose_precision
@@ -120,14 +120,8 @@ def _check_memory(
     folder: Path, config: ModelConfig, precision: Precision, mesh: Mesh | None
 ) -> None:
     """Refuses weights that do not fit before they are read."""
-    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
-    free = free_bytes(device)
-    if free is None:
-        return
-    if device.platform == "cpu" and mesh is not None:
-        free //= mesh.size
-    needed = weights_bytes(config, precision.weights, mesh)
-    if needed > free:
+    needed, free = weights_bytes(config, precision.weights, mesh), free_share(mesh)
+    if free is not None and needed > free:
         smaller = "" if precision.weights == jnp.int8 else "; --weights int8 takes less"
         raise UserError(
             f"{folder}: its weights do not fit into memory: {as_size(needed)} of {as_size(free)}"

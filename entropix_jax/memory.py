@@ -1,17 +1,19 @@
 """What a batch will take of each device's memory, told before any of it is taken."""
 
+import gc
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from entropix_jax.branching import lanes_of
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import LOG_STEPS, Recording
 from entropix_jax.errors import UserError
-from entropix_jax.free_memory import as_size, free_bytes
+from entropix_jax.free_memory import as_size, free_share
 from entropix_jax.precision import Precision
 from entropix_jax.preparation import (
     MAX_PREFILL,
@@ -99,7 +101,7 @@ def plan_memory(
     hidden = _HIDDEN * chunk * config.width * width
     # Of the last layer a prompt needs keys and values alone.
     others = config.num_layers - 1
-    if precision.weights != precision.activations:
+    if precision.activations == jnp.float32 != precision.weights:  # on a CPU
         prompts = scores + others * (inner + hidden)
     else:
         prompts = max(scores, inner) + hidden
@@ -125,83 +127,91 @@ def check_memory(
     capacity: int,
     mesh: Mesh | None = None,
     recording: Recording = _NOTHING,
-    loaded: bool = False,
-    option: str | None = None,
 ) -> str:
-    """One line that says what a batch will take of each device, and of how much.
-
-    Args:
-        mesh: the devices that share the batch; None is the default one alone.
-        loaded: the weights are there already.
-        option: of a command, that says how many slots there are.
+    """One line that says what a batch will take of each device, and of how much, before any of it
+    is there. `mesh` are the devices that share it; None is the default one alone.
 
     Raises:
-        UserError: it does not fit; the line names the most rows that do.
+        UserError: it does not fit; the line names the most slots that do.
     """
-    shape = _shape_of(mesh)
-    wanted = plan_memory(
-        config, precision, slots=slots, capacity=capacity, recording=recording, **shape
-    )
-    free = _free_share(mesh, wanted.weights if loaded else 0)
+    plan = _plan_of(config, precision, capacity, mesh, recording)
+    wanted, free = plan(slots), free_share(mesh)
     if free is None:
         return f"memory of each device: {wanted}"
     told = f"{wanted}: {as_size(wanted.total)} of {as_size(free)}"
     if wanted.total <= free:
         return f"memory of each device: {told}"
-    fitting = most_slots(
-        config,
-        precision,
-        slots=slots,
-        capacity=capacity,
-        mesh=mesh,
-        recording=recording,
-        loaded=loaded,
+    fitting = _most(plan, slots, free, mesh)
+    if fitting:
+        advice = f"at most {fitting} slots fit (--slots {fitting})"
+    elif wanted.weights <= free:
+        advice = "not even one slot for each fits: fewer tokens a row (--context) need less"
+    else:
+        advice = "not even the weights fit"
+    raise UserError(
+        f"{slots} slots of {capacity} tokens do not fit into a device: {told}; {advice}"
     )
-    advice = (
-        f"at most {fitting} would" + (f" ({option} {fitting})" if option else "")
-        if fitting
-        else f"not even {shape['data']} would: fewer tokens a row need less"
-    )
-    rows = "1 row" if slots == 1 else f"{slots} rows side by side"
-    raise UserError(f"{rows} of {capacity} tokens would not fit into memory: {told}; {advice}")
 
 
 def most_slots(
-    config: ModelConfig,
-    precision: Precision,
-    *,
-    slots: int,
-    capacity: int,
-    mesh: Mesh | None = None,
-    recording: Recording = _NOTHING,
-    loaded: bool = False,
+    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> int:
-    """How many rows, up to `slots`, a batch may have to fit into memory: a multiple of the devices
-    that share them, 0 where it does not fit at all, `slots` where no device tells what it has. The
-    arguments are those of `check_memory`."""
-    shape = _shape_of(mesh)
+    """How many slots, up to `slots`, a batch may have to fit into memory beside weights that are
+    there already: a multiple of the devices that share them. 0 where it does not fit at all,
+    `slots` where the devices do not tell what they have."""
+    plan = _plan_of(config, precision, capacity, mesh, _NOTHING)
+    weights = plan(1).weights
+    free = free_share(mesh, weights)
+    return slots if free is None else _most(plan, slots, free + weights, mesh)
 
-    def plan(number: int) -> MemoryPlan:
-        return plan_memory(
-            config, precision, slots=number, capacity=capacity, recording=recording, **shape
+
+def check_cache(
+    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
+) -> None:
+    """Refuses rows whose cache and logits alone do not fit beside weights that are there already:
+    what else they take depends on their prompts.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    plan = _plan_of(config, precision, capacity, mesh, _NOTHING)(slots)
+    needed, free = plan.cache + plan.logits, free_share(mesh, plan.weights)
+    if free is not None and needed > free:
+        gc.collect()  # an earlier run's cache may be held by nothing but a circle
+        free = free_share(mesh, plan.weights)
+    if free is not None and needed > free:
+        rows = "1 row" if slots == 1 else f"{slots} rows side by side"
+        raise UserError(
+            f"{rows} of {capacity} tokens would not fit into memory: cache {as_size(plan.cache)}, "
+            f"logits {as_size(plan.logits)}: {as_size(needed)} of {as_size(free)}; fewer rows, or "
+            "fewer tokens of each, need less"
         )
 
-    free = _free_share(mesh, plan(1).weights if loaded else 0)
-    if free is None:
-        return slots
+
+def _plan_of(
+    config: ModelConfig,
+    precision: Precision,
+    capacity: int,
+    mesh: Mesh | None,
+    recording: Recording,
+) -> Callable[[int], MemoryPlan]:
+    """The plan for a number of slots."""
+    shape = {DATA: 1, MODEL: 1} if mesh is None else mesh.shape
+
+    def plan(slots: int) -> MemoryPlan:
+        return plan_memory(
+            config,
+            precision,
+            slots=slots,
+            capacity=capacity,
+            data=shape[DATA],
+            model=shape[MODEL],
+            recording=recording,
+        )
+
+    return plan
+
+
+def _most(plan: Callable[[int], MemoryPlan], slots: int, free: int, mesh: Mesh | None) -> int:
     fitting = bisect_right(range(1, slots + 1), free, key=lambda number: plan(number).total)
-    return fitting - fitting % shape["data"]
-
-
-def _shape_of(mesh: Mesh | None) -> dict[str, int]:
-    return {"data": 1, "model": 1} if mesh is None else dict(mesh.shape)
-
-
-def _free_share(mesh: Mesh | None, loaded: int) -> int | None:
-    """What each device has for a batch, in bytes, of which loaded weights may have taken theirs."""
-    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
-    free = free_bytes(device)
-    if free is None or device.platform != "cpu":
-        return free
-    # Devices that are a machine's processors share its memory.
-    return free // (1 if mesh is None else mesh.size) + loaded
+    return fitting - fitting % (1 if mesh is None else mesh.shape[DATA])

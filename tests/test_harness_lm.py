@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import entropix_jax
-from entropix_jax import harness, memory
+from entropix_jax import free_memory, harness
 from entropix_jax.errors import UserError
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.memory import plan_memory
@@ -201,17 +201,18 @@ def test_entropix_says_the_same_twice() -> None:
 
 
 def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slots(free: float | None, **arguments: Any) -> int:
+    def slots(free: int | None, **arguments: Any) -> int:
         made = make(**{"batch_size": "auto", **arguments})
-        monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-        return made._auto_slots(capacity=1024)
+        with monkeypatch.context() as patch:
+            patch.setattr(free_memory, "free_bytes", lambda device: free)
+            return made._auto_slots(capacity=1024)
 
-    assert slots(None) == slots(1e12) == 32
+    assert slots(None) == slots(10**12) == 32
     assert slots(0) == 1  # and the engine refuses it
     model = make().model
     plan = plan_memory(model.config, model.precision, slots=11, capacity=1024)
     assert slots(plan.total - plan.weights) == 11  # the weights are there, and not in what is free
-    assert slots(1e12, batch_size="auto:4", max_batch_size=6) == 6
+    assert slots(10**12, batch_size="auto:4", max_batch_size=6) == 6
 
 
 def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:

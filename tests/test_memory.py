@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 import entropix_jax
-from entropix_jax import free_memory, loading, memory
+from entropix_jax import free_memory, loading
 from entropix_jax.cache import init_cache
 from entropix_jax.decode_state import Recording, init_log
 from entropix_jax.errors import UserError
@@ -30,8 +31,7 @@ from tests.models import random_params, tiny_config
 
 def give(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     """Lets every device have so many bytes to give."""
-    for module in (memory, loading):
-        monkeypatch.setattr(module, "free_bytes", lambda device: free)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
 
 
 def test_the_plan_of_memory_counts_what_there_is() -> None:
@@ -76,58 +76,88 @@ def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> N
     free = plan_memory(config, precision, slots=6, capacity=64).total
     give(monkeypatch, free)
     assert "weights" in check_memory(config, precision, slots=6, capacity=64)
-    with pytest.raises(UserError, match=r"7 rows side by side of 64 .*; at most 6 would$"):
+    with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)$"):
         check_memory(config, precision, slots=7, capacity=64)
-    with pytest.raises(UserError, match=r"at most 6 would \(--slots 6\)$"):
-        check_memory(config, precision, slots=7, capacity=64, option="--slots")
-    give(monkeypatch, 1000)
-    with pytest.raises(UserError, match=r"7 rows .*; not even 1 would: fewer tokens a row need"):
-        check_memory(config, precision, slots=7, capacity=64)
+    weights = weights_bytes(config, precision.weights)
+    for free, advice in ((weights, r"fewer tokens a row"), (weights - 1, r"not even the weights")):
+        give(monkeypatch, free)
+        with pytest.raises(UserError, match=advice):
+            check_memory(config, precision, slots=7, capacity=64)
     give(monkeypatch, None)
     assert check_memory(config, precision, slots=10**9, capacity=64)
-    assert most_slots(config, precision, slots=10**9, capacity=64) == 10**9
 
 
 @pytest.mark.parametrize("number", [1, 4, 16])
 def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are there already are not in what a processor's memory has left, and are in what
+    another device has."""
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
     plan = plan_memory(config, precision, slots=number, capacity=1024)
 
-    def most(free: int, **how: Any) -> int:
+    def most(free: int | None) -> int:
         give(monkeypatch, free)
-        return most_slots(config, precision, slots=16, capacity=1024, **how)
+        return most_slots(config, precision, slots=16, capacity=1024, mesh=None)
 
+    assert most(None) == 16
+    assert most(plan.total - plan.weights) == number
+    assert most(plan.total - plan.weights - 1) == number - 1
+    accelerator = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [accelerator])
     assert most(plan.total) == number
     assert most(plan.total - 1) == number - 1
-    # Weights that are there already are not in what is free, and no longer needed.
-    assert most(plan.total - plan.weights, loaded=True) == number
-    assert most(plan.total - plan.weights - 1, loaded=True) == number - 1
 
 
 def test_devices_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
     mesh = parse_mesh("data=2", jax.devices()[:2])
-    each = plan_memory(config, precision, slots=6, capacity=64, data=2).total
+    each = plan_memory(config, precision, slots=6, capacity=64, data=2)
+    each_needs = each.total - each.weights
 
     def most(free: int) -> int:
         give(monkeypatch, free)
         return most_slots(config, precision, slots=8, capacity=64, mesh=mesh)
 
-    assert most(2 * each) == 6
-    assert most(2 * each - 2) == 4  # a row less for each of the two
+    assert most(2 * each_needs) == 6
+    assert most(2 * each_needs - 2) == 4  # a row less for each of the two
 
 
 def test_every_run_looks_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for rows: the engine refuses them before anything is allocated."""
+    """Whoever asks for rows: the engine refuses a cache that does not fit before it is there."""
     model = load()
+    plan = plan_memory(model.config, model.precision, slots=64, capacity=4096)
     requests = [Request([model.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
+    give(monkeypatch, plan.cache + plan.logits)
     Generation(model, requests)
-    give(monkeypatch, 2 * 10**8)
+    give(monkeypatch, plan.cache + plan.logits - 1)
     with pytest.raises(UserError, match=r"64 rows side by side of 4096 tokens would not fit"):
         Generation(model, requests)
-    Generation(model, requests[:1])
-    with pytest.raises(UserError, match=r"would not fit"):
+    Generation(model, requests[:63])
+    with pytest.raises(UserError, match=r"1000 rows .* fewer rows, or fewer tokens of each"):
         entropix_jax.generate(model, "Once", samples=1000, max_new_tokens=4000)
+
+
+def test_a_run_that_has_ended_holds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results may be kept for long. One that was left early and dropped holds none either."""
+    model = load()
+
+    def caches() -> int:
+        shape = (3, model.config.num_kv_heads, 256, model.config.head_dim)
+        return sum(x.shape == shape for x in jax.live_arrays())
+
+    gc.collect()
+    assert caches() == 0
+    run = entropix_jax.stream(model, "Once", "greedy", samples=3, max_new_tokens=5)
+    next(iter(run))
+    assert caches() >= 2 * model.config.num_layers
+    rows = run.run()
+    assert (caches(), len(rows)) == (0, 3)
+    left = entropix_jax.stream(model, "Once", "greedy", samples=3, max_new_tokens=50)
+    next(iter(left))
+    del left
+    give(monkeypatch, 0)
+    with pytest.raises(UserError, match="would not fit"):
+        entropix_jax.stream(model, "Once", "greedy")
+    assert caches() == 0
 
 
 def test_weights_that_do_not_fit_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +184,8 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / names[0]).write_text(f"{limit}\n")
         (folder / names[1]).write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+        kinds = f"{names[2]}inactive_file {cached - 3}\n{names[2]}active_file 3\n"
+        (folder / "memory.stat").write_text(f"anon 5\n{kinds}")
 
     def free(line: str) -> list[int]:
         (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
@@ -162,7 +193,7 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
 
     group(tmp_path / "fs" / "slurm" / "job", 1000, 300, 50)
     group(tmp_path / "fs" / "slurm", "max", 5000, 50)
-    group(tmp_path / "fs", 900, 800, 0)
+    group(tmp_path / "fs", 900, 803, 3)
     assert free("0::/slurm/job/step") == [100, 750]
     assert free("0::/slurm/job") == [100, 750]
     assert free("0::/not/seen/from/here") == [100]
