@@ -16,6 +16,7 @@ from scipy import stats
 from entropix_jax.results import Request, Row
 from entropix_jax.studies.digest import Digest, SettingDigest
 from entropix_jax.studies.measures import distinct, measures_of, repetition
+from entropix_jax.studies.plots import _reach
 from entropix_jax.studies.statistics import (
     Bootstrap,
     Interval,
@@ -77,6 +78,25 @@ def test_the_mean_and_its_interval() -> None:
     assert found.high == pytest.approx(high, abs=0.004)
     assert found.low < found.value < found.high
     assert Bootstrap(STRATA).mean(scores) == found  # the same resamples
+
+
+@pytest.mark.parametrize("items", [1, 2, 3, 5, 7, 20, 49, 100])
+def test_what_all_items_share_has_no_width(items: int) -> None:
+    """A sampler that gets everything right, in tasks of other sizes: nothing to draw, nothing to
+    tell apart."""
+    bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)
+    found = bootstrap.mean(np.ones(items + 3))
+    assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-14)
+    costs, curve = np.ones((2, items + 3)), np.ones((2, items + 3))
+    costs[1] = 3.0
+    over = bootstrap.over_curve(costs, curve, np.full(items + 3, 1.7), np.ones(items + 3))
+    assert over.verdict == "no difference seen"
+
+
+def test_error_bars_never_point_inwards() -> None:
+    """Percentile intervals of skewed resamples, and rounded ones, may lie beside the figure."""
+    scores = [Interval(0.5, 0.6, 0.7), Interval(0.5, 0.3, 0.4), Interval(0.5, 0.25, 0.75)]
+    assert _reach(scores) == [[0.0, 0.2, 0.25], pytest.approx([0.2, 0.0, 0.25])]
 
 
 def test_its_own_resamples_by_hand() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 
 from entropix_jax.files import replacing
+from entropix_jax.studies.statistics import Interval
 from entropix_jax.studies.summary import Findings, Line
 from entropix_jax.vocabulary import REGIMES
 
@@ -77,7 +78,7 @@ def _point(axes: Any, number: int, line: Line) -> None:
     axes.errorbar(
         line.cost,
         score.value,
-        yerr=[[score.value - score.low], [score.high - score.value]],
+        yerr=_reach([score]),
         fmt=_MARKERS[number // len(_COLOURS) % len(_MARKERS)],
         color=_COLOURS[number % len(_COLOURS)],
         label=_shown(line.setting.name),
@@ -85,6 +86,15 @@ def _point(axes: Any, number: int, line: Line) -> None:
         markersize=5,
         linewidth=1,
     )
+
+
+def _reach(scores: Sequence[Interval]) -> list[list[float]]:
+    """How far error bars go down and up. A bound may lie on the figure's other side: by rounding
+    where all resamples are equal, or where they are skewed."""
+    return [
+        [max(s.value - s.low, 0.0) for s in scores],
+        [max(s.high - s.value, 0.0) for s in scores],
+    ]
 
 
 def _responses(findings: Findings, folder: Path) -> list[str]:
@@ -99,15 +109,17 @@ def _responses(findings: Findings, folder: Path) -> list[str]:
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         places = values if numeric else [_shown(str(value)) for value in values]
         scores = [line.score for line in points]
-        error = [
-            [s.value - s.low for s in scores],
-            [s.high - s.value for s in scores],
-        ]
         name = f"response-{key}"
         with _figure(folder, name, width=6) as axes:
             values_of = [s.value for s in scores]
             axes.errorbar(
-                places, values_of, yerr=error, fmt="o", color=_COLOURS[0], capsize=2, alpha=0.7
+                places,
+                values_of,
+                yerr=_reach(scores),
+                fmt="o",
+                color=_COLOURS[0],
+                capsize=2,
+                alpha=0.7,
             )
             means: dict[Any, list[float]] = {}
             for place, value in zip(places, values_of, strict=True):

@@ -53,7 +53,7 @@ class Bootstrap:
         numbers = np.asarray(strata)
         tasks = np.unique(numbers)
         self._even = np.zeros(len(numbers))
-        self._weights = np.zeros((resamples, len(numbers)), np.float32)
+        self._weights = np.zeros((resamples, len(numbers)))
         rng = np.random.default_rng(0)
         for task in tasks:
             chosen = np.flatnonzero(numbers == task)
