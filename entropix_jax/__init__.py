@@ -80,6 +80,11 @@ if TYPE_CHECKING:
     from entropix_jax.trace import TokenRecord
 
 
+def __dir__() -> list[str]:
+    """What there is to complete: the public names, imported or not."""
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Imports what is asked for, when it is asked for (PEP 562)."""
     if name not in _HOMES:

@@ -229,7 +229,7 @@ def _run(
         run.run(records, write, store.is_done, view.looked)
     seconds = time.perf_counter() - started
     end = standing()
-    speed = f" ({view.speed(end):.0f} tok/s)" if view.speed(end) else ""
+    speed = f" ({view.speed(end):.0f} tok/s once compiled)" if view.speed(end) else ""
     failed = f" ({progress.failed} of them with an error)" if progress.failed else ""
     print(
         f"{_records(end.done)} done{failed} | {end.tokens} tokens in {seconds:.1f} s{speed}"

@@ -18,6 +18,7 @@ import tyro
 from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, parse, run_command
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_writable, read_text
+from entropix_jax.status import telling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,15 +89,19 @@ def _main(arguments: Arguments) -> int:
         )
     check_writable(output)
     use_compilation_cache()
-    model = load(arguments.model, arguments.dtype)
+    with telling("loading the model ..."):
+        model = load(arguments.model, arguments.dtype)
     read = [model.tokenizer.encode(text, add_bos=True) for text in texts]
     if arguments.own:
-        read += _own_texts(model, arguments.self_tokens, arguments.seed)
+        with telling(f"writing {arguments.self_tokens:,} tokens ..."):
+            read += _own_texts(model, arguments.self_tokens, arguments.seed)
     # What the model's own thresholds are does not matter here, nor whether they can be read.
     neutral = sampler.with_values({"thresholds.calibrated": False})
-    points = entropies_of(model, read, neutral, context=arguments.context or None)
+    with telling(f"reading {sum(map(len, read)):,} tokens ..."):
+        points = entropies_of(model, read, neutral, context=arguments.context or None)
     before = _thresholds(model, sampler)
-    solution = solve(points, wanted, boxes)
+    with telling("solving for the thresholds ..."):
+        solution = solve(points, wanted, boxes)
     write_text(output, _content(arguments, solution.thresholds, len(points)))
     _report(points, boxes, before, wanted, solution.thresholds)
     print(f"{output}: written", file=sys.stderr)

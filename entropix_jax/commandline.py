@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import os
 import re
@@ -64,7 +65,8 @@ def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> 
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        raise UserError(f"{_one_line(complaint.getvalue())} (see {prog} --help)") from None
+        message = _one_line(complaint.getvalue())
+        raise UserError(f"{message}{_meant(arguments, message)} (see {prog} --help)") from None
     for name, given in vars(parsed).items():
         if isinstance(given, tuple) and () in given:
             raise UserError(f"--{name.replace('_', '-')}: nothing follows it")
@@ -165,6 +167,14 @@ def _repeated(arguments: type, argv: Sequence[str]) -> str | None:
             return option
         seen |= {option} - {""}
     return None
+
+
+def _meant(arguments: type, message: str) -> str:
+    """The end of the line about an option that does not exist: one that is much like it."""
+    unknown = re.match(r"Unrecognized options: (--[\w-]+)", message)
+    known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(arguments)]
+    close = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.7) if unknown else ()
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def _mend_streams() -> None:

@@ -32,7 +32,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.files import check_writable, is_standard_output, read_text, scratch_beside
+from entropix_jax.files import check_writable, is_standard_output, scratch_beside
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
 from entropix_jax.status import StatusLine, is_terminal
 
@@ -64,7 +64,8 @@ class Arguments:
     prompt_file: File = None
     """Read the prompt from a file, - for standard input. One final line break is dropped."""
     messages: File = None
-    """Read a conversation from a JSON file: a list of {"role": ..., "content": ...}."""
+    """Read a conversation from a JSON file, - for standard input: a list of {"role": ...,
+    "content": ...}."""
     model: Model = None
     """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
@@ -372,7 +373,7 @@ def _read_prompt(arguments: Arguments) -> Any:
     """The text of the prompt, or what a file of messages holds."""
     if arguments.messages is not None:
         try:
-            return json.loads(read_text(Path(arguments.messages)))
+            return json.loads(read_input(arguments.messages, "--prompt"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
     if arguments.prompt_file is None:

@@ -6,7 +6,8 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.cells import cell_len
@@ -99,6 +100,17 @@ class StatusLine:
     def _write(self, text: str) -> None:
         self._err.write(text)
         self._err.flush()
+
+
+@contextmanager
+def telling(text: str) -> Iterator[None]:
+    """Shows a line for as long as something takes."""
+    status = StatusLine()
+    status.show((text, ""))
+    try:
+        yield
+    finally:
+        status.clear()
 
 
 def is_terminal(stream: Any) -> bool:

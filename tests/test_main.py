@@ -217,7 +217,9 @@ def test_prompts_that_look_like_something_else(
     assert prompt_of(trace) == "<|begin_of_text|>" + prompt
 
 
-def test_chats(command: Callable[..., Result], folder: str, tmp_path: Path) -> None:
+def test_chats(
+    command: Callable[..., Result], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = tmp_path / "trace.jsonl"
     base = shutil.copytree(folder, tmp_path / "base")
     end = token_ids()["<|end_of_text|>"]
@@ -245,7 +247,10 @@ def test_chats(command: Callable[..., Result], folder: str, tmp_path: Path) -> N
     turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Hi")]
     messages.write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
     said = head.format("assistant") + "Yes?<|eot_id|>"
-    assert prompt("--messages", messages) == f"<|begin_of_text|>{system}{turn}{said}{turn}{answer}"
+    expected = f"<|begin_of_text|>{system}{turn}{said}{turn}{answer}"
+    assert prompt("--messages", messages) == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(messages.read_bytes()), "ascii"))
+    assert prompt("--messages", "-") == expected
 
 
 def test_the_end_of_a_turn_ends_a_chat_alone(
@@ -543,7 +548,8 @@ BAD: list[tuple[list[object], str]] = [
     (short("--seed", "x"), "--seed"),
     (short("--dtype", "int4"), "invalid choice 'int4' for argument '--weights/--dtype'"),
     (short("--format", "xml"), "invalid choice 'xml' for argument '--format'"),
-    (short("--promt", "a"), "Unrecognized options: --promt"),
+    (short("--promt", "a"), "Unrecognized options: --promt, a, did you mean --prompt? (see"),
+    (short("--Max-new", 3), "Unrecognized options: --Max-new, 3 (see"),
     (short("stray"), "Unrecognized options: stray"),
     (short("--stop", ""), "--stop: an empty text ends nothing"),
     (short("--stop"), "--stop: nothing follows it"),
@@ -982,7 +988,10 @@ def test_the_installed_command_alone(
     assert (result.status, result.err) == (0, "")
     assert "entropix-jax COMMAND" in result.out
     assert "generate" in result.out
-    assert in_cli(capsys, ["--version"]).out == f"entropix-jax {entropix_jax.__version__}\n"
+    told = f"entropix-jax {entropix_jax.__version__}\n"
+    assert in_cli(capsys, ["--version"]).out == told
+    module = [sys.executable, "-m", "entropix_jax", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout == told
     monkeypatch.setattr(sys, "argv", ["entropix-jax", "--version"])
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -996,6 +1005,7 @@ def test_the_installed_command_alone(
 
 
 def test_the_public_names() -> None:
+    assert {*dir(entropix_jax)} == {*entropix_jax.__all__, "__version__"}
     for name in entropix_jax.__all__:
         assert getattr(entropix_jax, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
