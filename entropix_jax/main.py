@@ -69,7 +69,8 @@ class Arguments:
     model: Model = None
     """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """A preset's name, or a sampler file that ends in .toml."""
+    """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; any other word lists them
+    all), or a sampler file that ends in .toml."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
     """Change settings of the sampler."""
     max_new_tokens: Count = 256
@@ -350,6 +351,9 @@ def _check(arguments: Arguments) -> None:
     check_range("--trace-top", arguments.trace_top, 0)
     if not all(map(all, arguments.stop)):
         raise UserError("--stop: an empty text ends nothing")
+    for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
+        if file == "-":
+            raise UserError(f"{name} -: standard output is for the text: give a file's name")
     if arguments.retrieve == "":
         raise UserError("--retrieve: an empty text is no folder")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):

@@ -552,6 +552,8 @@ BAD: list[tuple[list[object], str]] = [
     (short("--Max-new", 3), "Unrecognized options: --Max-new, 3 (see"),
     (short("stray"), "Unrecognized options: stray"),
     (short("--stop", ""), "--stop: an empty text ends nothing"),
+    (short("--trace", "-"), "--trace -: standard output is for the text"),
+    (short("--report", "-"), "--report -: standard output is for the text"),
     (short("--stop"), "--stop: nothing follows it"),
     (short("--set"), "--set: nothing follows it"),
     (short("--set", ""), "--set: an empty text sets nothing: expected sampler.KEY=VALUE"),
