@@ -552,7 +552,6 @@ BAD: list[tuple[list[object], str]] = [
     (short("--Max-new", 3), "Unrecognized options: --Max-new, 3 (see"),
     (short("stray"), "Unrecognized options: stray"),
     (short("--stop", ""), "--stop: an empty text ends nothing"),
-    (short("--trace", "-"), "--trace -: standard output is for the text"),
     (short("--report", "-"), "--report -: standard output is for the text"),
     (short("--stop"), "--stop: nothing follows it"),
     (short("--set"), "--set: nothing follows it"),
@@ -612,6 +611,10 @@ def test_bad_input(
 ) -> None:
     one_error(command(*arguments, "--trace", "trace.jsonl"), message)
     assert not (workplace / "trace.jsonl").exists()
+
+
+def test_standard_output_is_no_trace(command: Callable[..., Result]) -> None:
+    one_error(command(*short("--trace", "-")), "--trace -: standard output is for the text")
 
 
 def test_standard_input_that_is_not_utf8(
