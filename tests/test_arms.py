@@ -407,14 +407,15 @@ def test_every_number_counts(key: str) -> None:
     }
     before = params_of("entropix", WIDE)
     old = load_sampler("entropix").with_values(WIDE).values[key]
-    after = params_of("entropix", {**WIDE, key: limits.get(key, 2 * old)})
+    after = params_of("entropix", {**WIDE, key: limits.get(key, 2 * old or 1.0)})
 
     def outcome(params: SamplerParams) -> np.ndarray:
         chosen = proposal_at(arm, point, params, view(may=arm == "branch"))
         reported = confidence(as_seen(point, params), params)
         return np.array([float(leaf) for leaf in jax.tree.leaves((chosen, reported))])
 
-    assert np.abs(outcome(before) - outcome(after)).max() > 1e-3
+    change = np.abs(outcome(before) - outcome(after)).max()
+    assert change > 1e-3, f"{key} changes nothing here: name a value in `limits` that does"
 
 
 def test_a_base_top_k_of_zero_stays_off() -> None:
