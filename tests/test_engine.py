@@ -134,7 +134,9 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
         assert row.row.retracted == alone.row.retracted
         difference = apart(measured(records(row)), measured(records(alone)))
         assert isinstance(difference, float), difference
-        assert difference <= TOLERANCE
+        # Each of the two is rounded by itself, by some 1e-5 from the float64 one: on a processor
+        # without products of bfloat16 one entropy here is, alone, 1.01e-5 off, and in the batch not.
+        assert difference <= 2 * TOLERANCE
     # Every event of a row is told under its number, in order.
     for row in together:
         told = [e.token.position for e in events if e.row == row.number and e.token is not None]
