@@ -135,7 +135,7 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
         difference = apart(measured(records(row)), measured(records(alone)))
         assert isinstance(difference, float), difference
         # Each of the two is rounded by itself, by some 1e-5 from the float64 one: on a processor
-        # without products of bfloat16 one entropy here is, alone, 1.01e-5 off, and in the batch not.
+        # without products of bfloat16 one entropy here is 1.01e-5 off alone, and not in the batch.
         assert difference <= 2 * TOLERANCE
     # Every event of a row is told under its number, in order.
     for row in together:
