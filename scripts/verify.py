@@ -26,7 +26,6 @@ from verification.findings import Findings, Line, code_digest, read_findings, wr
 from entropix_jax.version import checked_out_commit
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # the tests' oracles
 PARTS = {
     "fuzzing": "damaged files of every kind that is read, 10,000 of each",
     "properties": "property-based tests, with many more examples than in the suite",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from verification.repeats import compare
+from verification.comparison import compare
 
 from entropix_jax import engine as module
 from entropix_jax.config import GenerationConfig
@@ -85,6 +86,13 @@ def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[E
     return engine, list(engine.run(jobs))
 
 
+def alone(row: RunningRow, model: LanguageModel) -> Row:
+    """The row once more, by itself, from the beginning."""
+    again = job(model, row.number, row.row.request, row.sampler, seed=row.seed)
+    run(model, [again], slots=1)
+    return again.row
+
+
 def records(row: RunningRow) -> list[dict[str, Any]]:
     return [{**token.to_json(), "row": 0} for token in row.row.tokens]
 
@@ -127,11 +135,9 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
     actions = {token.action for row in together for token in row.row.tokens}
     assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
     for row in together:
-        alone = job(tiny, row.number, row.row.request, row.sampler, seed=row.seed)
-        run(tiny, [alone], slots=1)
-        assert [t.token_id for t in row.row.tokens] == [t.token_id for t in alone.row.tokens]
-        assert row.row.retracted == alone.row.retracted
-        assert compare(tiny, row.row, alone.row).parting is None
+        by_itself = alone(row, tiny)
+        assert [t.token_id for t in row.row.tokens] == [t.token_id for t in by_itself.tokens]
+        assert compare(tiny, by_itself, row.row, partial(alone, row)).parting is None
     # Every event of a row is told under its number, in order.
     for row in together:
         told = [e.token.position for e in events if e.row == row.number and e.token is not None]
@@ -140,27 +146,6 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
     assert engine.useful >= sum(
         token.action != "branch" for r in together for token in r.row.tokens
     )
-
-
-def test_what_rounding_may_leave(tiny: LanguageModel) -> None:
-    """More where the model magnifies it, as it does in this text, than where it is certain."""
-    one = jobs_of(tiny, 4)[3]
-    run(tiny, [one], slots=1)
-
-    def parting(position: int, off: float, field: str = "entropy") -> str | None:
-        tokens = list(one.row.tokens)
-        value = getattr(tokens[position], field)
-        tokens[position] = replace(tokens[position], **{field: value + off})
-        return compare(tiny, one.row, replace(one.row, tokens=tokens)).parting
-
-    delicate = 30
-    certain = next(i for i, token in enumerate(one.row.tokens) if token.entropy < 0.01)
-    assert parting(delicate, 1e-6) is None
-    assert parting(delicate, 2e-5) is None
-    assert parting(delicate, 1e-3) is not None
-    assert parting(certain, 2e-5) is not None
-    assert parting(delicate, 1e-3, "attn_entropy") is not None
-    assert parting(certain, 1, "token_id") is not None
 
 
 def test_the_rows_beside_it_and_its_slot_do_not_show(

@@ -1,18 +1,16 @@
 """The same rows again: alone and in batches of other sizes, streamed and not, in two processes.
 
-Alone and in a batch a row has the same tokens, and floats within TOLERANCE of each other, or both
-as near to float64 as the rounding at that position lets them be. A row that parts from itself is a
-failure: none has been seen whose decision was too close to call.
+A row that parts from itself is a failure: none has been seen whose decision was too close to call.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,9 @@ from entropix_jax.programs import use_compilation_cache
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler, preset_names
+from verification.comparison import TOLERANCE, compare
 from verification.findings import Line
-from verification.replay import rounding
 
-TOLERANCE = 1e-5
 CAPACITY, NEW = 512, 60
 PROMPTS = (
     "Guests:",
@@ -53,15 +50,16 @@ def run(args: argparse.Namespace, folder: Path) -> list[Line]:
     """Runs all rows in each number of slots, and some commands twice."""
     use_compilation_cache()
     model = load()
-    alone = rows_of(model, args.rows, slots=1)
+    numbers = range(args.rows)
+    alone = rows_of(model, numbers, slots=1)
     lines = []
     for slots in args.slots:
         found, tokens, largest, rounded = [], 0, 0.0, 0
-        for number, (one, other) in enumerate(
-            zip(alone, rows_of(model, args.rows, slots=slots), strict=True)
+        for number, one, other in zip(
+            numbers, alone, rows_of(model, numbers, slots=slots), strict=True
         ):
             tokens += len(one.tokens) + len(one.taken_back)
-            difference = compare(model, one, other)
+            difference = compare(model, one, other, functools.partial(row_alone, number))
             largest = max(largest, difference.largest)
             rounded += difference.rounded
             if difference.parting is not None:
@@ -86,15 +84,15 @@ def run(args: argparse.Namespace, folder: Path) -> list[Line]:
     return lines
 
 
-def rows_of(model: LanguageModel, number: int, slots: int) -> list[Row]:
+def rows_of(model: LanguageModel, numbers: Sequence[int], slots: int) -> list[Row]:
     """Rows of every preset in turn, run in so many slots."""
-    rng = np.random.default_rng(0)
+    budgets = np.random.default_rng(0).integers(1, NEW, max(numbers) + 1).tolist()
     running = []
-    for i in range(number):
+    for i in numbers:
         presets = preset_names()
         sampler = load_sampler(presets[i % len(presets)]).calibrated(model.folder)
         prompt = model.tokenizer.encode(PROMPTS[i % len(PROMPTS)], add_bos=True)
-        request = Request(prompt, f"row {i}", int(rng.integers(1, NEW)))
+        request = Request(prompt, f"row {i}", budgets[i])
         running.append(
             RunningRow(
                 i,
@@ -119,69 +117,10 @@ def rows_of(model: LanguageModel, number: int, slots: int) -> list[Row]:
     return [one.row for one in running]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of a row here from the same row there."""
-
-    largest: float  # of two floats, over the larger of 1 and their size
-    rounded: int  # tokens that differ by more than TOLERANCE, by float32's rounding alone
-    parting: str | None  # what else differs
-
-
-def compare(model: LanguageModel, one: Row, other: Row) -> Difference:
-    """A row and itself. What it took back has no text of its own to be replayed."""
-    if one.text != other.text or len(records(one)) != len(records(other)):
-        return Difference(0.0, 0, f"{one.text!r}, {other.text!r}")
-    ids = [*one.request.prompt, *(token.token_id for token in one.tokens)]
-    largest, rounded = 0.0, 0
-    for i, pair in enumerate(zip(records(one), records(other), strict=True)):
-        difference = apart(*pair)
-        if isinstance(difference, str):
-            return Difference(largest, rounded, f"record {i}: {difference}")
-        largest = max(largest, difference)
-        if difference <= TOLERANCE:
-            continue
-        until = len(one.request.prompt) + i + 1
-        allowed = rounding(model, ids[:until], pair) if until <= len(ids) else None
-        if allowed is None or difference > allowed:
-            return Difference(largest, rounded, f"record {i}: {pair[0]}, {pair[1]}")
-        rounded += 1
-    return Difference(largest, rounded, None)
-
-
-def records(row: Row) -> list[dict[str, Any]]:
-    """A row's tokens, then those that it took back, without the confidence: a sum of the metrics,
-    whose terms cancel while their differences add up."""
-    return [
-        {
-            name: value
-            for name, value in token.to_json().items()
-            if name not in ("row", "confidence")
-        }
-        for token in (*row.tokens, *row.taken_back)
-    ]
-
-
-def apart(one: Any, other: Any) -> float | str:
-    """The largest difference of two numbers of two records, over the larger of 1 and their size;
-    or where they differ in anything else."""
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) / max(1.0, abs(one))
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        parts: Sequence[tuple[Any, Any, Any]] = [(key, one[key], other[key]) for key in one]
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if len(one) != len(other):
-            return f"{len(one)} entries, {len(other)} entries"
-        parts = [(i, a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
-    else:
-        return 0.0 if one == other else f"{one!r}, {other!r}"
-    largest = 0.0
-    for name, a, b in parts:
-        difference = apart(a, b)
-        if isinstance(difference, str):
-            return f"{name}: {difference}"
-        largest = max(largest, difference)
-    return largest
+def row_alone(number: int, model: LanguageModel) -> Row:
+    """One of those rows, by itself."""
+    (row,) = rows_of(model, [number], slots=1)
+    return row
 
 
 def streamed(model: LanguageModel) -> Iterator[bool]:
