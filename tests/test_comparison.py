@@ -49,11 +49,12 @@ def off(row: Row, **changes: Any) -> Row:
 
 
 def against(
-    monkeypatch: pytest.MonkeyPatch, one: Row, other: Row, alone: Callable[[int], Row]
+    monkeypatch: pytest.MonkeyPatch, one: Row, other: Row, *runs: Callable[[int], Row]
 ) -> Difference:
-    """Compares, where `alone` gives the row in each order."""
+    """Compares, where `runs`, one for both or two, give the row in each order."""
     monkeypatch.setattr(comparison, "reordered", lambda model, seed: seed)
-    return compare(None, one, other, alone)  # type: ignore[arg-type]
+    here, there = runs * 2 if len(runs) == 1 else runs
+    return compare(None, one, other, here, there)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["entropy", "varentropy", "logprob", "attn_entropy"])
@@ -67,19 +68,22 @@ def test_rounding_is_what_other_orders_show(
     def noisy(seed: int) -> Row:
         return off(row, **{name: float(noise[seed])})
 
-    def found(by: float, alone: Callable[[int], Row] = noisy) -> Difference:
-        return against(monkeypatch, row, off(row, **{name: by * scale}), alone)
+    def found(by: float, *runs: Callable[[int], Row]) -> Difference:
+        return against(monkeypatch, row, off(row, **{name: by * scale}), *runs)
+
+    def exact(seed: int) -> Row:
+        return row
 
     assert found(0.9e-5, lambda seed: pytest.fail("not needed")).rounded == 0
     for sign in (-1, 1):
-        fine = found(sign * 3e-5)
+        fine = found(sign * 5e-5, noisy)  # of 4 * sqrt(2) * 1e-5
         assert (fine.rounded, fine.parting) == (1, None)
-        assert fine.largest == pytest.approx(3e-5, rel=1e-3)
-        assert found(sign * 5e-5).parting is not None
-        assert found(sign * 3e-5, lambda seed: row).parting is not None  # where nothing is rounded
-    # Nor where the row alone is the odd one.
-    far = off(row, **{name: 6e-5 * scale})
-    assert against(monkeypatch, far, off(row, **{name: 2e-5 * scale}), noisy).parting is not None
+        assert fine.largest == pytest.approx(5e-5, rel=1e-3)
+        assert found(sign * 6e-5, noisy).parting is not None
+        for runs in ((noisy, exact), (exact, noisy)):
+            assert found(sign * 3.5e-5, *runs).parting is None
+            assert found(sign * 4.5e-5, *runs).parting is not None
+        assert found(sign * 2e-5, exact).parting is not None
 
 
 def test_rounding_has_a_bound(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:

@@ -86,11 +86,11 @@ def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[E
     return engine, list(engine.run(jobs))
 
 
-def alone(row: RunningRow, model: LanguageModel) -> Row:
-    """The row once more, by itself, from the beginning."""
-    again = job(model, row.number, row.row.request, row.sampler, seed=row.seed)
-    run(model, [again], slots=1)
-    return again.row
+def again(row: RunningRow, slots: int, model: LanguageModel) -> Row:
+    """The row once more, from the beginning, in one of so many slots."""
+    same = job(model, row.number, row.row.request, row.sampler, seed=row.seed)
+    run(model, [same], slots)
+    return same.row
 
 
 def records(row: RunningRow) -> list[dict[str, Any]]:
@@ -135,9 +135,10 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
     actions = {token.action for row in together for token in row.row.tokens}
     assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
     for row in together:
-        by_itself = alone(row, tiny)
-        assert [t.token_id for t in row.row.tokens] == [t.token_id for t in by_itself.tokens]
-        assert compare(tiny, by_itself, row.row, partial(alone, row)).parting is None
+        alone = again(row, 1, tiny)
+        assert [t.token_id for t in row.row.tokens] == [t.token_id for t in alone.tokens]
+        runs = partial(again, row, 1), partial(again, row, SLOTS)
+        assert compare(tiny, alone, row.row, *runs).parting is None
     # Every event of a row is told under its number, in order.
     for row in together:
         told = [e.token.position for e in events if e.row == row.number and e.token is not None]

@@ -1,10 +1,11 @@
 """A row from itself: the same tokens, and floats within TOLERANCE of each other.
 
 At a few positions the model magnifies float32's rounding beyond that. By how much is measured, not
-assumed: both floats must lie among those of the row alone in models that are the same, but sum in
+assumed: by how far floats scatter there, here and there, in models that are the same, but sum in
 another order.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from entropix_jax.results import Row
 TOLERANCE = 1e-5
 MOST = 10 * TOLERANCE  # whatever rounding does
 ORDERS = 24
-DEVIATIONS = 4  # standard ones, over the orders
+DEVIATIONS = 4  # standard ones, of a difference of two floats
 Place = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 
@@ -33,13 +34,17 @@ class Difference:
 
 
 def compare(
-    model: LanguageModel, one: Row, other: Row, alone: Callable[[LanguageModel], Row]
+    model: LanguageModel,
+    one: Row,
+    other: Row,
+    here: Callable[[LanguageModel], Row],
+    there: Callable[[LanguageModel], Row],
 ) -> Difference:
-    """A row from itself, where `alone` runs it alone."""
+    """A row from itself; `here` and `there` run it again with another model."""
     if one.to_json() != other.to_json():
         return Difference(0.0, 0, f"{one.to_json()}, {other.to_json()}")
     largest, rounded = 0.0, 0
-    orders: list[list[Any]] | None = None
+    orders: list[list[list[Any]]] | None = None
     mine = records(one)
     for path, a, b in differences(mine, records(other)):
         if not (isinstance(a, float) and isinstance(b, float)):
@@ -47,8 +52,10 @@ def compare(
         apart = abs(a - b) / max(1.0, abs(a))
         if not apart <= TOLERANCE:
             if orders is None:
-                orders = [records(alone(reordered(model, seed))) for seed in range(ORDERS)]
-            if not (apart <= MOST and is_rounding(path, a, b, mine, orders)):
+                models = [reordered(model, seed) for seed in range(ORDERS)]
+                orders = [[records(run(like)) for like in models] for run in (here, there)]
+            scatter = math.hypot(*(_deviation(path, mine, found) for found in orders))
+            if not abs(a - b) <= min(DEVIATIONS * scatter, MOST * max(1.0, abs(a))):
                 return Difference(largest, rounded, f"{path}: {a!r}, {b!r}")
             rounded += 1
         largest = max(largest, apart)
@@ -76,20 +83,15 @@ def differences(one: Any, other: Any, path: Place = ()) -> Iterator[tuple[Place,
         yield path, one, other
 
 
-def is_rounding(
-    path: Place, a: float, b: float, mine: list[Any], orders: Sequence[list[Any]]
-) -> bool:
-    """Whether both floats lie among those at the same place in other orders of summation. An order
-    whose records differ from the row's own in more than floats does not count."""
+def _deviation(path: Place, mine: list[Any], orders: Sequence[list[Any]]) -> float:
+    """The standard deviation of the float at a place over orders of summation; 0 where less than
+    half of them are the row: the same in all but floats."""
     floats = [
         _at(one, path)
         for one in orders
         if all(isinstance(x, float) and isinstance(y, float) for _, x, y in differences(mine, one))
     ]
-    if len(floats) < ORDERS / 2:
-        return False
-    bar = DEVIATIONS * np.std(floats, ddof=1)
-    return all(abs(x - np.mean(floats)) <= bar for x in (a, b))
+    return float(np.std(floats, ddof=1)) if len(floats) >= ORDERS / 2 else 0.0
 
 
 def _at(value: Any, path: Place) -> Any:

@@ -59,7 +59,10 @@ def run(args: argparse.Namespace, folder: Path) -> list[Line]:
             numbers, alone, rows_of(model, numbers, slots=slots), strict=True
         ):
             tokens += len(one.tokens) + len(one.taken_back)
-            difference = compare(model, one, other, functools.partial(row_alone, number))
+            again = functools.partial(row_again, number)
+            difference = compare(
+                model, one, other, functools.partial(again, 1), functools.partial(again, slots)
+            )
             largest = max(largest, difference.largest)
             rounded += difference.rounded
             if difference.parting is not None:
@@ -117,9 +120,9 @@ def rows_of(model: LanguageModel, numbers: Sequence[int], slots: int) -> list[Ro
     return [one.row for one in running]
 
 
-def row_alone(number: int, model: LanguageModel) -> Row:
-    """One of those rows, by itself."""
-    (row,) = rows_of(model, [number], slots=1)
+def row_again(number: int, slots: int, model: LanguageModel) -> Row:
+    """One of those rows, in one of so many slots."""
+    (row,) = rows_of(model, [number], slots)
     return row
 
 
