@@ -96,15 +96,16 @@ def test_rounding_has_a_bound(monkeypatch: pytest.MonkeyPatch, row: Row) -> None
 
 
 def test_orders_that_part_do_not_count(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
-    def changed(until: int) -> Callable[[int], Row]:
-        own = row.tokens[PLACE].token_id
+    own, scale = row.tokens[PLACE].token_id, max(1.0, row.tokens[PLACE].entropy)
 
+    def changed(until: int) -> Callable[[int], Row]:
         def alone(seed: int) -> Row:
-            return off(row, entropy=2e-5 * (-1) ** seed, token_id=own + 1 if seed < until else own)
+            noise = 2e-5 * scale * (-1) ** seed
+            return off(row, entropy=noise, token_id=own + 1 if seed < until else own)
 
         return alone
 
-    other = off(row, entropy=3e-5 * max(1.0, row.tokens[PLACE].entropy))
+    other = off(row, entropy=3e-5 * scale)
     assert against(monkeypatch, row, other, changed(ORDERS // 2)).parting is None
     assert against(monkeypatch, row, other, changed(ORDERS // 2 + 1)).parting is not None
 

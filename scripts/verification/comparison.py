@@ -54,7 +54,7 @@ def compare(
             if orders is None:
                 models = [reordered(model, seed) for seed in range(ORDERS)]
                 orders = [[records(run(like)) for like in models] for run in (here, there)]
-            scatter = math.hypot(*(_deviation(path, mine, found) for found in orders))
+            scatter = math.hypot(*(_deviation(path, a, mine, found) for found in orders))
             if not abs(a - b) <= min(DEVIATIONS * scatter, MOST * max(1.0, abs(a))):
                 return Difference(largest, rounded, f"{path}: {a!r}, {b!r}")
             rounded += 1
@@ -83,21 +83,15 @@ def differences(one: Any, other: Any, path: Place = ()) -> Iterator[tuple[Place,
         yield path, one, other
 
 
-def _deviation(path: Place, mine: list[Any], orders: Sequence[list[Any]]) -> float:
-    """The standard deviation of the float at a place over orders of summation; 0 where less than
-    half of them are the row: the same in all but floats."""
-    floats = [
-        _at(one, path)
-        for one in orders
-        if all(isinstance(x, float) and isinstance(y, float) for _, x, y in differences(mine, one))
-    ]
+def _deviation(path: Place, value: float, mine: list[Any], orders: Sequence[list[Any]]) -> float:
+    """The standard deviation of the float at a place, `value` in mine, over orders of summation;
+    0 where less than half of them are the row: the same in all but floats."""
+    floats = []
+    for one in orders:
+        apart = {place: (x, y) for place, x, y in differences(mine, one)}
+        if all(isinstance(x, float) and isinstance(y, float) for x, y in apart.values()):
+            floats.append(apart.get(path, (value, value))[1])
     return float(np.std(floats, ddof=1)) if len(floats) >= ORDERS / 2 else 0.0
-
-
-def _at(value: Any, path: Place) -> Any:
-    for key in path:
-        value = value[key]
-    return value
 
 
 def reordered(model: LanguageModel, seed: int) -> LanguageModel:
