@@ -642,7 +642,7 @@ def start(
         process = subprocess.Popen(
             list(map(str, command)),
             cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT), **os.environ, **own_cache},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **own_cache},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

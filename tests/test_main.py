@@ -848,7 +848,7 @@ def start(long_model: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             "--model",
             long_model,
         ]
-        environment = {"PYTHONPATH": str(ROOT), **os.environ, **options.pop("env", {})}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
         # Unbuffered: what a reader here held back would be lost to `communicate`.
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0, **options}
         process = subprocess.Popen(

@@ -965,7 +965,7 @@ def test_a_killed_study_goes_on(
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT), **os.environ, **own_cache},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **own_cache},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
