@@ -1,10 +1,12 @@
 """The scripts that check the project: what they find is kept, told, and in the exit status."""
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +175,27 @@ def test_mutants_are_tested_and_not_the_package_beside_them() -> None:
     root = Path(__file__).parents[1]
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+def test_what_is_judged_equivalent_is_in_the_source() -> None:
+    """A judgement is about a line of a function; where either has gone, so has the judgement."""
+    judged = Path(verify.__file__).with_name("verification") / "equivalent_mutants.toml"
+    for module, entries in tomllib.loads(judged.read_text(encoding="utf-8")).items():
+        source = (verify.ROOT / "entropix_jax" / module).read_text(encoding="utf-8")
+        texts = {"": source, **dict(definitions(source, ast.parse(source)))}
+        for entry in entries:
+            text = texts[entry.get("in", "")]
+            assert "".join(entry["before"].split()) in "".join(text.split()), (module, entry)
+
+
+def definitions(source: str, node: ast.AST, name: str = "") -> Iterator[tuple[str, str]]:
+    """Functions and classes: each with the names of those that it is in, and its text."""
+    for inner in ast.iter_child_nodes(node):
+        own = name
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
+            own = f"{name}.{inner.name}" if name else inner.name
+            yield own, ast.get_source_segment(source, inner) or ""
+        yield from definitions(source, inner, own)
 
 
 def test_without_findings_there_is_no_table(
