@@ -25,7 +25,7 @@ from entropix_jax.report.page import check_report, run_page, write_report
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import BOXES, MEANINGS, REGIMES, TRACE_FORMAT
+from entropix_jax.vocabulary import BOXES, FINDINGS_FORMAT, MEANINGS, REGIMES, TRACE_FORMAT
 from tests.traces import load_trace
 
 Json = dict[str, Any]
@@ -125,6 +125,12 @@ def whole(tmp_path: Path) -> Path:
 
 
 # Reading.
+
+
+def test_what_was_written_is_still_read() -> None:
+    # Another number refuses every file that has been written with these.
+    assert TRACE_FORMAT == 1
+    assert FINDINGS_FORMAT == 1
 
 
 def test_a_whole_trace(whole: Path) -> None:
