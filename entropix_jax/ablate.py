@@ -42,8 +42,9 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.studies.command import run_study
     from entropix_jax.studies.sweep import find_sweep, read_sweep
 
+    path = find_sweep(arguments.sweep)
     return run_study(
-        read_sweep(find_sweep(arguments.sweep)),
+        lambda model: read_sweep(path, model),
         Path(arguments.output),
         model=arguments.model,
         slots=arguments.slots,

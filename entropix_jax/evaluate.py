@@ -73,26 +73,30 @@ def _main(arguments: Arguments) -> int:
     if not tasks:
         raise UserError("--task must be given (see --help)")
     samplers = [load_sampler(name) for name in names]
-    settings: tuple[Setting, ...] = ()
-    tuning = None
-    if arguments.tune:
-        tuning = tuning_of(names, settings=arguments.tune, items=arguments.tune_items, seeds=[0])
-    else:
-        settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
-    sweep = Sweep(
-        description=f"{', '.join(names)} on {', '.join(tasks)}",
-        tasks=tasks,
-        prompts=None,
-        items=arguments.items,
-        seeds=tuple(range(arguments.seeds)),
-        split="test",
-        max_new_tokens=arguments.max_new_tokens,
-        settings=settings,
-        tuning=tuning,
-        baseline=names_of(settings, tuning)[0],
-    )
+
+    def plan(model: Path) -> Sweep:
+        settings: tuple[Setting, ...] = ()
+        tuning = None
+        if arguments.tune:
+            number, items = arguments.tune, arguments.tune_items
+            tuning = tuning_of(names, settings=number, items=items, seeds=[0], model=model)
+        else:
+            settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
+        return Sweep(
+            description=f"{', '.join(names)} on {', '.join(tasks)}",
+            tasks=tasks,
+            prompts=None,
+            items=arguments.items,
+            seeds=tuple(range(arguments.seeds)),
+            split="test",
+            max_new_tokens=arguments.max_new_tokens,
+            settings=settings,
+            tuning=tuning,
+            baseline=names_of(settings, tuning)[0],
+        )
+
     return run_study(
-        sweep,
+        plan,
         Path(arguments.output),
         model=arguments.model,
         slots=arguments.slots,

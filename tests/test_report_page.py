@@ -489,6 +489,26 @@ def test_a_sampler_file(page: Any, tmp_path: Path) -> None:
     assert values["thresholds.calibrated"] is False
 
 
+def test_a_sampler_file_is_the_runs_own(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """A file of the user's, or a preset that was changed, is not named but written whole."""
+    changes = {
+        "base.temperature": 0.3,
+        "inject.thought": [NASTY, '\\ \x7f\t"'],
+        "metrics.layers": [1e-7, 1.0, 0.0, 1e6],
+        "draw.bans": [2, 3],
+    }
+    values = dict(load_sampler("entropix").with_values(changes).values)
+    start = header(sampler="mine", sampler_parameters=values)
+    records = run_of()
+    path = write(tmp_path / "trace.jsonl", start, *records)
+    output = tmp_path / "page.html"
+    write_report(path, output)
+    page = watched().open(output)
+    file = tmp_path / "mine.toml"
+    file.write_text(page.locator("#what-if-file").text_content(), encoding="utf-8")
+    assert load_sampler(str(file)).values == values | {"thresholds.calibrated": False}
+
+
 def test_bounds_that_a_sampler_refuses(page: Any) -> None:
     set_knob(page, "h1", 4.5)
     assert "h1 is above h2" in page.locator("#what-if-problem").text_content()

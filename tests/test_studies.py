@@ -31,6 +31,7 @@ from tiny.corpus import Comparison, compare
 from tiny.tokenizer import build_tokenizer
 
 from entropix_jax import ablate, evaluate
+from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.store import Store
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.decode import decode
@@ -46,6 +47,7 @@ from entropix_jax.results import Event, Request
 from entropix_jax.running import RunningRow
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.studies import command as studies_command
 from entropix_jax.studies import study, trials
 from entropix_jax.studies.plots import draw_plots
 from entropix_jax.studies.sweep import read_sweep
@@ -436,6 +438,30 @@ def test_what_made_it_is_recorded(done: Path, tiny: LanguageModel) -> None:
         assert about["settings"][name]["sampler"] == sampler.name
 
 
+@pytest.mark.parametrize(("asked", "told"), [("owner/Model-1B", "owner/Model-1B"), (".", "small")])
+def test_the_model_is_called_as_its_user_does(
+    small: str,
+    words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    told: str,
+) -> None:
+    """The hub's cache names the folder of a snapshot by a hash."""
+    folder = tmp_path / "small"
+    shutil.copytree(small, folder)
+    monkeypatch.chdir(folder)
+    if asked != ".":
+        monkeypatch.setattr(studies_command, "resolve_model", lambda model: folder)
+    result = run(
+        *(evaluate.main, "--task", f"{words}:WORDS", "--sampler", "greedy", "--items", 1),
+        *("--seeds", 1, "--max-new-tokens", 2, "--model", asked, "--output", tmp_path / "out"),
+    )
+    assert result.status == EXIT_OK, result.err
+    about = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert about["model"] == f"{told} ({fingerprint(folder)})"
+
+
 # Pictures
 
 
@@ -520,6 +546,11 @@ class Scoreless(Words):
         pass
 
 
+class Unscored(Words):
+    def score(self, item, answer):
+        return float("nan")
+
+
 class Texts(Words):
     def score(self, item, answer):
         return "0.5"
@@ -590,6 +621,7 @@ class None_(Words):
 WORDS, LONG, NUMBER, ENDLESS, SAME = Words(), Long(), Number(), Endless(), Same()
 NUMBERED, EMPTY, NONE = Numbered(), Empty(), None_()
 SCORELESS, TEXTS, RAISES, DIVIDES, BREAKS = Scoreless(), Texts(), Raises(), Divides(), Breaks()
+UNSCORED = Unscored()
 LISTS, TUPLES, SUM, TOKENS, STOP = Lists(), Tuples(), Sum(), Tokens(), Stop()
 '''
 
@@ -803,6 +835,11 @@ MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
     (evaluate, {"--task": "own.py:NUMBER"}, "item 'test 0': extract gave 5, not text or None"),
     (evaluate, {"--task": "own.py:ENDLESS"}, "item 'test 0': score gave inf, not a finite number"),
     (evaluate, {"--task": "own.py:SCORELESS"}, "item 'test 0': score gave None, not a finite"),
+    (
+        evaluate,
+        {"--task": "own.py:UNSCORED", "--sampler": "top-p", "--tune": 2},
+        "item 'tuning 0': score gave nan: samplers cannot be tuned by it",
+    ),
     (evaluate, {"--task": "own.py:TEXTS"}, "item 'test 0': score gave '0.5', not a finite number"),
     (
         evaluate,
@@ -880,6 +917,19 @@ def test_mistakes(
     ]
     assert words_ in refusal(run(module.main, *arguments))
     assert not (tmp_path / "out" / "summary.md").exists()
+
+
+@pytest.mark.parametrize("most", ["None", "'20'", "0", "-3", "2.5", "True"])
+def test_an_answer_of_no_length(small: str, words: Path, tmp_path: Path, most: str) -> None:
+    code = WORDS.replace("max_new_tokens =", "other =")
+    words.write_text(f"{code}Words.max_new_tokens = {most}\n")
+    asked: list[object] = ["--task", f"{words}:WORDS", "--sampler", "greedy", "--items", 1]
+    asked += ["--seeds", 1, "--model", small, "--output", tmp_path / "out"]
+    line = refusal(run(evaluate.main, *asked))
+    assert f"task 'words': max_new_tokens = {most}: must be an integer > 0" in line
+    # Which is not asked where the command says how long.
+    result = run(evaluate.main, *asked, "--max-new-tokens", 2)
+    assert result.status == EXIT_OK, result.err
 
 
 # Ends
@@ -1252,14 +1302,20 @@ def test_the_models_entropy_against_the_true_one(tiny: LanguageModel) -> None:
         assert one.varentropy_error == pytest.approx(distance, abs=1e-3)
 
 
-def test_the_truth_is_known_of_no_other_language(small: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_the_truth_is_known_of_no_other_language(small: str, tmp_path: Path, kind: str) -> None:
     """A study of such a model does without it."""
     foreign = tmp_path / "foreign"
     shutil.copytree(small, foreign)
     path = foreign / "tokenizer.json"
     raw = json.loads(path.read_text())
-    vocabulary = {f"x{word}": number for word, number in raw["model"]["vocab"].items()}
-    raw["model"] |= {"vocab": vocabulary, "merges": []}
+    vocabulary = raw["model"]["vocab"]
+    if kind == "BPE":
+        others = {f"x{word}": number for word, number in vocabulary.items()}
+        raw["model"] |= {"vocab": others, "merges": []}
+    else:
+        pieces = [[word, -1.0] for word in sorted(vocabulary, key=vocabulary.__getitem__)]
+        raw["model"] = {"type": kind, "unk_id": 0, "vocab": pieces}
     path.write_text(json.dumps(raw))
     model = load(str(foreign))
     with pytest.raises(UserError, match="does not speak the tiny world's language") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -146,11 +147,38 @@ def test_a_rounded_draw_stays_in_its_range(tmp_path: Path) -> None:
     assert sorted(point["base.top_k"] for point in points) == [2, 3]
 
 
+def test_whether_numbers_are_whole_is_the_keys_affair(tmp_path: Path) -> None:
+    """TOML writes a temperature of 1.0 as 1, too."""
+    over = '"base.temperature" = { from = 0.2, to = 2.4 }\n"base.top_k" = { from = 1, to = 90 }\n'
+    text = f"[random]\nsettings = 9\n[random.over]\n{over}"
+    for written in ("1", "1.0"):
+        points = varied(read(tmp_path, f"[set]\n'base.temperature' = {written}\n{text}"))
+        assert len({point["base.temperature"] for point in points}) == 9
+        assert all(isinstance(point["base.temperature"], float) for point in points)
+        assert all(isinstance(point["base.top_k"], int) for point in points)
+
+
 def test_what_does_not_go_together_is_drawn_anew(tmp_path: Path) -> None:
     both = '"thresholds.h1" = { from = 0, to = 4 }\n"thresholds.h2" = { from = 0, to = 4 }\n'
     points = varied(read(tmp_path, f"[random]\nsettings = 50\n[random.over]\n{both}"))
     assert len(points) == 50
     assert all(point["thresholds.h1"] <= point["thresholds.h2"] for point in points)
+
+
+def test_draws_go_with_the_models_thresholds(tmp_path: Path) -> None:
+    thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
+    write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
+    (group,) = tuning_of(
+        ["entropix"], settings=40, items=1, seeds=[0], model=tmp_path
+    ).candidates.values()
+    own = [setting.sampler.calibrated(tmp_path).values for setting in group]
+    assert own[0]["thresholds.u1"] == 0.2
+    assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
+    over = "'thresholds.h1' = { from = 0, to = 4 }\n"
+    text = f'tasks = ["sums"]\n[random]\nsettings = 40\n[random.over]\n{over}'
+    sweep = read_sweep(write(tmp_path, text), tmp_path)
+    assert len(varied(sweep)) == 40
+    assert all(point["thresholds.h1"] <= 2.0 for point in varied(sweep))
 
 
 def test_all_draws_of_a_small_space(tmp_path: Path) -> None:

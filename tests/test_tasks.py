@@ -618,8 +618,17 @@ class Forgetful(Task):
         return None
 
 
+class Voteless:  # which does not inherit
+    name, chat, stop, max_new_tokens = "voteless", False, (), 5
+
+    def items(self, split, *, chat): ...
+    def extract(self, item, text): ...
+    def score(self, item, answer): ...
+
+
 capitals = Capitals()
 nameless = Forgetful()
+voteless = Voteless()
 number = 7
 """
 
@@ -659,6 +668,7 @@ def test_a_task_of_one_s_own(own: Path, place: str):
         ("own_tasks.py:Capitals", "'Capitals' is a class; name an object of it"),
         ("own_tasks.py:nameless", "'nameless' is no task: it lacks 'name'"),
         ("own_tasks:number", "'number' is no task: it lacks 'name'"),
+        ("own_tasks:voteless", "'voteless' is no task: it lacks 'votes'"),
         ("own_broken:task", "importing own_broken failed: ZeroDivisionError: division by zero"),
         ("own_broken.py:task", "importing own_broken.py failed: ZeroDivisionError"),
         ("own_leaving.py:task", "importing own_leaving.py failed: SystemExit: 3"),

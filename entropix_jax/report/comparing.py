@@ -29,8 +29,7 @@ def comparison_page(traces: Sequence[Path]) -> str:
         payloads[f"trace-{number}"] = packed(_compared(reader))
         first = first or reader
         _check_prompt(first, reader)
-        parameters = {"parameters": reader.header["sampler_parameters"]}
-        facts.append(run_facts(reader, trace) | parameters)
+        facts.append(run_facts(reader, trace))
     if len(traces) == 1 and len(facts[0]["rows"]) < 2:
         raise UserError(f"{traces[0]}: one text alone: nothing to compare it with")
     return render("compare", {"facts": {"traces": facts}}, payloads)

@@ -118,6 +118,7 @@ def run_facts(reader: TraceReader, trace: Path) -> dict[str, Any]:
             }
             for number in numbers
         ],
+        "parameters": header["sampler_parameters"],
         "boxes": _boxes(header["sampler_parameters"], trace),
         "thresholds": {
             name: header["sampler_parameters"].get(f"thresholds.{name}") for name in THRESHOLDS

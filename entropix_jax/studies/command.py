@@ -16,7 +16,7 @@ from entropix_jax.batches.progress import ProgressView, Standing
 from entropix_jax.commandline import EXIT_OK
 from entropix_jax.errors import check_range
 from entropix_jax.interrupts import deferred_interrupts, exit_status
-from entropix_jax.loading import check_backend, load
+from entropix_jax.loading import check_backend, load, resolve_model
 from entropix_jax.programs import use_compilation_cache
 from entropix_jax.studies.study import Study
 from entropix_jax.studies.sweep import Sweep
@@ -27,18 +27,30 @@ if TYPE_CHECKING:
 
 
 def run_study(
-    sweep: Sweep, folder: Path, *, model: str | None, slots: int, dtype: str | None
+    plan: Callable[[Path], Sweep],
+    folder: Path,
+    *,
+    model: str | None,
+    slots: int,
+    dtype: str | None,
 ) -> int:
     """Runs a study, tells what it found, and returns the exit status.
+
+    Args:
+        plan: gives the study, from the folder of the model.
 
     Raises:
         UserError: whatever a user can mend.
     """
     check_range("--slots", slots, 1)
+    place = resolve_model(model)
+    sweep = plan(place)
     check_backend()
     use_compilation_cache()
-    loaded = load(model, dtype)
-    study = Study(loaded, sweep, folder, slots=slots)
+    loaded = load(str(place), dtype)
+    # The cache of the hub names a snapshot's folder by its commit.
+    name = model if model and not Path(model).is_dir() else place.resolve().name
+    study = Study(loaded, sweep, folder, name=name, slots=slots)
 
     @contextmanager
     def watch(phase: str, number: int, store: Store, run: TrialRun) -> Iterator[Callable[[], None]]:

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.sampler.params import scalars
 from entropix_jax.sampler.settings import Sampler, check_key, check_values
 
 _MOST_TRIES = 1000  # for one draw that is to be another than those before
@@ -91,7 +92,7 @@ class _Range:
 
 
 def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _Range:
-    """What a key's values are drawn from. It is whole numbers where the sampler's own is one.
+    """What a key's values are drawn from: whole numbers where it takes no other.
 
     Raises:
         UserError: it is neither a list nor a range, or holds what cannot be a value of the key.
@@ -106,7 +107,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _R
     if isinstance(axis, list):
         ends = axis
     else:
-        if isinstance(sampler.values.get(key), int):
+        if key in scalars() and scalars()[key]["type"] is int:
             axis = _Range(math.ceil(axis.low), math.floor(axis.high), axis.log, True)
             if axis.low > axis.high:
                 raise UserError(f"{where}: {key}: no whole number lies in the range")

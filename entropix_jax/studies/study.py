@@ -34,6 +34,7 @@ from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
 from entropix_jax.studies.sweep import Setting, Sweep, tuned_name
 from entropix_jax.studies.tables import Results, write_tables
 from entropix_jax.studies.trials import (
+    TUNING,
     Prompts,
     Question,
     Trial,
@@ -66,14 +67,20 @@ class _Phase:
 class Study:
     """One study on one model. `run` may be called again after `stop`: it goes on."""
 
-    def __init__(self, model: LanguageModel, sweep: Sweep, folder: Path, *, slots: int) -> None:
+    def __init__(
+        self, model: LanguageModel, sweep: Sweep, folder: Path, *, name: str, slots: int
+    ) -> None:
         """Checks what can be checked before anything is computed.
+
+        Args:
+            name: what the study calls the model.
 
         Raises:
             UserError: an unknown task, a sampler that does not fit the model, or a folder that
                 cannot be made.
         """
         self._model = model
+        self._name = name
         self._sweep = sweep
         self._folder = folder
         self._slots = slots
@@ -118,7 +125,7 @@ class Study:
         if tuning is None:
             slots, capacity = self._shape({test: len(settings)})
         else:
-            trying = _Phase("tuning", "tuning", tuning.items, tuning.seeds)
+            trying = _Phase(TUNING, "tuning", tuning.items, tuning.seeds)
             candidates = [one for group in tuning.candidates.values() for one in group]
             numbers = {trying: len(candidates), test: len(settings) + len(tuning.candidates)}
             slots, capacity = self._shape(numbers)
@@ -240,7 +247,7 @@ class Study:
         sweep, model = self._sweep, self._model
         return {
             "description": sweep.description,
-            "model": f"{model.folder.name} ({fingerprint(model.folder)})",
+            "model": f"{self._name} ({fingerprint(model.folder)})",
             "precision": model.precision.to_json(),
             "tasks": list(sweep.tasks) or [sweep.prompts],
             "split": sweep.split,

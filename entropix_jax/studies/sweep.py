@@ -108,13 +108,16 @@ class Sweep:
     baseline: str  # the name of a setting, tuned ones included
 
 
-def read_sweep(path: Path) -> Sweep:
+def read_sweep(path: Path, model: Path | None = None) -> Sweep:
     """The sweep of a file.
+
+    Args:
+        model: the folder of the model it is for: what is drawn goes with its calibrated thresholds.
 
     Raises:
         UserError: it is none; the line names the file and the key.
     """
-    return _Reader(str(path), read_toml(path), path.parent).sweep()
+    return _Reader(str(path), read_toml(path), path.parent, model).sweep()
 
 
 def find_sweep(name: str) -> Path:
@@ -163,6 +166,7 @@ def tuning_of(
     items: int,
     seeds: Sequence[int],
     over: Mapping[str, Mapping[str, Any]] | None = None,
+    model: Path | None = None,
 ) -> Tuning:
     """Candidates for each sampler: its own values, then random draws from its ranges.
 
@@ -173,6 +177,7 @@ def tuning_of(
         samplers: presets or sampler files.
         settings: candidates of each.
         over: ranges by sampler and key; those of `configs/ablations/ranges.toml` for the others.
+        model: as for `read_sweep`.
 
     Raises:
         UserError: an unknown sampler or key, one name for two samplers, no ranges for one, or a
@@ -182,7 +187,7 @@ def tuning_of(
     shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
     for place in samplers:
-        sampler = load_sampler(place)
+        sampler = _meant_for(model, load_sampler(place))
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
@@ -198,6 +203,11 @@ def tuning_of(
         if name not in candidates:
             raise UserError(f"over.{name}: not among the samplers{nearest(name, [*candidates])}")
     return Tuning(candidates, items, tuple(seeds))
+
+
+def _meant_for(model: Path | None, sampler: Sampler) -> Sampler:
+    """The sampler with the model's thresholds, which its draws have to go with."""
+    return sampler if model is None else sampler.calibrated(model)
 
 
 def _shipped_ranges() -> dict[str, dict[str, Any]]:
@@ -225,10 +235,11 @@ def _inherited_ranges(
 class _Reader:
     """Reads one file's sweep; what is wrong is told with the file's name."""
 
-    def __init__(self, where: str, raw: dict[str, Any], folder: Path) -> None:
+    def __init__(self, where: str, raw: dict[str, Any], folder: Path, model: Path | None) -> None:
         self._where = where
         self._raw = raw
         self._folder = folder
+        self._model = model
 
     def sweep(self) -> Sweep:
         raw = self._raw
@@ -322,7 +333,8 @@ class _Reader:
         if not ranges:
             raise self._error("random.over: no key to draw values of")
         try:
-            for drawn, sampler in draws_of(ranges, rng, base, number, "random.over"):
+            calibrated = _meant_for(self._model, base)
+            for drawn, sampler in draws_of(ranges, rng, calibrated, number, "random.over"):
                 yield Setting(name_of(drawn), sampler, drawn, base.name)
         except UserError as error:
             raise self._error(str(error)) from None
@@ -342,7 +354,9 @@ class _Reader:
         ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
         places = [self._place(name) for name in samplers]
         try:
-            return tuning_of(places, settings=settings, items=items, seeds=seeds, over=ranges)
+            return tuning_of(
+                places, settings=settings, items=items, seeds=seeds, over=ranges, model=self._model
+            )
         except UserError as error:
             raise self._error(f"tuning: {error}") from None
 

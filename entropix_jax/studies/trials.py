@@ -28,6 +28,7 @@ from entropix_jax.studies.measures import measures_of
 from entropix_jax.studies.sweep import Setting
 from entropix_jax.tasks.task import Item, Split, Task
 
+TUNING = "tuning"  # the phase of the rows that samplers are tuned by
 _SLOT_STEP = 64  # a row's cache slots are a multiple of it
 
 
@@ -107,6 +108,11 @@ def questions_of(
     """
     if not isinstance(task.stop, tuple | list) or not all(isinstance(s, str) for s in task.stop):
         raise UserError(f"task '{task.name}': stop = {task.stop!r}: must be a tuple of texts")
+    most = max_new_tokens or task.max_new_tokens
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise UserError(
+            f"task '{task.name}': max_new_tokens = {most!r}: must be an integer > 0"
+        )
     chat = model.is_chat_model if task.chat is None else task.chat
     ends = tuple(model.turn_end_ids if chat else model.generation.eos_ids)
     found: set[str] = set()
@@ -124,7 +130,7 @@ def questions_of(
             prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        yield Question(task, item, prompt, ends, max_new_tokens or task.max_new_tokens)
+        yield Question(task, item, prompt, ends, most)
     if not found:
         raise UserError(f"task '{task.name}': no items in its split '{split}'")
 
@@ -275,6 +281,8 @@ def result_of(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         score = float(given) if isinstance(given, SupportsFloat) else math.inf
     if math.isinf(score):
         raise UserError(f"{where}: score gave {given!r}, not a finite number or NaN")
+    if math.isnan(score) and trial.phase == TUNING:
+        raise UserError(f"{where}: score gave {given!r}: samplers cannot be tuned by it")
     told = row.to_json()
     regimes, actions = told.pop("regimes"), told.pop("actions")
     return {

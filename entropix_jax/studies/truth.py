@@ -86,5 +86,5 @@ def _terminals(model: LanguageModel) -> Mapping[str, int] | None:
     """The world's words as the model's tokens; None where it has other ones."""
     try:
         return terminal_ids(read_json_object(model.folder / "tokenizer.json"))
-    except (KeyError, ValueError, UserError):
+    except (KeyError, TypeError, ValueError, UserError):
         return None

@@ -17,7 +17,7 @@ _BUILT_IN: dict[str, Task] = {
     for task in (tiny.SUMS, tiny.WORD_PROBLEMS, tiny.FACTS, tiny.FORKS, tiny.DOCUMENTS)
 }
 _GSM8K = "gsm8k:TEST.jsonl[,TUNING.jsonl]"
-_MEMBERS = ("name", "chat", "stop", "max_new_tokens", "items", "extract", "score")
+_MEMBERS = ("name", "chat", "stop", "max_new_tokens", "votes", "items", "extract", "score")
 
 
 def find_task(name: str) -> Task:

@@ -31,6 +31,7 @@ def terminal_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
     Raises:
         KeyError: a terminal is no token of its own.
+        TypeError: the vocabulary is no table of tokens, such as Unigram's.
     """
     vocabulary = tokenizer["model"]["vocab"]
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}

@@ -59,19 +59,23 @@ export function commandOf(settings) {
   return `--set ${words.join(" ")}`;
 }
 
+// The whole sampler: what the run's own was made from may lie elsewhere, or have been changed.
 export function fileOf(facts, settings) {
+  const run = Object.entries(facts.parameters).map(([key, value]) => [key, tomlOf(value)]);
+  // Of any model: its own thresholds must not take the place of these.
+  const all = { ...Object.fromEntries(run), ...settings, "thresholds.calibrated": "false" };
   const sections = {};
-  for (const [key, value] of Object.entries(settings)) {
+  for (const [key, value] of Object.entries(all)) {
     const [section, name] = key.split(".");
     (sections[section] ??= []).push(`${name} = ${value}`);
   }
-  // A table of thresholds stands for all four of them.
-  for (const name of sections.thresholds ? Object.keys(facts.thresholds) : []) {
-    const line = `${name} = ${facts.thresholds[name]}`;
-    if (!(`thresholds.${name}` in settings) && facts.thresholds[name] != null) sections.thresholds.push(line);
-  }
-  const tables = Object.entries(sections).map(([name, lines]) => `[${name}]\n${lines.join("\n")}\n`);
-  return [`extends = ${JSON.stringify(facts.sampler)}\n`, ...tables].join("\n");
+  return Object.entries(sections).map(([name, lines]) => `[${name}]\n${lines.join("\n")}\n`).join("\n");
+}
+
+function tomlOf(value) {
+  if (Array.isArray(value)) return `[${value.map(tomlOf).join(", ")}]`;
+  // JSON leaves DEL as it is, TOML does not take it.
+  return JSON.stringify(value).replaceAll("\x7f", "\\u007f");
 }
 
 export function showWhatIf(state) {
