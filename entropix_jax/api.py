@@ -1,5 +1,6 @@
 """The package from Python, in a few lines: generate, stream, inspect."""
 
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack
@@ -76,7 +77,7 @@ def stream(
         options: see `Options`.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an unknown option, or a number that is no integer.
         UserError: an input that cannot be used.
     """
     return _run_of(model, prompt, sampler, options)
@@ -111,17 +112,20 @@ def _run_of(
 ) -> Generation:
     if unknown := set(options) - set(Options.__annotations__):
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-    samples, chat = options.get("samples", 1), options.get("chat")
+    # NumPy's integers, too, as what they are.
+    samples = operator.index(options.get("samples", 1))
+    budget = operator.index(options.get("max_new_tokens", 256))
+    seed = operator.index(options.get("seed", 0))
+    chat = options.get("chat")
     check_range("samples", samples, 1)
     if chat is None:
         chat = model.is_chat_model or not isinstance(prompt, str)
     tokens = encode_prompt(model, prompt, chat=chat, system=options.get("system"))
-    budget = options.get("max_new_tokens", 256)
     return Generation(
         model,
         [Request(tokens, str(i), budget) for i in range(samples)],
         _calibrated(sampler, model, stacklevel=4),
-        seed=options.get("seed", 0),
+        seed=seed,
         stop=options.get("stop", ()),
         ignore_eos=options.get("ignore_eos", False),
         turn_end=chat,

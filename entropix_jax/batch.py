@@ -165,6 +165,7 @@ def _main(arguments: Arguments) -> int:
         share = join(arguments.coordinator, arguments.processes, arguments.process)
         output = part_address(output, *share)
     check_output(output, input=arguments.input)
+    _check_traces(arguments.trace, arguments.input, arguments.output)
     use_compilation_cache()
     mesh = _mesh(arguments)
     recording = Recording(
@@ -263,6 +264,19 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--trace-top and --trace-layers need --trace DIR")
     if "://" in (arguments.trace or ""):
         raise UserError(f"--trace {arguments.trace}: traces need a folder on this machine")
+
+
+def _check_traces(folder: str | None, *others: str) -> None:
+    """Refuses a folder of traces in which one could take the place of the input or the output."""
+    if folder is None:
+        return
+    for other in others:
+        beside = "://" not in other and Path(other).resolve().parent == Path(folder).resolve()
+        if beside and other.endswith(".jsonl"):  # as traces do
+            raise UserError(
+                f"--trace {folder}: {other} lies there, whose name a record's trace could have: "
+                "give another folder"
+            )
 
 
 def _make_folder(folder: Path) -> None:

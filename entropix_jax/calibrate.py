@@ -17,7 +17,7 @@ import tyro
 
 from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, parse, run_command
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.files import check_writable, read_text
+from entropix_jax.files import check_apart, check_writable, read_text
 from entropix_jax.status import telling
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.inspection import entropies_of
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
-    from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.sampler.presets import lineage, load_sampler
 
     sampler = load_sampler(arguments.sampler)
     boxes = boxes_of(sampler)
@@ -88,6 +88,7 @@ def _main(arguments: Arguments) -> int:
             f"--sampler {arguments.sampler}: its name is not UTF-8: no sampler file can extend it"
         )
     check_writable(output)
+    check_apart(output, *arguments.texts, *lineage(arguments.sampler))
     use_compilation_cache()
     with telling("loading the model ..."):
         model = load(arguments.model, arguments.dtype)
@@ -186,7 +187,9 @@ def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) ->
         return calibration_text(thresholds, source)
     base = arguments.sampler
     if base.endswith(".toml"):
-        base = os.path.relpath(base, Path(arguments.output).parent)
+        # Without links: what is above a link's folder is not above the folder that it leads to.
+        path, folder = Path(base), Path(arguments.output).parent
+        base = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
     model = Path(arguments.model or "weights/tiny").name
     return preset_text(base, thresholds, f"{arguments.sampler}, calibrated for {model} on {source}")
 

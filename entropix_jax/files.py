@@ -223,6 +223,19 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: no permission")
 
 
+def check_apart(output: Path, *sources: Path | str | None) -> None:
+    """Looks whether a file would take the place of one that it is made of.
+
+    Raises:
+        UserError: it would.
+    """
+    for source in sources:
+        if source is not None and output.resolve() == Path(source).resolve():
+            raise UserError(
+                f"{output}: would take the place of its own source: give another name"
+            )
+
+
 def is_standard_output(path: Path) -> bool:
     """Whether a path leads to where standard output goes: `/dev/stdout`, or the file that the shell
     was told. The null device may take both."""

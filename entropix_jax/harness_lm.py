@@ -381,10 +381,10 @@ def _whole(name: str, value: Any, least: int | None) -> int:
         number = int(value)
     except (TypeError, ValueError, OverflowError):  # the last of an infinity
         number = None
-    if number is None or number != float(value):
+    if number is None or not (isinstance(value, str) or number == value):
         raise UserError(f"{name} must be a whole number, not {value!r}")
     if least is not None:
-        check_range(name, number, least)
+        check_range(name, number, least, 2**31 - 1)
     return number
 
 

@@ -32,7 +32,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.files import check_writable, is_standard_output, scratch_beside
+from entropix_jax.files import check_apart, check_writable, is_standard_output, scratch_beside
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
 from entropix_jax.status import StatusLine, is_terminal
 
@@ -137,11 +137,12 @@ def _main(arguments: Arguments) -> int:
     sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     prompt_text = _read_prompt(arguments)
     if arguments.trace is not None:
-        _check_trace(Path(arguments.trace), arguments.report)
+        _check_trace(Path(arguments.trace), arguments)
     if arguments.report is not None:
         from entropix_jax.report.page import check_report, write_report
 
-        check_report(Path(arguments.report), arguments.trace)
+        inputs = (arguments.trace, arguments.prompt_file, arguments.messages)
+        check_report(Path(arguments.report), *inputs)
 
     use_compilation_cache()
     retriever = _retriever(arguments)
@@ -364,10 +365,11 @@ def _check(arguments: Arguments) -> None:
         raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
 
 
-def _check_trace(path: Path, report: str | None) -> None:
+def _check_trace(path: Path, arguments: Arguments) -> None:
     """Refuses, before anything is computed, a trace that could not be written."""
     check_writable(path)
-    if report is not None and path.exists() and not path.is_file():
+    check_apart(path, arguments.prompt_file, arguments.messages)
+    if arguments.report is not None and path.exists() and not path.is_file():
         raise UserError(f"{path}: not a regular file: --report reads the trace again")
     if is_standard_output(path):
         raise UserError(f"{path}: cannot be written: it is standard output, which is for the text")

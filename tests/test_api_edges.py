@@ -393,6 +393,11 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             lambda at: entropix_jax.stream(at.model, "x", max_tokens=1),  # type: ignore[call-arg]
             "no such option: max_tokens",
         ),
+        (
+            "a number that is no integer",
+            lambda at: entropix_jax.stream(at.model, "x", seed=1.0),  # type: ignore[arg-type]
+            "'float' object cannot be interpreted as an integer",
+        ),
     ],
     ("stream", "UserError"): [
         ("an input that cannot be used", lambda at: entropix_jax.stream(at.model, ""), "is empty"),

@@ -384,6 +384,11 @@ def test_names_of_files() -> None:
             ["--trace", "s3://b/traces"],
             "--trace s3://b/traces: traces need a folder on this machine",
         ),
+        (["--trace", "."], "--trace .: in.jsonl lies there, whose name a record's trace could"),
+        (
+            ["--trace", "../{name}", "--input", "-"],
+            "--trace ../{name}: out.jsonl lies there, whose name a record's trace could have",
+        ),
         (["--no-chat", "--system", "x"], "a system message needs a chat"),
         (["--trace", "traces", "--context", "999"], "--context 999"),
         (["--slots", "100000000"], "do not fit into a device: weights"),
@@ -398,6 +403,8 @@ def test_mistakes(
     expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    arguments = [argument.replace("{name}", tmp_path.name) for argument in arguments]
+    expected = expected.replace("{name}", tmp_path.name)
     own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
     write_input(tmp_path / "in.jsonl", records(1))
     given = [part for name, value in own.items() if name not in arguments for part in (name, value)]

@@ -167,6 +167,40 @@ def test_bad_input(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("output", ["own.toml", "base.toml", "link.toml", "text.json"])
+def test_nothing_it_is_made_of_is_lost(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.json").write_text("Once upon a time")
+    Path("base.toml").write_text('extends = "entropix"\n')
+    Path("own.toml").write_text('extends = "base.toml"\n[base]\ntop_k = 3\n')
+    Path("link.toml").symlink_to("own.toml")
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    result = command("--texts", "text.json", "--sampler", "own.toml", "--output", output)
+    assert (result.status, result.out) == (2, "")
+    assert result.err == (
+        f"error: {output}: would take the place of its own source: give another name\n"
+    )
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_is_a_link(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above it lies what is above the folder that it leads to."""
+    for name in ("here", "far/away", "presets"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    Path("out").symlink_to(tmp_path / "far" / "away")
+    Path("samplers").symlink_to(tmp_path / "presets")
+    Path("samplers/mine.toml").write_text('extends = "entropix"\n[base]\ntop_k = 3\n')
+    arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES)
+    result = command(*arguments, "--sampler", "samplers/mine.toml", "--output", "out/own.toml")
+    assert result.status == 0, result.err
+    assert load_sampler("out/own.toml").values["base.top_k"] == 3
+
+
 def test_texts_are_named_by_their_places(command: Callable[..., Result], tmp_path: Path) -> None:
     """Empty ones, which there is nothing to measure of, included."""
     tokenizer = load(str(write_model(tmp_path / "good"))).tokenizer

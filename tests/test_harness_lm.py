@@ -327,6 +327,8 @@ def test_no_chat_template(tmp_path: Path) -> None:
         ({"batch_size": "many"}, "batch_size must be a whole number, not 'many'"),
         ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
         ({"seed": float("inf")}, "seed must be a whole number, not inf"),
+        ({"seed": "1.0"}, "seed must be a whole number, not '1.0'"),
+        ({"batch_size": 10**400}, "batch_size must be at most 2147483647, not 1000000"),
         ({"dtype": "float16"}, "dtype must be float32, bfloat16, int8 or auto, not 'float16'"),
         ({"pretrained": "nowhere"}, "no such model folder: 'nowhere'"),
     ],
@@ -334,6 +336,14 @@ def test_no_chat_template(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         make(**arguments)
+
+
+SEEDS = [2**53 + 1, "9007199254740993", -(2**64), 10**400, 7.0]
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=["odd", "text", "negative", "long", "float"])
+def test_seeds_of_any_size(seed: Any) -> None:
+    assert make(seed=seed)._seed == int(seed)
 
 
 def test_numbers_that_are_none() -> None:

@@ -613,6 +613,18 @@ def test_bad_input(
     assert not (workplace / "trace.jsonl").exists()
 
 
+@pytest.mark.parametrize("given", ["--prompt-file", "--messages"])
+@pytest.mark.parametrize("written", ["--trace", "--report"])
+def test_a_prompt_is_not_replaced(
+    command: Callable[..., Result], workplace: Path, given: str, written: str
+) -> None:
+    path = workplace / "messages.json"
+    before = path.read_text()
+    message = f"{path}: would take the place of its own source"
+    one_error(command(given, path, written, path), message)
+    assert path.read_text() == before
+
+
 def test_standard_output_is_no_trace(command: Callable[..., Result]) -> None:
     one_error(command(*short("--trace", "-")), "--trace -: standard output is for the text")
 

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import entropix_jax
@@ -274,6 +275,17 @@ def test_a_result_writes_what_the_run_would_have(model: LanguageModel, tmp_path:
     assert page.read_text("utf-8") == run_page(path)
     assert {one.name for one in tmp_path.iterdir()} == {"run.jsonl", "run.html"}
     assert Page(run._repr_html_()).plain.count("<|begin_of_text|>Once upon a time") == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*never calibrated")
+def test_numbers_of_numpy(model: LanguageModel, tmp_path: Path) -> None:
+    numbers = {"seed": 3, "samples": 2, "max_new_tokens": 5}
+    options: Any = {name: np.int64(number) for name, number in numbers.items()}
+    rows = entropix_jax.generate(model, "Once", "greedy", **options)
+    rows.save_trace(tmp_path / "run.jsonl")
+    header, *_ = lines_of(tmp_path / "run.jsonl")
+    assert header["seed"] == 3
+    assert [len(row.tokens) for row in rows] == [5, 5]
 
 
 def test_what_cannot_be_written(model: LanguageModel, tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_the_command(whole: Path, tmp_path: Path) -> None:
         (".", "page.html", "no study.json"),
         ("trace.jsonl", "no/page.html", "page.html: cannot be written: no folder"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
-        ("trace.jsonl", "trace.jsonl", "the page would take the place of what it is made of"),
+        ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
     ],
 )
 def test_bad_paths(

@@ -91,7 +91,7 @@ def test_what_cannot_be_compared(
     assert refused(capsys, tmp_path).startswith("error: a trace, a batch's output or a study's")
     before = pair[1].read_bytes()
     assert report(*pair, "--output", pair[1]) == 2
-    assert "would take the place of what it is made of" in capsys.readouterr().err
+    assert "would take the place of its own source" in capsys.readouterr().err
     assert pair[1].read_bytes() == before
 
 

@@ -75,7 +75,7 @@ def test_what_a_page_shows_may_be_chosen(command: Command, tmp_path: Path) -> No
     [
         (".", "cannot be written: it is a folder"),
         ("no/page.html", "cannot be written: no folder"),
-        ("trace.jsonl", "the page would take the place of what it is made of"),
+        ("trace.jsonl", "would take the place of its own source"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_refused_at_once(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import check_writable, replacing
+from entropix_jax.files import check_apart, check_writable, replacing
 from entropix_jax.report.embedding import digest, packed, plotly_source, script, style
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.templating import page_template
@@ -44,9 +44,7 @@ def check_report(output: Path, *inputs: Path | str | None) -> None:
         raise UserError(f"{output}: cannot be written: not a regular file")
     if not os.access(output.parent, os.W_OK):
         raise UserError(f"{output}: cannot be written: no permission in {output.parent}")
-    for given in inputs:
-        if given is not None and output.resolve() == Path(given).resolve():
-            raise UserError(f"{output}: the page would take the place of what it is made of")
+    check_apart(output, *inputs)
     plotly_source()
 
 

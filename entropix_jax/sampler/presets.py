@@ -39,14 +39,14 @@ def load_sampler(name_or_path: str) -> Sampler:
     return Sampler(name=path.stem, description=description, file_values=flat)
 
 
-def lineage(name_or_path: str) -> list[str]:
-    """The names of a sampler that `load_sampler` takes and of those it extends, nearest first."""
-    names: list[str] = []
+def lineage(name_or_path: str) -> list[Path]:
+    """The files of a sampler that `load_sampler` takes and of those it extends, nearest first."""
+    paths: list[Path] = []
     base: str | None = name_or_path
     while base is not None:
         path, _, base = _read_file(base)
-        names.append(path.stem)
-    return names
+        paths.append(path)
+    return paths
 
 
 def preset_names() -> list[str]:

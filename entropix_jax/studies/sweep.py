@@ -223,9 +223,9 @@ def _inherited_ranges(
     """The ranges under a sampler's name, or else under that of the nearest one that it extends."""
     if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
         return {}
-    for name in lineage(place):
-        if name in shipped:
-            return shipped[name]
+    for path in lineage(place):
+        if path.stem in shipped:
+            return shipped[path.stem]
     raise UserError(
         f"{place}: nothing says what to tune it over: give [tuning.over.{sampler.name}] in a sweep"
         " file, or extend a preset"

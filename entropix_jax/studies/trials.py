@@ -110,9 +110,7 @@ def questions_of(
         raise UserError(f"task '{task.name}': stop = {task.stop!r}: must be a tuple of texts")
     most = max_new_tokens or task.max_new_tokens
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise UserError(
-            f"task '{task.name}': max_new_tokens = {most!r}: must be an integer > 0"
-        )
+        raise UserError(f"task '{task.name}': max_new_tokens = {most!r}: must be an integer > 0")
     chat = model.is_chat_model if task.chat is None else task.chat
     ends = tuple(model.turn_end_ids if chat else model.generation.eos_ids)
     found: set[str] = set()
