@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before the imports, which take a while
     exit_at_once()
 
 import itertools
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -271,7 +272,8 @@ def _check_traces(folder: str | None, *others: str) -> None:
     if folder is None:
         return
     for other in others:
-        beside = "://" not in other and Path(other).resolve().parent == Path(folder).resolve()
+        place = os.path.dirname(os.path.realpath(other))
+        beside = "://" not in other and place == os.path.realpath(folder)
         if beside and other.endswith(".jsonl"):  # as traces do
             raise UserError(
                 f"--trace {folder}: {other} lies there, whose name a record's trace could have: "

@@ -230,10 +230,8 @@ def check_apart(output: Path, *sources: Path | str | None) -> None:
         UserError: it would.
     """
     for source in sources:
-        if source is not None and output.resolve() == Path(source).resolve():
-            raise UserError(
-                f"{output}: would take the place of its own source: give another name"
-            )
+        if source is not None and os.path.realpath(output) == os.path.realpath(source):
+            raise UserError(f"{output}: would take the place of its own source: give another name")
 
 
 def is_standard_output(path: Path) -> bool:
