@@ -353,7 +353,7 @@ BAD: list[tuple[str, str]] = [
     ("T\n[grid]\n'base.top_k' = 3", "grid: base.top_k: must be a list of values"),
     ("T\n[grid]\n'base.top_k' = []", "grid: base.top_k: must be a list of values"),
     ("T\n[grid]\n'base.top_k' = {from = 1, to = 2}", "grid: base.top_k: must be a list"),
-    ("T\n[grid]\n'base.top_k' = [1, 1]", "two settings are called 'base.top_k=1'"),
+    ("T\n[grid]\n'base.top_k' = [1, 1]", "grid: base.top_k: one value stands there twice"),
     ("T\n[grid]\n'base.topk' = [1]", "grid: .*'base.topk', did you mean 'base.top_k'"),
     ("T\n[grid]\n'base.top_k' = [1.5]", "grid: .*base.top_k = 1.5: must be an integer"),
     ("T\n[grid]\n'thresholds.h1' = [3]\n'thresholds.h2' = [2]", "grid: .*h1 = 3 is above"),

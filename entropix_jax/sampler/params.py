@@ -7,6 +7,8 @@ command line.
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -230,11 +232,14 @@ SECTIONS: dict[str, type] = {
 }
 
 
-def scalars() -> dict[str, Mapping[str, Any]]:
+@cache
+def scalars() -> Mapping[str, Mapping[str, Any]]:
     """Every scalar parameter by its dotted key, with its `type` and its range, `low` to `high`."""
-    return {
-        f"{section}.{field.name}": field.metadata
-        for section, params in SECTIONS.items()
-        for field in fields(params)
-        if "low" in field.metadata
-    }
+    return MappingProxyType(
+        {
+            f"{section}.{field.name}": field.metadata
+            for section, params in SECTIONS.items()
+            for field in fields(params)
+            if "low" in field.metadata
+        }
+    )

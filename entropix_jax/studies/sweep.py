@@ -314,6 +314,8 @@ class _Reader:
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise self._error(f"grid: {key}: must be a list of values")
+            if len({name_of({key: value}) for value in values}) < len(values):
+                raise self._error(f"grid: {key}: one value stands there twice")
         number = math.prod(len(values) for values in axes.values())
         if number > _MOST_SETTINGS:
             raise self._error(f"grid: {number} settings, at most {_MOST_SETTINGS} are possible")
