@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,6 +53,9 @@ _LLAMA3_SPECIAL_COUNT = 256
 # The expression above backtracks, up to an error on long runs. Meta's own reader cuts runs of
 # (non-)whitespace at this length, so these ids are the ones that the model knows.
 _LLAMA3_LONGEST_RUN = 25_000
+# How much longer a tokenizer.json may make a text. Real ones stay far below; a short file of steps
+# that each write more than they read would fill the memory.
+_MOST_GROWTH = 4096
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -240,8 +244,17 @@ class _HuggingFaceTokenizer(Tokenizer):
             # Such files may hold the settings of a training run.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            normalizer, pre_tokenizer, decoder = (
+                _rule(self._tokenizer, name) for name in ("normalizer", "pre_tokenizer", "decoder")
+            )
+        times = max(_growth(normalizer) * _growth(pre_tokenizer), _growth(decoder))
+        if times > _MOST_GROWTH:
+            raise UserError(
+                f"{path}: its rules may make a text {times:.0e} times as long, "
+                f"at most {_MOST_GROWTH:,} are possible"
+            )
         try:
-            self._token_bytes = token_bytes_of_decoder(_decoder_of(self._tokenizer))
+            self._token_bytes = token_bytes_of_decoder(decoder)
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
@@ -293,10 +306,31 @@ def _panics_told(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}") from error
 
 
-def _decoder_of(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
-    # A decoder's pickled state is its part of tokenizer.json; reading that file again takes longer.
-    decoder = tokenizer.decoder
-    return None if decoder is None else json.loads(decoder.__getstate__())
+def _rule(tokenizer: tokenizers.Tokenizer, name: str) -> dict[str, Any] | None:
+    # Its pickled state is its part of tokenizer.json; reading that file again takes longer.
+    rule = getattr(tokenizer, name)
+    return None if rule is None else json.loads(rule.__getstate__())
+
+
+def _growth(rule: Mapping[str, Any] | None) -> float:
+    """How many characters a rule makes of one at most.
+
+    Steps that add up are counted: what a form of Unicode's writes, it leaves as it is. A table
+    that was compiled is not looked into; the number lets only one stand.
+    """
+    match rule:
+        case {"normalizers": steps} | {"pretokenizers": steps} | {"decoders": steps}:
+            return math.prod(map(_growth, steps), start=1.0)
+        case {"type": "Prepend", "prepend": text}:
+            return 1.0 + len(text)
+        case {"type": "Replace", "content": text, "pattern": pattern}:
+            matches_nothing = not pattern.get("String")  # as expressions may
+            return max(1.0, float(len(text) + matches_nothing))
+        case {"type": "ByteLevel"}:
+            return 4.0
+        case {"type": "Precompiled"}:
+            return 100.0
+    return 1.0
 
 
 class _TiktokenTokenizer(Tokenizer):

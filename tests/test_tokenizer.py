@@ -473,6 +473,69 @@ def test_what_the_library_does_over_hostile_files(
 
 
 @pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 5000}},
+            5000 * 4,  # the pre-tokenizer is byte-level
+        ),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [
+                        {"type": "Replace", "pattern": {"Regex": "a"}, "content": "a" * 99},
+                        {"type": "Replace", "pattern": {"String": ""}, "content": "a" * 99},
+                        {"type": "Prepend", "prepend": "a"},
+                    ],
+                }
+            },
+            100 * 100 * 2 * 4,
+        ),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 7}}, 4**8),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [
+                        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+                    ]
+                    * 30,
+                }
+            },
+            4**30,
+        ),
+        (
+            {
+                "decoder": {
+                    "type": "Sequence",
+                    "decoders": [
+                        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000},
+                        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000},
+                        {"type": "Fuse"},
+                    ],
+                }
+            },
+            1e6,
+        ),
+    ],
+)
+def test_texts_that_would_grow_without_bound(
+    tmp_path: Path, change: dict[str, Any], times: float
+) -> None:
+    """A short file of steps that each write more than they read is refused before it has a text."""
+    raw = json.loads(byte_level(bos=False).to_str()) | change
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(tmp_path)
+    told = (
+        f"{path}: its rules may make a text {times:.0e} times as long, at most 4,096 are possible"
+    )
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
     ("decoder", "message"),
     [
         (None, "decoder null"),
