@@ -38,10 +38,10 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import poisoned, write_model
+from tests.patience import PATIENCE, wait_for
 from tests.test_main import Json, Result
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 300.0  # seconds, for what hangs: the compiler of a busy machine takes a minute
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
@@ -661,18 +661,6 @@ def start(
     for process in running:
         process.kill()
         process.communicate()
-
-
-def wait_for(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
-    """Until a file has so many lines, or the process has ended."""
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            return
-        if path.exists() and path.read_bytes().count(b"\n") >= lines:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{path}: still not {lines} lines")
 
 
 LONG = ("--ignore-eos", "--max-new-tokens", "60")

@@ -31,6 +31,7 @@ from entropix_jax.programs import drop_torn_programs
 from entropix_jax.report.page import write_report
 from entropix_jax.studies.tables import write_tables
 from entropix_jax.trace import TraceWriter
+from tests.patience import PATIENCE
 from tests.test_main import (  # noqa: F401 (fixtures)
     Result,
     command,
@@ -98,7 +99,7 @@ def test_what_a_killed_run_leaves_goes_with_the_next(tmp_path: Path) -> None:
         scratch.write_text("after")
     assert output.read_text() == "after"
     assert len(list(tmp_path.iterdir())) == 3
-    alive.communicate(timeout=60)
+    alive.communicate(timeout=PATIENCE)
     with replacing(output) as scratch:
         scratch.write_text("at last")
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, output.name]
@@ -270,7 +271,7 @@ def test_streams_that_take_nothing(lines: int) -> None:
     with open("/dev/full", "wb") as full:
         to_full = python(SAYS, lines, stdout=full)
         silent = python(SAYS, lines, "wrong", stdout=subprocess.DEVNULL, stderr=full)
-        _, err = to_full.communicate(timeout=60)
+        _, err = to_full.communicate(timeout=PATIENCE)
         silent.wait(60)
     assert (to_full.returncode, err) == (
         2,
@@ -281,7 +282,7 @@ def test_streams_that_take_nothing(lines: int) -> None:
     os.close(reader)
     gone = python(SAYS, lines, stdout=writer)
     os.close(writer)
-    assert (gone.communicate(timeout=60)[1], gone.returncode) == (b"", 0)
+    assert (gone.communicate(timeout=PATIENCE)[1], gone.returncode) == (b"", 0)
     for number in (0, 1, 2):
         shell = f'exec "$@" {number}<&- >/dev/null' if number == 0 else f'exec "$@" {number}>&-'
         closed = subprocess.run(
@@ -289,7 +290,7 @@ def test_streams_that_take_nothing(lines: int) -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             check=False,
-            timeout=60,
+            timeout=PATIENCE,
         )
         assert (closed.returncode, closed.stderr) == (0, b"")
 
@@ -420,7 +421,7 @@ def test_a_program_that_was_half_written_is_made_again(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             check=False,
-            timeout=120,
+            timeout=PATIENCE,
         )
         assert (done.returncode, done.stderr) == (0, b"")
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.folders import write_model
 from tests.hub import COMMIT, REPO, TOKEN, Hub, serving
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS, LARGE = "model.safetensors", "large.safetensors"
@@ -54,7 +55,7 @@ def run(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 

@@ -30,6 +30,7 @@ from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import load
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.patience import PATIENCE
 from tests.test_status import Open, window  # noqa: F401 (a fixture)
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
@@ -883,7 +884,7 @@ def test_ctrl_c_ends_with_the_text_so_far(
     assert process.stdout is not None
     first = process.stdout.read(10)
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
+    rest, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert err.rstrip().endswith(b"| interrupt")
@@ -908,7 +909,7 @@ def test_ctrl_c_while_importing(
         if module in line:
             break
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert out == b""
     assert all(line.startswith(b"import time:") for line in err.splitlines()[:-1])
@@ -922,11 +923,11 @@ def test_ctrl_c_while_compiling(
     far, near = pty.openpty()
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty"), "TERM": "xterm"}
     process = start("--trace", trace, env=cache, stderr=near)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     os.close(near)
     err = b""
     with contextlib.suppress(OSError):  # the end
@@ -947,7 +948,7 @@ def test_a_reader_that_has_enough(start: Callable[..., subprocess.Popen[bytes]])
     process.stdout.read(10)
     process.stdout.close()
     process.stdout = None
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert err.decode().startswith(NOTE)
     assert err.count(b"\n") == 1
@@ -957,7 +958,7 @@ def test_a_reader_that_has_enough(start: Callable[..., subprocess.Popen[bytes]])
 def test_a_full_disk(start: Callable[..., subprocess.Popen[bytes]], form: str) -> None:
     with open("/dev/full", "w") as full:
         process = start("--format", form, tokens=3, stdout=full)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert err.splitlines()[1:] == [b"error: the output cannot be written: No space left on device"]
 
@@ -965,7 +966,7 @@ def test_a_full_disk(start: Callable[..., subprocess.Popen[bytes]], form: str) -
 @pytest.mark.parametrize("closed", [1, 2])
 def test_closed_streams(start: Callable[..., subprocess.Popen[bytes]], closed: int) -> None:
     command = ["sh", "-c", f'exec "$@" {closed}>&-', "sh"]
-    out, err = start(tokens=3, before=command).communicate(timeout=60)
+    out, err = start(tokens=3, before=command).communicate(timeout=PATIENCE)
     if closed == 1:
         assert b"3 tokens" in err
         assert b"Traceback" not in err

@@ -60,7 +60,8 @@ from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests.folders import MAX_POSITIONS, write_model
 from tests.models import teacher_forced
-from tests.test_batch import PATIENCE, own_cache, wait_for  # noqa: F401 (a fixture)
+from tests.patience import PATIENCE, wait_for
+from tests.test_batch import own_cache  # noqa: F401 (a fixture)
 from tests.test_main import Json, Result
 
 ROOT = Path(__file__).parents[1]

@@ -1,0 +1,19 @@
+"""How long a test waits for what it started."""
+
+import subprocess
+import time
+from pathlib import Path
+
+PATIENCE = 300.0  # seconds, for what hangs: the compiler of a busy machine takes a minute
+
+
+def wait_for(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
+    """Until a file has so many lines, or the process has ended."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            return
+        if path.exists() and path.read_bytes().count(b"\n") >= lines:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path}: still not {lines} lines")
