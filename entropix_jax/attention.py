@@ -6,6 +6,8 @@ from jax import lax
 
 from entropix_jax.information import AttnStats, entropy_and_varentropy, sum_last
 
+_TINY = 2.0**-32
+
 
 def attend(
     queries: jax.Array,
@@ -91,7 +93,8 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     entropy, varentropy = entropy_and_varentropy(log_weights)
     mean_weights = jnp.mean(weights, axis=2, keepdims=True)
     divergence = sum_last(jnp.abs(weights - mean_weights))
-    strength = sum_last(jnp.where(valid, jnp.abs(scores), 0.0))
+    # So small that no sum of them overflows; by a power of two, so no digit changes.
+    strength = sum_last(jnp.where(valid, jnp.abs(scores) * _TINY, 0.0))
     # Over the keys first: were a later sum over heads or layers joined with it, its order and with
     # it the last digits would depend on how many slots there are.
     entropy, varentropy, divergence, strength = lax.optimization_barrier(
@@ -101,7 +104,7 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
         entropy=entropy,
         varentropy=varentropy,
         divergence=jnp.mean(divergence, axis=-1),
-        interaction=jnp.sum(strength, axis=-1) / (scores.shape[2] * n[:, None]),
+        interaction=jnp.sum(strength, axis=-1) / (scores.shape[2] * n[:, None]) / _TINY,
         keys=n,
     )
 

@@ -54,20 +54,22 @@ class StreamDecoder:
         token: Callable[[int], str | None],
         token_bytes: TokenBytes,
         skip: frozenset[int],
+        begun: bool = False,
     ) -> None:
-        """Starts a text.
+        """Starts a text, or goes on within one.
 
         Args:
             token: the string of an id, None outside the vocabulary.
             token_bytes: how that string turns into bytes.
             skip: ids that leave nothing in the text.
+            begun: whether the start of the text, where something may be dropped, is past.
         """
         self._token = token
         self._token_bytes = token_bytes
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._first = True
-        self._strip, self._strip_left = token_bytes.strip
+        self._first = not begun
+        self._strip, self._strip_left = ("", 0) if begun else token_bytes.strip
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often empty in the middle of a character."""

@@ -288,7 +288,7 @@ class Engine:
         log = chunk.log if int(chunk.log.count) else None
         records, log = jax.device_get((chunk.records, log))
         self._pace(time.perf_counter() - asked)
-        decode_text = self._model.tokenizer.decode
+        decode_text = self._model.tokenizer.decode_within
         live = records.live
         branched = {}
         if log is not None:  # each data shard's part of it has room that is not used

@@ -155,7 +155,7 @@ def _inspected(
                 regime=[REGIMES[regime] for regime in here.regime],
                 logprob=plain(here.logprob),
                 **{name: plain(values) for name, values in vars(here.metrics).items()},
-                **extras_fields(here.extras, recording, model.tokenizer.decode),
+                **extras_fields(here.extras, recording, model.tokenizer.decode_within),
             )
             for position, fields in enumerate(measured, at):
                 text = stream.push(tokens[position])

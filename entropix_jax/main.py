@@ -34,7 +34,7 @@ from entropix_jax.commandline import (
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_apart, check_writable, is_standard_output, scratch_beside
 from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
-from entropix_jax.status import StatusLine, is_terminal
+from entropix_jax.status import StatusLine, is_terminal, telling
 
 if TYPE_CHECKING:
     from entropix_jax.decode_state import Recording
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _MAX_SAMPLES = 1024
 _REPORT_TOP = 5  # likeliest tokens that a page shows
-_LOADING = "loading the model ..."
 _COMPILING = "compiling and reading the prompt (the first run takes longer) ..."
 
 
@@ -146,14 +145,11 @@ def _main(arguments: Arguments) -> int:
 
     use_compilation_cache()
     retriever = _retriever(arguments)
-    status = StatusLine()
-    status.show((_LOADING, ""))
-    try:
+    with telling("loading the model ..."):
         model = load(arguments.model, arguments.dtype, check=arguments.check)
-    finally:
-        status.clear()
     chat = _is_chat(arguments, model)
     prompt = _encode(arguments, model, prompt_text, chat)
+    status = StatusLine()
     generation = Generation(
         model,
         [Request(prompt, str(i), arguments.max_new_tokens) for i in range(arguments.samples)],

@@ -91,7 +91,7 @@ def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
     return sampler.params(
         num_layers=model.config.num_layers,
         epsilon=logits_epsilon(model),
-        encode=lambda text: model.tokenizer.encode(text, add_bos=False),
+        encode=model.tokenizer.encode_within,
     )
 
 

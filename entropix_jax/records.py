@@ -15,7 +15,7 @@ from entropix_jax.sampler.state import Observation
 from entropix_jax.trace import plain
 from entropix_jax.vocabulary import REGIMES
 
-Decode = Callable[..., str]  # a tokenizer's
+Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 
 
 # The fields of a token's record, but for its text: that is known once nothing takes it back.
@@ -118,7 +118,7 @@ def _futures(branches: Branches, decode: Decode) -> list[dict[str, Any]]:
         futures.append(
             {
                 "tokens": ids,
-                "text": decode(ids, skip_special=False),
+                "text": decode(ids),
                 "score": plain(score) if np.isfinite(score) else None,
                 "chosen": bool(i == branches.best),
             }
@@ -151,8 +151,7 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
     if recording.top:
         pairs = zip(plain(extras.top_ids), plain(extras.top_probs), strict=True)
         fields["top"] = [
-            [(i, decode([i], skip_special=False), p) for i, p in zip(ids, probs, strict=True)]
-            for ids, probs in pairs
+            [(i, decode([i]), p) for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs
         ]
     if recording.layers:
         fields["layers"] = plain(extras.layers)

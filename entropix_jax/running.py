@@ -27,6 +27,7 @@ Retrieve = Callable[[str], str]
 # A row and the texts of its two best branches to the index of the one to take, or None.
 Ask = Callable[[int, Sequence[str]], int | None]
 
+_CHOSEN_BY = ("temperature", "top_k", "top_p", "min_p")
 _FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
 
 
@@ -68,6 +69,7 @@ class RunningRow:
         self._stream = model.tokenizer.stream(after=row.request.prompt)
         self._held: Fields | None = None
         self._chosen: list[dict[str, Any]] | None = None
+        self._asked: Fields = {}
         self._retrieved = 0
 
     @property
@@ -116,6 +118,8 @@ class RunningRow:
             if finish == WAITS_FOR_TEXT:
                 return self._answer_with_text()
             assert branching is not None
+            # What the candidates were chosen by: the steps that commit one choose nothing.
+            self._asked = {name: token[name] for name in _CHOSEN_BY}
             return self._answer_with_branch(branching.futures)
         held = self._held
         if token["action"] == "backspace" and held is not None:
@@ -129,9 +133,11 @@ class RunningRow:
             for one in earlier:
                 self._held = one
                 yield from self._release()
-        elif token["action"] == "branch" and self._chosen is not None:
-            token |= {"branches": self._chosen, "ambiguous": differ(self._chosen)}
-            self._chosen = None
+        elif token["action"] == "branch":  # of the one that was chosen when asked
+            token |= self._asked
+            if self._chosen is not None:
+                token |= {"branches": self._chosen, "ambiguous": differ(self._chosen)}
+                self._chosen = None
         if not self.running:
             return  # a stop string
         self._held = token
@@ -192,7 +198,7 @@ class RunningRow:
             raise UserError(f"retrieve gave {text!r}: expected a text, an empty one for none")
         # What a text calls a control token is not one: it must not end a row or open a turn.
         special = tokenizer.special_ids
-        retrieved = [i for i in tokenizer.encode(text, add_bos=False) if i not in special]
+        retrieved = [i for i in tokenizer.encode_within(text) if i not in special]
         thoughts = [
             ids[:length].tolist()
             for ids, length in zip(inject.thoughts, inject.lengths, strict=True)

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +159,9 @@ class Tokenizer(ABC):
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
 
+    def _encode_within(self, text: str) -> list[int]:
+        return self._encode(text)
+
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; with `add_bos` they start with `bos_id`, where there is one.
 
@@ -167,20 +170,28 @@ class Tokenizer(ABC):
         Raises:
             UserError: text with surrogates, which stand for bytes that were not UTF-8.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"text is not valid Unicode at character {error.start}") from error
-        ids = self._encode(text)
+        ids = self._encode(_checked(text))
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
-    def decode(
-        self, ids: Iterable[int], *, skip_special: bool = True, after: Sequence[int] = ()
-    ) -> str:
+    def encode_within(self, text: str) -> list[int]:
+        """The ids of a text that goes on another one: with nothing before it, neither `bos_id` nor
+        the space that tokenizers of SentencePiece's kind put before a text.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        return self._encode_within(_checked(text))
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of some ids: what `stream` gives for them, to the end."""
-        return self.stream(skip_special=skip_special, after=after).run(ids)
+        return self.stream(skip_special=skip_special).run(ids)
+
+    def decode_within(self, ids: Iterable[int]) -> str:
+        """The text of ids from the middle of a text, special tokens included. A space before it is
+        kept, which `decode` may drop."""
+        return self._decoder(frozenset(), begun=True).run(ids)
 
     def stream(self, *, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
         """A decoder that takes one id at a time.
@@ -190,14 +201,15 @@ class Tokenizer(ABC):
             after: ids that come before, a prompt's for instance. Their text is not given again, but
               the start of a text, where some tokenizers drop a space, is at theirs.
         """
-        decoder = StreamDecoder(
-            token=self._token,
-            token_bytes=self._token_bytes,
-            skip=self.special_ids if skip_special else frozenset(),
-        )
+        decoder = self._decoder(self.special_ids if skip_special else frozenset())
         for token_id in after:
             decoder.push(token_id)
         return decoder
+
+    def _decoder(self, skip: frozenset[int], *, begun: bool = False) -> StreamDecoder:
+        return StreamDecoder(
+            token=self._token, token_bytes=self._token_bytes, skip=skip, begun=begun
+        )
 
     def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation by the checkpoint's chat template.
@@ -231,6 +243,14 @@ class Tokenizer(ABC):
         return self.encode(text, add_bos=True)
 
 
+def _checked(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"text is not valid Unicode at character {error.start}") from error
+    return text
+
+
 class _HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json."""
 
@@ -253,6 +273,15 @@ class _HuggingFaceTokenizer(Tokenizer):
                 f"{path}: its rules may make a text {times:.0e} times as long, "
                 f"at most {_MOST_GROWTH:,} are possible"
             )
+        within = {
+            "normalizer": _without_prefix(normalizer),
+            "pre_tokenizer": _without_prefix(pre_tokenizer),
+        }
+        self._tokenizer_within = self._tokenizer
+        if within != {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}:
+            with _panics_told(f"{path}: not a tokenizer.json"):
+                whole = json.loads(self._tokenizer.to_str())
+                self._tokenizer_within = tokenizers.Tokenizer.from_str(json.dumps(whole | within))
         try:
             self._token_bytes = token_bytes_of_decoder(decoder)
         except ValueError as error:
@@ -291,6 +320,10 @@ class _HuggingFaceTokenizer(Tokenizer):
         with _panics_told(f"{self._path}: the tokenizer fails"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def _encode_within(self, text: str) -> list[int]:
+        with _panics_told(f"{self._path}: the tokenizer fails"):
+            return self._tokenizer_within.encode(text, add_special_tokens=False).ids
+
 
 @contextmanager
 def _panics_told(what: str) -> Iterator[None]:
@@ -310,6 +343,20 @@ def _rule(tokenizer: tokenizers.Tokenizer, name: str) -> dict[str, Any] | None:
     # Its pickled state is its part of tokenizer.json; reading that file again takes longer.
     rule = getattr(tokenizer, name)
     return None if rule is None else json.loads(rule.__getstate__())
+
+
+def _without_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A rule that puts nothing before a text."""
+    if rule is None or rule["type"] == "Prepend":
+        return None
+    changed = dict(rule)
+    if rule["type"] == "Metaspace":
+        changed["prepend_scheme"] = "never"
+    if rule.get("add_prefix_space"):
+        changed["add_prefix_space"] = False
+    for name in {"normalizers", "pretokenizers"} & set(rule):
+        changed[name] = [step for step in map(_without_prefix, rule[name]) if step is not None]
+    return changed
 
 
 def _growth(rule: Mapping[str, Any] | None) -> float:

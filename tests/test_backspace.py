@@ -798,7 +798,7 @@ def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
         # The last token's text may end with what a character that was not completed leaves.
         assert shown == (pushed(model, tokens) if len(tokens) < TOKENS else whole.row.text)
     assert shown == whole.row.text == "".join(token.text for token in whole.row.tokens)
-    assert whole.row.text == model.tokenizer.decode(final, after=PROMPT)
+    assert whole.row.text == model.tokenizer.stream(after=PROMPT).run(final)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -22,14 +22,16 @@ from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import Metrics
-from entropix_jax.preparation import MAX_STEPS, chunk_size, encode_prompt
+from entropix_jax.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import CALIBRATION_FILE
+from entropix_jax.tokenizer import load_tokenizer
 from entropix_jax.vocabulary import BOXES
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.test_tokenizer import byte_fallback, save
 
 TOKENS = 40  # of most runs: more than a chunk of steps
 
@@ -85,7 +87,7 @@ def test_a_row(model: LanguageModel, sampler: str) -> None:
     assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
     assert row.finish_reason == "length"
     assert row.text == "".join(token.text for token in row.tokens)
-    assert row.text == model.tokenizer.decode(tokens_of(row), after=ids(5))
+    assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
     assert len({token.regime for token in row.tokens}) > 1
     counts = row.to_json()
     assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
@@ -686,6 +688,29 @@ def test_what_is_retrieved_is_injected(
         assert again.found == library.found
 
 
+def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: Path) -> None:
+    """Thoughts, passages, branches and likely tokens, of a tokenizer that puts a space before a
+    text, and drops it again."""
+    spaced = replace(model, tokenizer=load_tokenizer(save(tmp_path, byte_fallback())))
+    prompt = spaced.tokenizer.encode("a cat", add_bos=True)
+    wanted = [Request(prompt, "0", TOKENS)]
+    for text in (" a cat", "a cat"):
+        for sampler, options in (
+            (ASKING.with_values({"inject.thought": text}), {}),
+            (ASKING, {"retrieve": lambda _, text=text: text}),
+        ):
+            (row,) = run(spaced, wanted, sampler=sampler, **options)
+            thoughts = [token.text for token in row.tokens if token.action == "inject"]
+            assert "".join(thoughts).startswith(text * 2)
+    (row,) = run(spaced, wanted, sampler=FORKING, recording=Recording(top=MAX_TOP))
+    own = spaced.tokenizer.token_id("▁a")
+    likely = [(i, text) for token in row.tokens for i, text, _ in token.top or ()]
+    assert {text for i, text in likely if i == own} == {" a"}
+    branches = [branch for token in row.tokens for branch in token.branches or ()]
+    known = [branch for branch in branches if branch["tokens"][0] == own]
+    assert all(branch["text"].startswith(" a") for branch in known)
+
+
 def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
     """So many of a row, and none while one cools down."""
     limited = ASKING.with_values({"inject.per_row": 3, "inject.cooldown": 4})
@@ -819,6 +844,8 @@ def test_a_person_chooses_between_close_branches(
     model: LanguageModel, answer: int | None, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = FORKING.with_values({"branch.commit_all": whole})
+    values = [sampler.values[f"branch.{n}"] for n in ("temperature", "width", "top_p", "min_p")]
+    candidates_by = pytest.approx(tuple(values), rel=1e-6)
     person = Person(model, answer, sampler=sampler)
     row = person.run()
     assert len(person.asked) == 4
@@ -837,6 +864,9 @@ def test_a_person_chooses_between_close_branches(
     # The better one is what nobody would have been asked about.
     (alone,) = run(model, requests([ids(5)]), sampler=sampler)
     assert (tokens_of(alone) == tokens_of(row)) == (answer != 1)
+    for token in row.tokens:
+        if token.action == "branch":  # its candidates were chosen by the same
+            assert (token.temperature, token.top_k, token.top_p, token.min_p) == candidates_by
     paced(monkeypatch, 3)
     again = Person(model, answer, sampler=sampler)
     assert same(again.run(), row)
@@ -862,8 +892,7 @@ def test_without_a_person_a_close_choice_is_marked(model: LanguageModel) -> None
         assert max(branches, key=lambda branch: branch["score"])["chosen"]
         assert len(branches) == 4
         for branch in branches:
-            text = model.tokenizer.decode(branch["tokens"], skip_special=False)
-            assert branch["text"] == text
+            assert branch["text"] == model.tokenizer.decode_within(branch["tokens"])
         committed(row, i)
     assert {token.ambiguous for i, token in enumerate(row.tokens) if i not in at} == {None}
     json.dumps([token.to_json() for token in row.tokens], allow_nan=False)

@@ -71,7 +71,8 @@ def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
             assert getattr(token, name) == pytest.approx(value, rel=1e-4, abs=1e-4), name
         assert token.token_id == tokens[token.position]
         assert token.context == token.position
-    assert "".join(t.text for t in found) == model.tokenizer.decode(tokens[1:], after=tokens[:1])
+    text = model.tokenizer.stream(after=tokens[:1]).run(tokens[1:])
+    assert "".join(token.text for token in found) == text
 
 
 def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
@@ -154,7 +155,7 @@ def test_what_is_recorded(model: LanguageModel) -> None:
         probs = [p for *_, p in token.top]
         assert probs == sorted(probs, reverse=True)
         for token_id, text, p in token.top:
-            assert text == model.tokenizer.decode([token_id], skip_special=False)
+            assert text == model.tokenizer.decode_within([token_id])
             if token_id == token.token_id:
                 assert math.log(p) == pytest.approx(token.logprob, abs=1e-4)
         assert token.layers is not None

@@ -165,6 +165,18 @@ def test_attention_statistics_against_float64(junk: float, slots: int, gaps: boo
             )
 
 
+def test_interaction_of_large_scores() -> None:
+    """Scores whose sum float32 does not hold have a mean that it does."""
+    scores = np.random.default_rng(5).uniform(-3e38, 3e38, size=(2, 3, 4, 512)).astype(np.float32)
+    n = np.array([300, 512])
+    valid = np.arange(512) < n[:, None]
+    of_keys = [row[..., :m].astype(np.float64) for row, m in zip(scores, n, strict=True)]
+    expected = [np.abs(row).mean(axis=(1, 2)) for row in of_keys]
+    for measured in (attention_stats, jax.jit(attention_stats)):
+        stats = measured(jnp.asarray(scores), jnp.asarray(valid))
+        np.testing.assert_allclose(stats.interaction, expected, rtol=1e-5)
+
+
 def test_layers_may_be_measured_apart() -> None:
     rng = np.random.default_rng(3)
     scores = jnp.asarray(rng.normal(size=(2, 3, 4, 40)), jnp.float32)

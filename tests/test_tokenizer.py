@@ -285,8 +285,34 @@ def test_stream_goes_on_after_a_prompt(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["byte_fallback"]
     ids = tokenizer.encode("a cat a", add_bos=False)
     assert tokenizer.decode(ids[-1:]) == "a"  # the space at the start of a text is dropped
-    assert tokenizer.decode(ids[-1:], after=ids[:-1]) == " a"
-    assert tokenizer.decode(ids[:-1]) + tokenizer.decode(ids[-1:], after=ids[:-1]) == "a cat a"
+    assert tokenizer.stream(after=ids[:-1]).run(ids[-1:]) == " a"
+    assert tokenizer.decode(ids[:-1]) + tokenizer.decode_within(ids[-1:]) == "a cat a"
+
+
+@pytest.mark.parametrize("text", [" a", "a", "\n12\n", "  a cat ", "a<|end|> a", ""])
+@pytest.mark.parametrize("kind", [*ALL_KINDS, "prefixed"])
+def test_text_within_a_text(
+    tmp_path: Path, loaded: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    """It is the text that was given: no space comes before it, and none is lost."""
+    if kind == "prefixed":
+        tokenizer = byte_level()
+        parts = [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        within = load_tokenizer(save(tmp_path, tokenizer))
+    else:
+        within = loaded[kind]
+    if kind == "metaspace":
+        text = text.replace("\n12\n", " a ")  # its vocabulary has neither of them
+    if kind == "ranks":
+        text = text.replace("<|end|>", "<|eot_id|>")
+    ids = within.encode_within(text)
+    assert within.decode_within(ids) == text
+    before = within.encode("a", add_bos=True)
+    assert within.stream(skip_special=False, after=before).run(ids) == text
+    assert within.bos_id not in ids
+    if kind in ("byte_level", "ranks"):  # they have nothing to leave out
+        assert ids == within.encode(text, add_bos=False)
 
 
 # Chats

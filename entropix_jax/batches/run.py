@@ -234,8 +234,6 @@ class BatchRun:
             if tokens
         }
         result = row.to_json() | means
-        if row.error is not None:
-            result["error"] = row.error
         if job.record.sampler is not None:  # a file's values may change from run to run
             values = json.dumps(dict(job.row.sampler.values), sort_keys=True)
             result["sampler_digest"] = f"{hash_of(values.encode()):015x}"
