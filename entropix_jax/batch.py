@@ -269,16 +269,21 @@ def _check(arguments: Arguments) -> None:
 
 def _check_traces(folder: str | None, *others: str) -> None:
     """Refuses a folder of traces in which one could take the place of the input or the output."""
+    from entropix_jax.batches.places import local_path
+
     if folder is None:
         return
+    traces = os.path.realpath(folder)
     for other in others:
-        place = os.path.dirname(os.path.realpath(other))
-        beside = "://" not in other and place == os.path.realpath(folder)
-        if beside and other.endswith(".jsonl"):  # as traces do
-            raise UserError(
-                f"--trace {folder}: {other} lies there, whose name a record's trace could have: "
-                "give another folder"
-            )
+        named = local_path(other)
+        if named is None:
+            continue
+        for path in (named, named.resolve()):  # a trace would take the place of a link, or its file
+            if path.suffix == ".jsonl" and os.path.realpath(path.parent) == traces:
+                raise UserError(
+                    f"--trace {folder}: {other} lies there, whose name a record's trace could "
+                    "have: give another folder"
+                )
 
 
 def _make_folder(folder: Path) -> None:

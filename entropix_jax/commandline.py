@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import errno
 import io
 import os
 import re
@@ -95,8 +96,10 @@ def run_command(command: Callable[[], int]) -> int:
     try:
         try:
             status = command()
-        except SystemExit as exit_:  # of --help
-            status = int(exit_.code or 0)
+        except SystemExit as exit_:  # of --help, or with a message, of a library
+            if isinstance(exit_.code, str):
+                raise UserError(exit_.code) from None
+            status = exit_.code or 0
         sys.stdout.flush()
         return status
     except UserError as error:
@@ -106,7 +109,7 @@ def run_command(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         return EXIT_OK
     except OSError as error:
-        return _fail(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
+        return _fail(_told(error))
     except MemoryError:
         return _fail(_NO_MEMORY)
     except RuntimeError as error:
@@ -115,6 +118,16 @@ def run_command(command: Callable[[], int]) -> int:
         return _fail(_NO_MEMORY)
 
 
+def _told(error: OSError) -> str:
+    """What went wrong, and where, as far as the error says."""
+    reason = error.strerror or str(error) or type(error).__name__
+    where = error.filename
+    if where is None and error.errno in _OF_OUTPUT:  # standard output has no name
+        where = "the output cannot be written"
+    return reason if where is None else f"{where}: {reason}"
+
+
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _NO_MEMORY = "not enough memory: fewer rows, fewer new tokens or a smaller model need less"
 
 

@@ -12,9 +12,11 @@ if __name__ == "__main__":  # before the imports, which take a while
     exit_at_once()
 
 import importlib
+import traceback
 from collections.abc import Sequence
 
 from entropix_jax.commandline import EXIT_OK, run_command
+from entropix_jax.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.harness") -> int:
@@ -42,9 +44,19 @@ def _main(arguments: list[str], prog: str) -> int:
     before, sys.argv = sys.argv, [prog, *arguments]
     try:
         cli_evaluate()
+    except ValueError as error:
+        if _raised_in(error).startswith("lm_eval.config"):  # of the arguments
+            raise UserError(str(error)) from error
+        raise
     finally:
         sys.argv = before
     return EXIT_OK
+
+
+def _raised_in(error: BaseException) -> str:
+    """The name of the module that raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from entropix_jax.cache import init_cache
 from entropix_jax.commandline import EXIT_OK, run_command
+from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import apply_noise_floor, measure
@@ -43,7 +44,7 @@ def texts_of(model: LanguageModel, args: argparse.Namespace) -> np.ndarray:
         ids = model.tokenizer.encode(args.text.read_text(encoding="utf-8"), add_bos=True)
         rows = len(ids) // ROW
         if not rows:
-            raise SystemExit(f"{args.text}: fewer than {ROW} tokens")
+            raise UserError(f"{args.text}: fewer than {ROW} tokens")
         return np.asarray(ids[: min(rows, max(args.tokens // ROW, 1)) * ROW]).reshape(-1, ROW)
     start = model.tokenizer.encode("The ", add_bos=True)
     requests = [Request(start, str(i), ROW - len(start)) for i in range(max(args.tokens // ROW, 1))]

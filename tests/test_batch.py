@@ -389,6 +389,10 @@ def test_names_of_files() -> None:
             ["--trace", "../{name}", "--input", "-"],
             "--trace ../{name}: out.jsonl lies there, whose name a record's trace could have",
         ),
+        (["--trace", ".", "--input", "-", "--output", "file://{folder}/out.jsonl"], "lies there"),
+        (["--trace", ".", "--input", "-", "--output", "~/1.jsonl"], "~/1.jsonl lies there"),
+        (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
+        (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
         (["--no-chat", "--system", "x"], "a system message needs a chat"),
         (["--trace", "traces", "--context", "999"], "--context 999"),
         (["--slots", "100000000"], "do not fit into a device: weights"),
@@ -403,7 +407,15 @@ def test_mistakes(
     expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = [argument.replace("{name}", tmp_path.name) for argument in arguments]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = {"{name}": tmp_path.name, "{folder}": str(tmp_path)}
+    for name, value in names.items():
+        arguments = [argument.replace(name, value) for argument in arguments]
+    if (output := arguments[-1]).endswith(("link", "link.jsonl")):
+        (tmp_path / "elsewhere").mkdir()
+        leads_to = "elsewhere/data" if output == "link.jsonl" else "../data.jsonl"
+        (tmp_path / output).symlink_to(leads_to)
+    before = {path.name for path in tmp_path.iterdir()} | {"in.jsonl"}
     expected = expected.replace("{name}", tmp_path.name)
     own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
     write_input(tmp_path / "in.jsonl", records(1))
@@ -415,7 +427,7 @@ def test_mistakes(
     assert last.startswith("error: ")
     assert expected in last
     assert "Traceback" not in captured.err
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_a_chat_without_a_template(command: Callable[..., Result], tmp_path: Path) -> None:
@@ -519,7 +531,7 @@ def test_samplers_are_kept_at_hand_but_not_all_of_them(
 
 def test_count_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_input(tmp_path / "in.jsonl", [*records(5), "", BAD[0][0]])
-    assert count_records(str(source)) == 6
+    assert count_records(str(source)) == count_records(f"file://{source}") == 6
     assert count_records("s3://bucket/key.jsonl") is None
     monkeypatch.chdir(write_input(tmp_path / "-", records(2)).parent)
     assert count_records("-") is None  # standard input, whatever files there are

@@ -25,6 +25,7 @@ from verification.outputs import left_in
 from entropix_jax import batch
 from entropix_jax.batches.store import Store, check_output
 from entropix_jax.calibration.output import write_text
+from entropix_jax.commandline import run_command
 from entropix_jax.errors import UserError
 from entropix_jax.files import is_standard_output, replacing
 from entropix_jax.programs import drop_torn_programs
@@ -262,6 +263,29 @@ def command():
 
 sys.exit(run_command(command))
 """
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionError("Couldn't reach the hub"), "Couldn't reach the hub"),
+        (FileNotFoundError("Config file not found: a.yaml"), "Config file not found: a.yaml"),
+        (FileNotFoundError(2, "No such file or directory", "a"), "a: No such file or directory"),
+        (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
+        (OSError(), "OSError"),
+        (SystemExit("too few tokens"), "too few tokens"),
+    ],
+)
+def test_errors_of_the_system_and_of_libraries(
+    error: BaseException, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each says what it says itself, and blames no output that had no part in it."""
+
+    def fails() -> int:
+        raise error
+
+    assert run_command(fails) == 2
+    assert capsys.readouterr().err == f"error: {told}\n"
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])

@@ -570,3 +570,5 @@ def test_the_command_complains_in_one_line(
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint.startswith("error: no sampler preset 'entropics'")
     assert complaint.endswith("did you mean 'entropix'?")
+    assert harness.main(["--tasks", "local_tex", "--include_path", str(tasks)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: Tasks not found: local_tex"

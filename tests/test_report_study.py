@@ -183,6 +183,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "findings.json: 'predictors[0].auroc.perplexity' is not an object",
     ),
+    "an item twice": (
+        lambda f: change_findings(
+            f, lambda found: found["items"].__setitem__(1, dict(found["items"][0]))
+        ),
+        "findings.json: items: one stands there twice",
+    ),
     "another predictor": (
         lambda f: change_findings(f, lambda found: found["predictors"][1]["auroc"].popitem()),
         "findings.json: predictors[1].auroc: not of the same measures as predictors[0]",

@@ -732,6 +732,11 @@ def test_prompts_without_answers(small: str, tmp_path: Path) -> None:
     prompts.write_text(json.dumps(given[0]) + "\n")
     assert "there are fewer items now" in refusal(run(*command))
     assert (output / "test.jsonl").read_bytes() == before
+    prompts.write_text("".join(json.dumps(one) + "\n" for one in given[:2]))
+    for other in (b"\n", b"{}\n", b'{"line": 0}\n'):
+        (output / "test.jsonl").write_bytes(before + other)
+        assert "test.jsonl: line 5 is no result of a study" in refusal(run(*command))
+    (output / "test.jsonl").write_bytes(before)
     # More of them are taken up.
     prompts.write_text("".join(json.dumps(one) + "\n" for one in (*given[:2], {"prompt": "x"})))
     assert run(*command).status == EXIT_OK

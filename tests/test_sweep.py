@@ -270,6 +270,15 @@ def test_ranges_of_ones_own(tmp_path: Path) -> None:
     ]
 
 
+def test_common_changes_are_those_of_tuned_samplers_too(tmp_path: Path) -> None:
+    text = "[set]\n'branch.depth' = 2\n[tuning]\nsamplers = ['entropix', 'top-p']\nsettings = 3"
+    tuning = read(tmp_path, text).tuning
+    assert tuning is not None
+    candidates = [one for group in tuning.candidates.values() for one in group]
+    assert [one.sampler.values["branch.depth"] for one in candidates] == [2] * 6
+    assert not any("branch.depth" in one.varied for one in candidates)
+
+
 def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     """As the nearest that has ranges; where all arms are argmax, not at all."""
     write(tmp_path, 'extends = "min-p"\n', "between.toml")

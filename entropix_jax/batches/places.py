@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 import fsspec.core
@@ -30,6 +30,20 @@ def located(address: str) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(address)
         fs.invalidate_cache()  # others write there, too
     return fs, cast(str, path)
+
+
+def local_path(address: str) -> Path | None:
+    """The path of an address on this machine (`~` and `file://` are understood), None of any
+    other. No driver of another file system is loaded.
+
+    Raises:
+        UserError: it can be no address.
+    """
+    scheme = address.partition("://")[0] if "://" in address else "file"
+    if scheme not in ("file", "local") or "::" in address:
+        return None
+    fs, path = located(address)
+    return Path(path) if is_local(fs) else None
 
 
 def is_compressed(address: str) -> bool:

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from entropix_jax.batches.ahead import Ahead
 from entropix_jax.batches.index import hash_of
+from entropix_jax.batches.places import local_path
 from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -271,8 +272,8 @@ def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
     if address == "-":  # whatever files there are
         return None
     try:
-        path = Path(address)
-        if not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
+        path = local_path(address)
+        if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
             return None
     except (OSError, ValueError):  # not a file of this machine
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.batches.identity import parse_sidecar
+from entropix_jax.batches.places import local_path
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_bytes
 from entropix_jax.report.embedding import packed
@@ -144,11 +145,13 @@ class RecordReader(JsonLines):
 
     def _input(self, address: str) -> Path | None:
         """The file that was read, as it was called or beside the output."""
-        for path in (Path(address), self.path.parent / Path(address).name):
+        beside = str(self.path.parent / Path(address).name)
+        for name in (address, beside):
             try:
-                if path.is_file() and not path.samefile(self.path):
+                path = local_path(name)
+                if path is not None and path.is_file() and not path.samefile(self.path):
                     return path
-            except (OSError, ValueError):
+            except (OSError, ValueError, UserError):
                 continue
         return None
 

@@ -161,6 +161,9 @@ def _agree(findings: Mapping[str, Any], path: Path) -> None:
         sizes = [[vote["samples"] for vote in one["votes"]] for one in (lines[0] or line, line)]
         if sizes[0] != sizes[1]:
             raise UserError(f"{where}.votes: not as those of settings[0]")
+    items = [(one["task"], one["item"]) for one in findings["items"]]
+    if len(set(items)) < len(items):
+        raise UserError(f"{path}: items: one stands there twice")
     for number, one in enumerate(findings["predictors"]):
         if one["auroc"].keys() != findings["predictors"][0]["auroc"].keys():
             raise UserError(

@@ -66,10 +66,9 @@ def run_study(
 
     with deferred_interrupts(study.stop, (signal.SIGINT, signal.SIGTERM)) as pressed:
         findings = study.run(watch)
-    if pressed:
+    if findings is None:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return exit_status(pressed[0])
-    assert findings is not None
     page = (folder / "summary.md").read_text(encoding="utf-8")
     text = page.partition("\n![")[0]
     console = Console()

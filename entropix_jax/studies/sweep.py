@@ -166,6 +166,7 @@ def tuning_of(
     items: int,
     seeds: Sequence[int],
     over: Mapping[str, Mapping[str, Any]] | None = None,
+    common: Mapping[str, Any] | None = None,
     model: Path | None = None,
 ) -> Tuning:
     """Candidates for each sampler: its own values, then random draws from its ranges.
@@ -177,6 +178,7 @@ def tuning_of(
         samplers: presets or sampler files.
         settings: candidates of each.
         over: ranges by sampler and key; those of `configs/ablations/ranges.toml` for the others.
+        common: changes of all samplers.
         model: as for `read_sweep`.
 
     Raises:
@@ -187,7 +189,7 @@ def tuning_of(
     shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
     for place in samplers:
-        sampler = _meant_for(model, load_sampler(place))
+        sampler = _meant_for(model, changed_by(load_sampler(place), common or {}))
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
@@ -357,7 +359,13 @@ class _Reader:
         places = [self._place(name) for name in samplers]
         try:
             return tuning_of(
-                places, settings=settings, items=items, seeds=seeds, over=ranges, model=self._model
+                places,
+                settings=settings,
+                items=items,
+                seeds=seeds,
+                over=ranges,
+                common=self._values(self._raw.get("set", {}), "set"),
+                model=self._model,
             )
         except UserError as error:
             raise self._error(f"tuning: {error}") from None

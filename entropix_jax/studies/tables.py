@@ -59,14 +59,17 @@ class Results:
         """Looks where each of `number` trials' results stands.
 
         Raises:
-            UserError: the file cannot be read, lacks a result, or has one too many.
+            UserError: the file cannot be read, lacks a result, or has one too many, or a line that
+                is none.
         """
         self._path = path
         self._places = np.full(number, -1, np.int64)
         with opening(path) as file:
             place = 0
-            for line in file:
-                trial = json.loads(line)["line"] - 1
+            for count, line in enumerate(file, 1):
+                trial = _trial(line)
+                if trial is None:
+                    raise UserError(f"{path}: line {count} is no result of a study: remove it")
                 if trial >= number:
                     raise UserError(
                         f"{path}: holds results of more than {number} rows: there are fewer"
@@ -86,6 +89,15 @@ class Results:
                 file.seek(place)
                 row: dict[str, Any] = json.loads(file.readline())
                 yield row
+
+
+def _trial(line: bytes) -> int | None:
+    """The number of the trial that a line is the result of, from 0; None where it is none."""
+    try:
+        trial = json.loads(line)["line"] - 1
+    except (ValueError, LookupError, TypeError):
+        return None
+    return trial if isinstance(trial, int) and trial >= 0 else None
 
 
 def flat(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:

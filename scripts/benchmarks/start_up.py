@@ -15,6 +15,7 @@ from benchmarks.shape import write_config
 from benchmarks.timing import Timed, seconds_of
 from entropix_jax.checkpoint import SINGLE_FILE, load_params, save_params
 from entropix_jax.config import ModelConfig
+from entropix_jax.errors import UserError
 
 _SAMPLE_SECONDS = 0.02
 
@@ -73,7 +74,7 @@ def _command(model: str | None, new_tokens: int, cache: str) -> dict[str, float]
     seconds = time.perf_counter() - started
     if process.returncode:
         message = process.stderr.read().decode() if process.stderr else ""
-        sys.exit(f"the command failed with status {process.returncode}: {message}")
+        raise UserError(f"the command failed with status {process.returncode}: {message.strip()}")
     return {"first_token": first or seconds, "seconds": seconds, "anonymous_bytes": peak}
 
 
