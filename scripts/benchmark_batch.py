@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from rich.table import Table
 from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
+from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import sampler_params as params_of
 from entropix_jax.results import Request, Row
@@ -69,14 +71,20 @@ def run_through(
     return seconds, tokens, engine.used
 
 
-def run_transformers(
-    model: LanguageModel, requests: list[Request], slots: int
-) -> tuple[float, int, float]:
+def transformers_model(folder: Path) -> Any:
+    """The same model in `transformers`, float32."""
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UserError(f"--transformers needs {error.name}: pip install -e '.[parity]'") from None
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def run_transformers(theirs: Any, requests: list[Request], slots: int) -> tuple[float, int, float]:
     """The same with `transformers`, batch after batch, each as long as its longest row."""
     import torch
-    import transformers
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
     started = time.perf_counter()
     steps = 0
     for first in range(0, len(requests), slots):
@@ -99,6 +107,7 @@ def run_transformers(
 def compare_runs(args: argparse.Namespace) -> None:
     """The slots, one at a time, and `transformers`, on the same records."""
     model = load(args.model, "float32")
+    theirs = transformers_model(model.folder) if args.transformers else None
     requests = requests_of(model, args.records)
     table = Table("", "seconds", "tokens", "tok/s", "slot-steps of use", title=f"{model.folder}")
 
@@ -114,8 +123,9 @@ def compare_runs(args: argparse.Namespace) -> None:
             run_through(model, some, slots, name)
             label = f"{name}, {slots} slots" if slots > 1 else f"{name}, {len(some)} one by one"
             add(label, run_through(model, some, slots, name))
-    if args.transformers:
-        add(f"transformers, batches of {args.slots}", run_transformers(model, requests, args.slots))
+    if theirs is not None:
+        figures = run_transformers(theirs, requests, args.slots)
+        add(f"transformers, batches of {args.slots}", figures)
     Console().print(table)
 
 

@@ -18,8 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-import transformers
 from benchmarks.shape import LLAMA_3_2_1B, transformers_config
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +30,12 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward, unembed
 from entropix_jax.resources import resource_folder
 from entropix_jax.results import Request
+
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error.name} is missing: pip install -e '.[parity]'") from None
 
 LOGIT_TOLERANCE = 1e-3
 

@@ -22,8 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import optax.contrib
 from jax import lax
 from rich.console import Console
 from tiny.corpus import Comparison, write_batch
@@ -41,6 +39,12 @@ from entropix_jax.world import lexicon
 from entropix_jax.world.corpus import terminal_ids, write_row
 from entropix_jax.world.facts import WORLD_SEED, World, create
 from entropix_jax.world.problems import Problem, problems
+
+try:
+    import optax
+    import optax.contrib
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error.name} is missing: pip install -e '.[train]'") from None
 
 MAX_POSITIONS = 4096
 BATCH_TOKENS = 2048

@@ -161,6 +161,35 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "package", "said"),
+    [
+        (["parity.py"], "torch", "error: torch is missing: pip install -e '.[parity]'\n"),
+        (["train_tiny.py"], "optax", "error: optax is missing: pip install -e '.[train]'\n"),
+        (  # before it measures anything
+            ["benchmark_batch.py", "--transformers"],
+            "torch",
+            "error: --transformers needs torch: pip install -e '.[parity]'\n",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_script_says_what_it_lacks(
+    command: list[str], package: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
+    root = Path(__file__).parents[1]
+    ran = subprocess.run(
+        [sys.executable, root / "scripts" / command[0], *command[1:]],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
+        timeout=120,
+    )
+    assert ran.returncode != 0
+    assert ran.stderr == said
+
+
 def test_a_part_that_finds_nothing_is_no_success(
     parts: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
