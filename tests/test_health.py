@@ -172,6 +172,7 @@ def test_the_commands(
     output = tmp_path / "out.jsonl"
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
     arguments = ["--model", str(overflows), "--no-chat", "--check", "--context", "64"]
+    arguments += ["--slots", "2"]
     assert batch.main([*files, *arguments]) == 0
     assert json.loads(output.read_text())["error"] == named
 

@@ -656,7 +656,7 @@ def test_all_settings_share_one_program(words: Path, small: str, tmp_path: Path)
     jitted: Any = decode
     jax.clear_caches()
     sweep = write_sweep(tmp_path, GRID)
-    result = run(ablate.main, sweep, "--output", tmp_path / "out", "--model", small, "--slots", 7)
+    result = run(ablate.main, sweep, "--output", tmp_path / "out", "--model", small, "--slots", 4)
     assert result.status == EXIT_OK, result.err
     assert jitted._cache_size() == 1
     rows = rows_of(tmp_path / "out")
@@ -675,6 +675,7 @@ def test_what_is_too_long_is_a_row_and_wrong(words: Path, small: str, tmp_path: 
     result = run(
         *(evaluate.main, "--task", f"{words}:LONG", "--sampler", "greedy", "min-p", "--seeds", 1),
         *("--items", 4, "--max-new-tokens", 4, "--model", small, "--output", tmp_path / "out"),
+        *("--slots", 4),
     )
     assert result.status == EXIT_OK, result.err
     rows = rows_of(tmp_path / "out")
@@ -909,7 +910,7 @@ def test_mistakes(
     (tmp_path / "taken" / "test.jsonl").mkdir(parents=True)
     write_sweep(tmp_path, "tasks = ['own.py:WORDS']\nbase = 'greedy'\n")
     monkeypatch.chdir(tmp_path)
-    given: dict[str, Any] = {"--output": "out", "--model": small}
+    given: dict[str, Any] = {"--output": "out", "--model": small, "--slots": 4}
     if module is evaluate:
         given |= {"--task": "own.py:WORDS", "--sampler": "greedy", "--items": 2, "--seeds": 1}
         given |= {"--max-new-tokens": 2}
