@@ -279,9 +279,12 @@ class _HuggingFaceTokenizer(Tokenizer):
         }
         self._tokenizer_within = self._tokenizer
         if within != {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}:
+            # From the file once more: what the library writes of a vocabulary takes memory for each
+            # id below the highest.
             with _panics_told(f"{path}: not a tokenizer.json"):
-                whole = json.loads(self._tokenizer.to_str())
-                self._tokenizer_within = tokenizers.Tokenizer.from_str(json.dumps(whole | within))
+                whole = json.loads(path.read_bytes()) | within
+                whole |= {"truncation": None, "padding": None}
+                self._tokenizer_within = tokenizers.Tokenizer.from_str(json.dumps(whole))
         try:
             self._token_bytes = token_bytes_of_decoder(decoder)
         except ValueError as error:

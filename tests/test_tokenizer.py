@@ -191,14 +191,18 @@ def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 4_000_000_001
 
 
-def test_settings_of_training_do_not_act(tmp_path: Path, loaded: dict[str, Tokenizer]) -> None:
-    raw = byte_level()
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_settings_of_training_do_not_act(
+    tmp_path: Path, loaded: dict[str, Tokenizer], kind: str
+) -> None:
+    raw = KINDS[kind]()
     raw.enable_truncation(4)
     raw.enable_padding(length=64)
     tokenizer = load_tokenizer(save(tmp_path, raw))
-    expected = loaded["byte_level"].encode(TEXTS[0], add_bos=True)
+    expected = loaded[kind].encode(TEXTS[0], add_bos=True)
     assert 4 < len(expected) < 64
     assert tokenizer.encode(TEXTS[0], add_bos=True) == expected
+    assert tokenizer.encode_within(TEXTS[0]) == loaded[kind].encode_within(TEXTS[0])
 
 
 def test_text_that_is_not_unicode(loaded: dict[str, Tokenizer]) -> None:
@@ -313,6 +317,34 @@ def test_text_within_a_text(
     assert within.bos_id not in ids
     if kind in ("byte_level", "ranks"):  # they have nothing to leave out
         assert ids == within.encode(text, add_bos=False)
+
+
+WITHIN = """
+import resource, sys
+from pathlib import Path
+import tokenizers
+from entropix_jax.tokenizer import load_tokenizer
+limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**30
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+print(tokenizer.vocab_size, tokenizer.decode_within(tokenizer.encode_within(" a cat")))
+"""
+
+
+def test_an_id_far_above_the_others_takes_no_memory(tmp_path: Path) -> None:
+    """Where texts within texts have a tokenizer of their own, too."""
+    folder = save(tmp_path, byte_fallback())
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["far"] = 2**32 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHIN, folder],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"{2**32}  a cat\n"), ran.stderr
 
 
 # Chats
