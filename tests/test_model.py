@@ -126,11 +126,12 @@ def test_write_takes_the_caches_type() -> None:
 
 
 def test_an_empty_cache_has_the_shape_of_the_configuration() -> None:
-    cache = init_cache(TINY, 3, 40, jnp.dtype(jnp.bfloat16))
+    dtype = jnp.dtype(jnp.bfloat16)
+    cache = init_cache(TINY, 3, 40, dtype)
     assert cache.capacity == 40
     assert len(cache.keys) == len(cache.values) == TINY.num_layers
     for array in cache.keys + cache.values:
-        assert (array.shape, array.dtype) == ((3, TINY.num_kv_heads, 40, 8), jnp.bfloat16)
+        assert (array.shape, array.dtype) == ((3, TINY.num_kv_heads, 40, 8), dtype)
     np.testing.assert_array_equal(cache.length, [0, 0, 0])
 
 
