@@ -1,5 +1,7 @@
-"""What a model folder says about the model: `config.json` and `generation_config.json`, read
-strictly.
+"""What a model's files say about the model: `config.json` and `generation_config.json`.
+
+A key that changes the maths is implemented or refused by name; a key that is not known here is
+taken to change nothing, and is told (`unknown_keys`).
 
 A `ModelConfig` is frozen and hashable, so it is a static argument of every compiled function: all
 that is in it is architecture. Every number of the model comes from here; no maths function has a
@@ -31,10 +33,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The architecture of a Llama model. Letters are the legend's (see `entropix_jax.model`).
+class RopeDivisors:
+    """What each pair's frequency is divided by, [H/2]: a scaling as GGUF files write it."""
 
-    `dtype` is the type that the checkpoint's tensors are stored in, where the folder names one.
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture of a Llama model or of its close kin. Letters are the legend's (see
+    `entropix_jax.model`).
+
+    Attributes:
+        max_positions: the longest context. Where layers have a sliding window it is at most that
+            window, within which they attend to all of the context.
+        qkv_bias: queries, keys and values have biases (Qwen2).
+        qk_norm: each head's queries and keys go through an RMS norm before RoPE (Qwen3).
+        layers_without_rope: their numbers (SmolLM3).
+        dtype: the type that the checkpoint's tensors are stored in, where the files name one.
     """
 
     vocab_size: int  # V
@@ -47,9 +63,12 @@ class ModelConfig:
     max_positions: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | RopeDivisors | None
     tied_head: bool
     dtype: str | None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    layers_without_rope: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +78,11 @@ class GenerationConfig:
     eos_ids: tuple[int, ...]
 
 
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
 # Keys that are read.
 _READ = {
+    "model_type",
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -73,6 +95,12 @@ _READ = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
     "tie_word_embeddings",
     "torch_dtype",
     "dtype",
@@ -82,15 +110,36 @@ _READ = {
 
 # Keys that would change the maths, with the only values under which they do not.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
     "hidden_act": ("silu", "swish"),
+    "hidden_activation": (None, "silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "sliding_window": (None,),
-    "layer_types": (None,),
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "mrope_section": (None,),
+    "attention_chunk_size": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
+    "clip_qkv": (None,),
+    "alibi": (None, False),
+    "parallel_attn": (None, False),
+    "use_parallel_residual": (None, False),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "kv_lora_rank": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "scale_emb": (None, 1, 1.0),
+    "scale_depth": (None,),
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
     "add_cross_attention": (False,),
@@ -104,6 +153,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 _HARMLESS = {
     "architectures",
     "attention_dropout",
+    "auto_map",  # empty: see check_own_code
     "bad_words_ids",
     "begin_suppress_tokens",
     "decoder_start_token_id",
@@ -123,11 +173,15 @@ _HARMLESS = {
     "task_specific_params",
     "tokenizer_class",
     "torchscript",
+    "transformers.js_config",
     "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_bfloat16",
     "use_cache",
-    "auto_map",  # empty: see check_own_code
     "_attn_implementation_autoset",
+    "_model_name_or_path",
     "_name_or_path",
 }
 
@@ -136,8 +190,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     """Reads `folder/config.json`.
 
     Raises:
-        UserError: the file is missing, not JSON, lacks a number, or holds a key that would change
-            the maths and is not implemented (named in the message).
+        UserError: the file is missing, not JSON, lacks a number, or holds a key that changes the
+            maths and is not implemented (named in the message).
     """
     path = folder / CONFIG_FILE
     raw = read_json_object(path)
@@ -151,23 +205,24 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         UserError: as `load_model_config`.
     """
     check_own_code(raw, path)
-    for key, value in raw.items():
-        if key in _FIXED:
-            if value not in _FIXED[key]:
-                raise UserError(f"{path}: '{key}': {value!r} is not implemented")
-        elif key not in _READ and key not in _HARMLESS:
-            raise UserError(
-                f"{path}: the key '{key}' is not known here and might change the maths; "
-                "remove it if it does not"
-            )
+    family = raw.get("model_type", "llama")
+    if family not in MODEL_TYPES:
+        raise UserError(
+            f"{path}: 'model_type': {family!r} is not implemented (known: {', '.join(MODEL_TYPES)})"
+        )
+    for key, values in _FIXED.items():
+        if key in raw and raw[key] not in values:
+            raise UserError(f"{path}: '{key}': {raw[key]!r} is not implemented")
 
     width = _positive_int(raw, "hidden_size", path)
     num_heads = _positive_int(raw, "num_attention_heads", path)
-    # Absent or null, these two follow from the others: the layout's own rule, not a number of ours.
+    num_layers = _num_layers(raw, path)
+    # Absent or null, these two follow from the others: the layout's own rule for Llama. Of its kin
+    # each class has a number of its own there, which no published file leaves out.
     num_kv_heads = num_heads
-    if raw.get("num_key_value_heads") is not None:
+    if family != "llama" or raw.get("num_key_value_heads") is not None:
         num_kv_heads = _positive_int(raw, "num_key_value_heads", path)
-    if raw.get("head_dim") is not None:
+    if family == "qwen3" or raw.get("head_dim") is not None:
         head_dim = _positive_int(raw, "head_dim", path)
     elif width % num_heads:
         raise UserError(
@@ -183,7 +238,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     if head_dim % 2:
         raise UserError(f"{path}: head_dim {head_dim} is odd, rotary embedding needs pairs")
     rope_theta, rope_scaling = _rope(raw, path)
-    tied_head = raw.get("tie_word_embeddings", False)
+    tied_head = raw.get("tie_word_embeddings", family == "smollm3")
     if not isinstance(tied_head, bool):
         raise UserError(f"{path}: 'tie_word_embeddings' must be true or false, not {tied_head!r}")
     dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
@@ -195,17 +250,27 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         vocab_size=_positive_int(raw, "vocab_size", path),
         width=width,
         mlp_width=_positive_int(raw, "intermediate_size", path),
-        num_layers=_num_layers(raw, path),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_positions=_positive_int(raw, "max_position_embeddings", path),
+        max_positions=_max_positions(raw, path),
         norm_eps=_positive_float(raw, "rms_norm_eps", path),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tied_head=tied_head,
         dtype=dtype,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        layers_without_rope=_layers_without_rope(raw, num_layers, path)
+        if family == "smollm3"
+        else (),
     )
+
+
+def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
+    """The keys of a decoded `config.json` that nobody knows here, sorted."""
+    return sorted(set(raw) - _READ - _HARMLESS - set(_FIXED))
 
 
 def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
@@ -217,7 +282,7 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
     if raw.get("auto_map"):
         raise UserError(
             f"{path}: 'auto_map' names code of the folder's own, which is not run: "
-            "remove it if the model is a plain Llama without that code"
+            "remove it if the model needs none of that code"
         )
 
 
@@ -231,18 +296,62 @@ def load_generation_config(folder: Path) -> GenerationConfig:
     path = folder / GENERATION_FILE
     if not path.exists():
         path = folder / CONFIG_FILE
-    eos = read_json_object(path).get("eos_token_id")
+    return parse_generation_config(read_json_object(path), path)
+
+
+def parse_generation_config(raw: Mapping[str, Any], path: Path) -> GenerationConfig:
+    """The end tokens of a decoded `generation_config.json`; `path` is only named in errors.
+
+    Raises:
+        UserError: the ids are no integers.
+    """
+    eos = raw.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise UserError(f"{path}: 'eos_token_id' must be token ids, not {eos!r}")
     return GenerationConfig(eos_ids=tuple(ids))
 
 
+def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
+    """The positions within which every layer sees the whole context."""
+    positions = _positive_int(raw, "max_position_embeddings", path)
+    kinds = raw.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if kinds is not None and not (isinstance(kinds, list) and all(k in known for k in kinds)):
+        raise UserError(f"{path}: 'layer_types': {kinds!r} is not implemented")
+    family = raw.get("model_type", "llama")
+    slides = raw.get("use_sliding_window", family in ("llama", "mistral"))
+    if not isinstance(slides, bool):
+        raise UserError(f"{path}: 'use_sliding_window' must be true or false, not {slides!r}")
+    if kinds is not None:
+        slides = "sliding_attention" in kinds
+    if family == "mistral" and "sliding_window" not in raw:
+        raise UserError(f"{path}: 'sliding_window' is missing (null for none)")
+    if not slides or raw.get("sliding_window") is None:
+        return positions
+    return min(positions, _positive_int(raw, "sliding_window", path))
+
+
+def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
+    """SmolLM3's: from a list with 0 for each of them, or every n-th."""
+    rotated = raw.get("no_rope_layers")
+    if rotated is None:
+        interval = _positive_int(raw, "no_rope_layer_interval", path)
+        return tuple(range(interval - 1, num_layers, interval))
+    if not (
+        isinstance(rotated, list)
+        and len(rotated) >= num_layers
+        and all(rotates in (0, 1) for rotates in rotated)
+    ):
+        raise UserError(f"{path}: 'no_rope_layers' must be 0 or 1 for each of {num_layers} layers")
+    return tuple(i for i, rotates in enumerate(rotated[:num_layers]) if not rotates)
+
+
 def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters` that holds the two."""
     spellings = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     if not spellings:
-        return _positive_float(raw, "rope_theta", path), None
+        return _rope_theta(raw, path), None
     rope, *again = [_rope_object(raw, key, path) for key in spellings]
     if again and again != [rope]:
         raise UserError(f"{path}: 'rope_parameters' and 'rope_scaling' disagree")
@@ -253,7 +362,7 @@ def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, R
     rope = raw[key]
     if not isinstance(rope, Mapping):
         raise UserError(f"{path}: '{key}' must be an object, not {rope!r}")
-    theta = _positive_float(rope if "rope_theta" in rope else raw, "rope_theta", path)
+    theta = _rope_theta(rope if "rope_theta" in rope else raw, path)
     if raw.get("rope_theta") not in (None, theta):
         raise UserError(f"{path}: 'rope_theta' and the one in '{key}' disagree")
     kind = rope.get("rope_type", rope.get("type"))
@@ -280,6 +389,14 @@ def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, R
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError(f"{path}: '{key}': low_freq_factor must be below high_freq_factor")
     return theta, scaling
+
+
+def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
+    if "rope_theta" in raw:
+        return _positive_float(raw, "rope_theta", path)
+    if raw.get("model_type") == "smollm3":  # whose class has another default
+        raise UserError(f"{path}: 'rope_theta' is missing")
+    return 10000.0  # the layout's own
 
 
 def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:

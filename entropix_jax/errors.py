@@ -21,6 +21,10 @@ class UserError(Exception):
         super().__init__(line)
 
 
+class Note(UserWarning):
+    """Something that a user should know. Commands print it on standard error, in one line."""
+
+
 def check_range(name: str, value: int | None, least: int, most: int | None = None) -> None:
     """Checks a number that an option or argument of this name gives; None is one left out.
 

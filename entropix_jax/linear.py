@@ -97,9 +97,13 @@ def whole(weight: jax.Array | Columns) -> np.ndarray:
     return np.asarray(weight)
 
 
-def linear(x: jax.Array, weight: Weight) -> jax.Array:
-    """`x[..., in] @ weight[out, in].T -> [..., out]`, accumulated in float32, in x's type."""
-    return product(x, weight).astype(x.dtype)
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
+    """`x[..., in] @ weight[out, in].T + bias[out] -> [..., out]`, accumulated in float32, in x's
+    type."""
+    out = product(x, weight)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return out.astype(x.dtype)
 
 
 def product(x: jax.Array, weight: Weight) -> jax.Array:

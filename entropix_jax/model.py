@@ -1,5 +1,5 @@
-"""The Llama forward pass: tokens and a cache in, hidden states, attention statistics and a cache
-out.
+"""The forward pass of Llama and its close kin: tokens and a cache in, hidden states, attention
+statistics and a cache out.
 
 Legend, used in the shapes and einsums of the whole package:
 
@@ -14,6 +14,7 @@ The model knows nothing of sampling.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -183,14 +184,16 @@ def _layers(
     [B, T, 1+2L]."""
     cos, sin = rotations(config, positions)
 
-    # Jitted to be traced once for all layers: XLA inlines it.
-    @jax.jit
+    # Jitted to be traced once for all layers that are alike: XLA inlines it.
+    @partial(jax.jit, static_argnames="rotates")
     def one_layer(
-        layer: LayerParams, hidden: jax.Array, slots: _Slots
+        layer: LayerParams, hidden: jax.Array, slots: _Slots, *, rotates: bool
     ) -> tuple[jax.Array, Any, _Slots, list[jax.Array]]:
         normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
         query, key, value = _project(normed, layer, config, tokens.shape)
-        mixed, note, kept = attention(slots, rotate(query, cos, sin), rotate(key, cos, sin), value)
+        if rotates:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        mixed, note, kept = attention(slots, query, key, value)
         hidden = hidden + linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
         normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
         hidden = hidden + _swiglu(normed, layer)
@@ -208,7 +211,9 @@ def _layers(
     noted, kept, sound = [], [], [finite(hidden)] if check else []
     for i, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{i}"):
-            hidden, note, own, checked = one_layer(layer, hidden, slots[i])
+            hidden, note, own, checked = one_layer(
+                layer, hidden, slots[i], rotates=i not in config.layers_without_rope
+            )
         noted.append(note)
         kept.append(own)
         sound += checked
@@ -228,13 +233,16 @@ def _project(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H] of `x[B*T, D]`, of `shape` (B, T)."""
 
-    def heads(weight: jax.Array, number: int) -> jax.Array:
-        return linear(x, weight).reshape(*shape, number, config.head_dim)
+    def heads(
+        weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, number: int
+    ) -> jax.Array:
+        out = linear(x, weight, bias).reshape(*shape, number, config.head_dim)
+        return out if norm is None else rms_norm(out, norm, config.norm_eps)
 
     return (
-        heads(layer.query, config.num_heads),
-        heads(layer.key, config.num_kv_heads),
-        heads(layer.value, config.num_kv_heads),
+        heads(layer.query, layer.query_bias, layer.query_norm, config.num_heads),
+        heads(layer.key, layer.key_bias, layer.key_norm, config.num_kv_heads),
+        heads(layer.value, layer.value_bias, None, config.num_kv_heads),
     )
 
 

@@ -17,7 +17,8 @@ from entropix_jax.config import ModelConfig
 
 @struct.dataclass
 class LayerParams:
-    """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree."""
+    """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree; None where a model
+    has no such weight."""
 
     attention_norm: Any  # [D]
     query: Any  # [N*H, D]
@@ -28,6 +29,11 @@ class LayerParams:
     gate: Any  # [F, D]
     up: Any  # [F, D]
     down: Any  # [D, F]
+    query_bias: Any = None  # [N*H]
+    key_bias: Any = None  # [K*H]
+    value_bias: Any = None  # [K*H]
+    query_norm: Any = None  # [H]
+    key_norm: Any = None  # [H]
 
 
 @struct.dataclass
@@ -61,8 +67,14 @@ def param_specs(config: ModelConfig) -> Params:
     keys = config.num_kv_heads * config.head_dim
 
     def layer(i: int) -> LayerParams:
-        def spec(name: str, shape: tuple[int, ...], *axes: str) -> ParamSpec:
-            return ParamSpec(f"model.layers.{i}.{name}.weight", shape, axes)
+        def spec(name: str, shape: tuple[int, ...], *axes: str, kind: str = "weight") -> ParamSpec:
+            return ParamSpec(f"model.layers.{i}.{name}.{kind}", shape, axes)
+
+        def bias(name: str, size: int, axis: str) -> ParamSpec | None:
+            return spec(name, (size,), axis, kind="bias") if config.qkv_bias else None
+
+        def head_norm(name: str) -> ParamSpec | None:
+            return spec(name, (config.head_dim,), "head_dim") if config.qk_norm else None
 
         return LayerParams(
             attention_norm=spec("input_layernorm", (width,), "width"),
@@ -74,6 +86,11 @@ def param_specs(config: ModelConfig) -> Params:
             gate=spec("mlp.gate_proj", (mlp, width), "mlp", "width"),
             up=spec("mlp.up_proj", (mlp, width), "mlp", "width"),
             down=spec("mlp.down_proj", (width, mlp), "width", "mlp"),
+            query_bias=bias("self_attn.q_proj", queries, "heads"),
+            key_bias=bias("self_attn.k_proj", keys, "kv_heads"),
+            value_bias=bias("self_attn.v_proj", keys, "kv_heads"),
+            query_norm=head_norm("self_attn.q_norm"),
+            key_norm=head_norm("self_attn.k_norm"),
         )
 
     return Params(
@@ -92,8 +109,8 @@ def count_params(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
-    """Random weights: norms at one, matrices normal with the deviation 0.02 that Llama is trained
-    from.
+    """Random weights: norms at one, biases at zero, matrices normal with the deviation 0.02 that
+    Llama is trained from.
 
     `key` is consumed.
     """
@@ -102,7 +119,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params
 
     def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
         if len(spec.shape) == 1:
-            return jnp.ones(spec.shape, dtype)
+            return jnp.full(spec.shape, not spec.name.endswith(".bias"), dtype)
         return jnp.asarray(0.02 * jax.random.normal(key, spec.shape, jnp.float32), dtype)
 
     leaves = [init(spec, key) for spec, key in zip(specs, keys, strict=True)]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.config import ModelConfig
+from entropix_jax.config import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -14,18 +14,21 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
     With `rope_scaling`, Llama 3's rule: wavelengths longer than `original / low_freq_factor` are
     stretched by `factor`, those shorter than `original / high_freq_factor` are kept, and between
-    the two the frequency is interpolated linearly in `original / wavelength`.
+    the two the frequency is interpolated linearly in `original / wavelength`. `RopeDivisors` say
+    what each frequency is divided by.
     """
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float64)
     frequencies = config.rope_theta ** (-pairs / config.head_dim)
     scaling = config.rope_scaling
-    if scaling is not None:
+    if isinstance(scaling, RopeScaling):
         turns = scaling.original_max_positions * frequencies / (2 * math.pi)
         kept = (turns - scaling.low_freq_factor) / (
             scaling.high_freq_factor - scaling.low_freq_factor
         )
         kept = np.clip(kept, 0.0, 1.0)
         frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    elif scaling is not None:
+        frequencies = frequencies / np.asarray(scaling.divisors, np.float64)
     return frequencies.astype(np.float32)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from entropix_jax.config import ModelConfig
+from entropix_jax.config import ModelConfig, RopeScaling
 from entropix_jax.params import Params
 
 
@@ -94,6 +94,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
         frequency = 1 / config.rope_theta ** (2 * i / config.head_dim)
         s = config.rope_scaling
         if s is not None:
+            assert isinstance(s, RopeScaling)
             wavelength = 2 * np.pi / frequency
             longest = s.original_max_positions / s.low_freq_factor
             shortest = s.original_max_positions / s.high_freq_factor
