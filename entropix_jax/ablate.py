@@ -26,7 +26,8 @@ class Arguments:
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """A folder for all that comes of it. The same command goes on where it was left."""
     model: Model = None
-    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 where its package is installed, else tiny)."""
     slots: Count = 64
     """Rows that run side by side."""
     dtype: Dtype = None

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,7 @@ from entropix_jax.commandline import (
     Text,
     Texts,
     flat_settings,
+    model_name,
     parse,
     run_command,
 )
@@ -64,7 +65,8 @@ class Arguments:
     output: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
     """Where the results go."""
     model: Model = None
-    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 where its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
     """The sampler of records that name none."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
@@ -167,6 +169,7 @@ def _main(arguments: Arguments) -> int:
         output = part_address(output, *share)
     check_output(output, input=arguments.input)
     _check_traces(arguments.trace, arguments.input, arguments.output)
+    arguments = replace(arguments, model=model_name(arguments.model))
     use_compilation_cache()
     mesh = _mesh(arguments)
     recording = Recording(
@@ -182,7 +185,7 @@ def _main(arguments: Arguments) -> int:
         capacity=context,
         recording=recording,
         traces=None if arguments.trace is None else Path(arguments.trace),
-        name=arguments.model or "weights/tiny",
+        name=str(arguments.model),
     )
     for note in defaults.sampler.calibrated(model.folder).notes:
         print(f"note: {note}", file=sys.stderr)
@@ -305,14 +308,13 @@ def _mesh(arguments: Arguments) -> "Mesh":
 
 def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") -> int:
     """The cache slots of a row, once it is told and known that the batch fits."""
-    from entropix_jax.config import load_model_config
-    from entropix_jax.loading import resolve_model, weights_dtype
+    from entropix_jax.loading import open_model, resolve_model, weights_dtype
     from entropix_jax.memory import check_memory
     from entropix_jax.precision import choose_precision
     from entropix_jax.sharding import check_mesh
 
-    folder = resolve_model(arguments.model)
-    config = load_model_config(folder)
+    files = open_model(resolve_model(arguments.model))
+    config = files.config
     if arguments.context is not None and arguments.context > config.max_positions:
         raise UserError(
             f"--context {arguments.context}: the model has {config.max_positions} positions"
@@ -321,7 +323,7 @@ def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") ->
     check_mesh(mesh, config, arguments.slots)
     told = check_memory(
         config,
-        choose_precision(weights_dtype(folder, config, arguments.dtype)),
+        choose_precision(weights_dtype(files, arguments.dtype)),
         slots=arguments.slots,
         capacity=context,
         mesh=mesh,
@@ -337,7 +339,7 @@ def _identity(
     """What makes two runs one: whatever their results depend on, and where their records are
     from."""
     return {
-        "model": arguments.model or "weights/tiny",
+        "model": arguments.model,
         "model_fingerprint": fingerprint(model.folder),
         "precision": model.precision.to_json(),
         "sampler": dict(defaults.sampler.calibrated(model.folder).values),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, parse, run_command
+from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, model_name, parse, run_command
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_apart, check_writable, read_text
 from entropix_jax.status import telling
@@ -51,7 +51,8 @@ class Arguments:
     ] = ()
     """Shares, the rest is mid's (default: lelv=0.6 helv=0.05 lehv=0.05 hehv=0.05)."""
     model: Model = None
-    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 where its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
     """The preset, or sampler file that ends in .toml, whose bounds are solved for."""
     context: Count = 0
@@ -90,8 +91,9 @@ def _main(arguments: Arguments) -> int:
     check_writable(output)
     check_apart(output, *arguments.texts, *lineage(arguments.sampler))
     use_compilation_cache()
+    name = model_name(arguments.model)
     with telling("loading the model ..."):
-        model = load(arguments.model, arguments.dtype)
+        model = load(name, arguments.dtype)
     read = [model.tokenizer.encode(text, add_bos=True) for text in texts]
     if arguments.own:
         with telling(f"writing {arguments.self_tokens:,} tokens ..."):
@@ -179,6 +181,7 @@ def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
 def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) -> str:
     """The file that is written."""
     from entropix_jax.calibration.output import calibration_text, preset_text
+    from entropix_jax.loading import default_model
 
     sources = [os.path.basename(name) for name in arguments.texts]
     sources += ["the model's own text"] if arguments.own else []
@@ -190,7 +193,7 @@ def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) ->
         # Without links: what is above a link's folder is not above the folder that it leads to.
         path, folder = Path(base), Path(arguments.output).parent
         base = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
-    model = Path(arguments.model or "weights/tiny").name
+    model = Path(arguments.model or default_model()).name
     return preset_text(base, thresholds, f"{arguments.sampler}, calibrated for {model} on {source}")
 
 

@@ -8,6 +8,8 @@ them, and what they lead to is read as safetensors or refused, and never shown.
 """
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +41,58 @@ _DTYPES: dict[str, np.dtype] = {
 }
 
 
+class StoredTensor(ABC):
+    """One tensor of a file, as a checkpoint in the Hugging Face layout has it.
+
+    Attributes:
+        path: the file.
+        name: in that layout.
+        shape: of its values.
+    """
+
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
+        self.path = path
+        self.name = name
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype:
+        """Of the values."""
+
+    @abstractmethod
+    def values(self) -> np.ndarray:
+        """The values, which may alias the file."""
+
+    def check(self, spec: ParamSpec) -> None:
+        """Checks that the tensor fits its place.
+
+        Raises:
+            UserError: it has another shape.
+        """
+        if self.shape != spec.shape:
+            raise UserError(
+                f"{self.path}: tensor '{self.name}' has shape {list(self.shape)}, "
+                f"expected {list(spec.shape)}"
+            )
+
+    def read(self, dtype: jnp.dtype, sharding: Sharding | None) -> jax.Array:
+        """The values on the default device, or each part on its own."""
+        values = self.values()
+        # Always a copy: an array that aliased the file would change, or crash, with the file.
+        if sharding is None:
+            return jnp.array(values, dtype=dtype, copy=True)
+        array: jax.Array = jax.device_put(np.array(values, dtype=dtype), sharding)
+        return array
+
+
 def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
     """The type that the folder's weights are stored in, by name.
 
     Raises:
         UserError: no weights are found, or a file is damaged.
     """
-    if config.dtype is not None:
-        return config.dtype
-    stored = _open_folder(folder)
-    _check_names(folder, stored, config)
-    return _stored_dtype(stored, config)
+    return config.dtype or str(open_tensors(folder, config)[_embedding(config)].dtype)
 
 
 def check_format(folder: Path) -> None:
@@ -79,7 +122,34 @@ def load_params(
 ) -> Params:
     """Reads the weights of a folder into JAX arrays of type `dtype`.
 
+    Raises:
+        UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
+            duplicate, or of another shape or type than the configuration says: named in the
+            message.
+    """
+    return read_params(
+        open_tensors(folder, config),
+        config,
+        dtype,
+        shardings,
+        activations=activations,
+        check=check,
+    )
+
+
+def read_params(
+    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    dtype: str,
+    shardings: Params | None = None,
+    *,
+    activations: jnp.dtype | None = None,
+    check: bool = False,
+) -> Params:
+    """Reads the weights of a model into JAX arrays of type `dtype`.
+
     Args:
+        stored: each of the model's tensors by name.
         dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
         activations: the type of what the weights will be multiplied with, for which they are
             `arranged`, where no sharding says how they lie. None: they are left as they are.
@@ -88,16 +158,12 @@ def load_params(
             None: all go to the default device.
 
     Raises:
-        UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
-            duplicate, or of another shape or type than the configuration says: named in the
-            message.
+        UserError: a tensor of another shape than the configuration says, or a weight that was
+            looked at and is not finite: named in the message.
     """
-    stored = _open_folder(folder)
-    _check_names(folder, stored, config)
-    expected = config.dtype or _stored_dtype(stored, config)
     specs, tree = jax.tree.flatten(param_specs(config))
     for spec in specs:
-        stored[spec.name].check(spec, expected)
+        stored[spec.name].check(spec)
     places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
 
     def weight(spec: ParamSpec, place: Sharding | None) -> Weight:
@@ -134,13 +200,11 @@ def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
             raise UserError(f"{path}: cannot be written: {error}") from None
 
 
-class _StoredTensor:
+class _SafeTensor(StoredTensor):
     """One tensor of a memory-mapped safetensors file."""
 
     def __init__(self, path: Path, name: str, header: dict[str, Any], body: np.ndarray) -> None:
-        self.path = path
-        self.name = name
-        self.shape = tuple(header["shape"])
+        super().__init__(path, name, tuple(header["shape"]))
         self.kind: str = header["dtype"]
         self._bytes = body[slice(*header["data_offsets"])]
 
@@ -152,24 +216,29 @@ class _StoredTensor:
             )
         return _DTYPES[self.kind]
 
-    def check(self, spec: ParamSpec, dtype: str) -> None:
-        where = f"{self.path}: tensor '{self.name}'"
-        if self.shape != spec.shape:
-            raise UserError(f"{where} has shape {list(self.shape)}, expected {list(spec.shape)}")
-        if str(self.dtype) != dtype:
-            raise UserError(f"{where} has type {self.dtype}, expected {dtype}")
-
-    def read(self, dtype: jnp.dtype, sharding: Sharding | None) -> jax.Array:
-        values = self._bytes.view(self.dtype).reshape(self.shape)
-        # Always a copy: an array that aliased the file would change, or crash, with the file.
-        if sharding is None:
-            return jnp.array(values, dtype=dtype, copy=True)
-        array: jax.Array = jax.device_put(np.array(values, dtype=dtype), sharding)
-        return array
+    def values(self) -> np.ndarray:
+        return self._bytes.view(self.dtype).reshape(self.shape)
 
 
-def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
-    """All tensors of a folder by name, headers read and bodies mapped."""
+def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
+    """All tensors of a folder by name, headers read and bodies mapped.
+
+    Raises:
+        UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
+            duplicate, or of another type than the configuration says: named in the message.
+    """
+    stored = _open_folder(folder)
+    check_names(folder, stored, config)
+    expected = config.dtype or str(stored[_embedding(config)].dtype)
+    for spec in jax.tree.leaves(param_specs(config)):
+        tensor = stored[spec.name]
+        if str(tensor.dtype) != expected:
+            where = f"{tensor.path}: tensor '{tensor.name}'"
+            raise UserError(f"{where} has type {tensor.dtype}, expected {expected}")
+    return stored
+
+
+def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists():
         return _open_file(single)
@@ -182,7 +251,7 @@ def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
         for shard in weight_map.values()
     ):
         raise UserError(f"{index}: 'weight_map' must map tensors to .safetensors files beside it")
-    stored: dict[str, _StoredTensor] = {}
+    stored: dict[str, _SafeTensor] = {}
     for shard in sorted(set(weight_map.values())):
         for name, tensor in _open_file(folder / shard).items():
             if name in stored:
@@ -197,7 +266,7 @@ def _open_folder(folder: Path) -> dict[str, _StoredTensor]:
     return stored
 
 
-def _open_file(path: Path) -> dict[str, _StoredTensor]:
+def _open_file(path: Path) -> dict[str, _SafeTensor]:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path}: not a regular file")
     try:
@@ -215,7 +284,7 @@ def _open_file(path: Path) -> dict[str, _StoredTensor]:
     header.pop("__metadata__", None)
     start = 8 + length
     body = np.memmap(path, mode="r", dtype=np.uint8)[start:]
-    return {name: _StoredTensor(path, name, entry, body) for name, entry in header.items()}
+    return {name: _SafeTensor(path, name, entry, body) for name, entry in header.items()}
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -227,15 +296,21 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
-def _stored_dtype(stored: dict[str, _StoredTensor], config: ModelConfig) -> str:
-    """The type of the embedding, which each model has; tensors that are read over may differ."""
-    return str(stored[param_specs(config).embedding.name].dtype)
+def _embedding(config: ModelConfig) -> str:
+    """The name of the tensor whose type stands for all: tensors that are read over may differ."""
+    name: str = param_specs(config).embedding.name
+    return name
 
 
-def _check_names(folder: Path, stored: dict[str, _StoredTensor], config: ModelConfig) -> None:
+def check_names(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
+    """Checks that each weight of a model is there, and nothing that has no place in it.
+
+    Raises:
+        UserError: a tensor is missing or unmapped; `path` is where they were looked for.
+    """
     wanted = {spec.name for spec in jax.tree.leaves(param_specs(config))}
     if missing := sorted(wanted - set(stored)):
-        raise UserError(f"{folder}: tensor '{missing[0]}' is missing ({len(missing)} in all)")
+        raise UserError(f"{path}: tensor '{missing[0]}' is missing ({len(missing)} in all)")
     # A tied head may be stored all the same; older files also carry the rotary frequencies.
     extra = set(stored) - wanted
     if config.tied_head:

@@ -9,13 +9,14 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import Note, UserError
 from entropix_jax.files import read_text
 from entropix_jax.interrupts import EXIT_INTERRUPT
 
@@ -30,7 +31,7 @@ def _option(metavar: str) -> Any:
 # Types of options, for the fields of a command's arguments.
 Text = Annotated[str | None, _option("TEXT")]
 File = Annotated[str | None, _option("FILE")]
-Model = Annotated[str | None, _option("DIR_OR_HUB_ID")]
+Model = Annotated[str | None, _option("MODEL")]
 _Weights = Literal["bfloat16", "float32", "int8"]
 _weights: Any = _Weights
 _dtype = tyro.conf.arg(
@@ -95,7 +96,8 @@ def run_command(command: Callable[[], int]) -> int:
     _mend_streams()
     try:
         try:
-            status = command()
+            with _noted_warnings():
+                status = command()
         except SystemExit as exit_:  # of --help, or with a message, of a library
             if isinstance(exit_.code, str):
                 raise UserError(exit_.code) from None
@@ -116,6 +118,38 @@ def run_command(command: Callable[[], int]) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(_NO_MEMORY)
+
+
+def model_name(name: str | None) -> str:
+    """The model that a command is to use: the one that is named, else the default one, which is
+    told on standard error."""
+    if name is not None:
+        return name
+    from entropix_jax.loading import TINY, default_model
+
+    name = default_model()
+    other = "--model names another" if name != TINY else "a tiny one of an invented world"
+    print(f"model: {name} ({other})", file=sys.stderr)
+    return name
+
+
+@contextlib.contextmanager
+def _noted_warnings() -> Iterator[None]:
+    """Prints each `Note` as a line of its own; other warnings stay as they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", Note)
+        show = warnings.showwarning
+
+        def print_note(
+            message: Warning | str, category: type[Warning], *rest: Any, **named: Any
+        ) -> None:
+            if issubclass(category, Note):
+                print(f"note: {message}", file=sys.stderr)
+            else:
+                show(message, category, *rest, **named)
+
+        warnings.showwarning = print_note
+        yield
 
 
 def _told(error: OSError) -> str:

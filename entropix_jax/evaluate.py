@@ -46,7 +46,8 @@ class Arguments:
     max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Most tokens of an answer (default: the task's own)."""
     model: Model = None
-    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 where its package is installed, else tiny)."""
     slots: Count = 64
     """Rows that run side by side."""
     dtype: Dtype = None

@@ -91,8 +91,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         """Loads the model.
 
         Args:
-            pretrained: a folder in the Hugging Face layout, or a hub id; None is the embedded
-                model.
+            pretrained: what `load` takes for a model.
             sampler: a preset's name, or a file that ends in .toml.
             seed: of all random numbers.
             dtype: "float32", "bfloat16" or "int8", the type of the weights in memory; None or

@@ -26,6 +26,7 @@ from entropix_jax.commandline import (
     Text,
     Texts,
     flat_settings,
+    model_name,
     parse,
     read_input,
     run_command,
@@ -56,7 +57,8 @@ class Arguments:
     text_file: File = None
     """Read the text from a file, - for standard input."""
     model: Model = None
-    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 where its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
     """The preset, or sampler file that ends in .toml, whose regimes are told."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
@@ -92,7 +94,8 @@ def _main(arguments: Arguments) -> int:
 
     sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     use_compilation_cache()
-    model = load(arguments.model, arguments.dtype, check=arguments.check)
+    name = model_name(arguments.model)
+    model = load(name, arguments.dtype, check=arguments.check)
     sampler = sampler.calibrated(model.folder)
     tokens = model.tokenizer.encode(text, add_bos=True)
     inspected = inspect(
@@ -107,7 +110,7 @@ def _main(arguments: Arguments) -> int:
     tally = _Tally(inspected)
     if arguments.format == "json":
         start = header(
-            model=arguments.model or "weights/tiny",
+            model=name,
             model_config=model.config,
             precision=model.precision,
             sampler=sampler.name,

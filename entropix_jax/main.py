@@ -27,6 +27,7 @@ from entropix_jax.commandline import (
     Text,
     Texts,
     flat_settings,
+    model_name,
     parse,
     read_input,
     run_command,
@@ -66,7 +67,8 @@ class Arguments:
     """Read a conversation from a JSON file, - for standard input: a list of {"role": ...,
     "content": ...}."""
     model: Model = None
-    """A folder in the Hugging Face layout, or a hub id owner/name (default: the embedded model)."""
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 where its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
     """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; any other word lists them
     all), or a sampler file that ends in .toml."""
@@ -145,8 +147,9 @@ def _main(arguments: Arguments) -> int:
 
     use_compilation_cache()
     retriever = _retriever(arguments)
+    name = model_name(arguments.model)
     with telling("loading the model ..."):
-        model = load(arguments.model, arguments.dtype, check=arguments.check)
+        model = load(name, arguments.dtype, check=arguments.check)
     chat = _is_chat(arguments, model)
     prompt = _encode(arguments, model, prompt_text, chat)
     status = StatusLine()
@@ -178,7 +181,7 @@ def _main(arguments: Arguments) -> int:
         if trace is None or writer is None:
             return _run(arguments, generation, None, status)
         assert generation.rows.header is not None
-        writer.write({**generation.rows.header, "model": arguments.model or "weights/tiny"})
+        writer.write({**generation.rows.header, "model": name})
         try:
             return _run(arguments, generation, writer, status)
         finally:

@@ -18,7 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +68,22 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         UserError: neither file, or a file that is not what its name says.
     """
     settings = _Settings.load(folder)
-    if (folder / "tokenizer.json").is_file():
-        return _HuggingFaceTokenizer(folder / "tokenizer.json", settings)
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return _HuggingFaceTokenizer(path, read_bytes(path), settings)
     if (folder / "tokenizer.model").is_file():
         return _TiktokenTokenizer(folder / "tokenizer.model", settings)
     raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model is there")
+
+
+def build_tokenizer(path: Path, tokenizer: bytes, settings: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of what a `tokenizer.json` and a `tokenizer_config.json` would hold; `path` is
+    the file that both are from.
+
+    Raises:
+        UserError: they are not that.
+    """
+    return _HuggingFaceTokenizer(path, tokenizer, _Settings.parse(settings, path))
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,16 @@ class _Settings:
     @classmethod
     def load(cls, folder: Path) -> _Settings:
         path = folder / "tokenizer_config.json"
-        raw = read_json_object(path) if path.is_file() else {}
+        settings = cls.parse(read_json_object(path) if path.is_file() else {}, path)
+        template_path = folder / "chat_template.jinja"
+        if not template_path.is_file():
+            return settings
+        template = read_text(template_path)
+        return replace(settings, chat_template=template, chat_template_origin=str(template_path))
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], path: Path) -> _Settings:
+        """Of a decoded `tokenizer_config.json`; `path` is where it is from."""
         check_own_code(raw, path)
         special_tokens = {}
         for key, value in raw.items():
@@ -108,12 +128,7 @@ class _Settings:
         add_bos = raw.get("add_bos_token")
         if not isinstance(add_bos, bool | None):
             raise UserError(f"{path}: 'add_bos_token' must be true or false, not {add_bos!r}")
-        template_path = folder / "chat_template.jinja"
-        if template_path.is_file():
-            template: str | None = read_text(template_path)
-            path = template_path
-        else:
-            template = _default_template(raw.get("chat_template"), path)
+        template = _default_template(raw.get("chat_template"), path)
         return cls(special_tokens, add_bos, template, str(path))
 
 
@@ -252,15 +267,15 @@ def _checked(text: str) -> str:
 
 
 class _HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json."""
+    """What a tokenizer.json holds."""
 
-    def __init__(self, path: Path, settings: _Settings) -> None:
+    def __init__(self, path: Path, file: bytes, settings: _Settings) -> None:
         super().__init__(settings)
         import tokenizers
 
         self._path = path
         with _panics_told(f"{path}: not a tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
             # Such files may hold the settings of a training run.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -282,7 +297,7 @@ class _HuggingFaceTokenizer(Tokenizer):
             # From the file once more: what the library writes of a vocabulary takes memory for each
             # id below the highest.
             with _panics_told(f"{path}: not a tokenizer.json"):
-                whole = json.loads(path.read_bytes()) | within
+                whole = json.loads(file) | within
                 whole |= {"truncation": None, "padding": None}
                 self._tokenizer_within = tokenizers.Tokenizer.from_str(json.dumps(whole))
         try:

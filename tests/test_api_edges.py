@@ -157,7 +157,7 @@ def no_device(place: Place) -> None:
         raise RuntimeError("no such platform")
 
     place.patch.setattr(jax, "default_backend", fails)
-    entropix_jax.load()
+    entropix_jax.load("tiny")
 
 
 def uneven_mesh(place: Place) -> None:
@@ -198,7 +198,7 @@ FITTING = json.dumps({"thresholds": {"h1": 0.5, "h2": 2.0, "u1": 1.0, "u2": 2.0}
 Cause = tuple[str, Callable[[Place], Any], str]  # the words of the docstring, the call, the line
 CAUSES: dict[tuple[str, str], list[Cause]] = {
     ("load", "UserError"): [
-        ("no such folder", lambda at: entropix_jax.load("no folder"), "no such model folder"),
+        ("no such folder", lambda at: entropix_jax.load("no folder"), "no such model"),
         (
             "repository",
             no_repository,
@@ -219,7 +219,7 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
         ),
         (
             "weights that memory has no room for",
-            lambda at: (at.without_memory(), entropix_jax.load()),
+            lambda at: (at.without_memory(), entropix_jax.load("tiny")),
             "its weights do not fit into memory: 7.3 MB of 0 kB",
         ),
         ("a weight that was looked at and is not finite", not_finite, "model.norm.weight"),
@@ -515,7 +515,7 @@ def test_all_that_the_readme_imports_is_looked_at() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    return entropix_jax.load()
+    return entropix_jax.load("tiny")
 
 
 @pytest.fixture

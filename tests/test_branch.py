@@ -76,7 +76,7 @@ EVERYWHERE: Mapping[str, Any] = {**NOWHERE, "regimes.lehv": ["entropy > -1"]}
 def model() -> Model:
     """The embedded model, its output matrix on its own: a token whose embedding is spoilt can
     still be predicted."""
-    tiny = entropix_jax.load()
+    tiny = entropix_jax.load("tiny")
     return replace(tiny.config, tied_head=False), replace(tiny.params, head=tiny.params.embedding)
 
 

@@ -30,7 +30,7 @@ SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]
 
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:
-    return load()
+    return load("tiny")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def write(path: Path, seed: int) -> str:
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     def run(*arguments: object) -> Result:
         capsys.readouterr()
-        status = calibrate.main([*map(str, arguments)])
+        chosen = () if "--model" in arguments else ("--model", "tiny")
+        status = calibrate.main([*map(str, arguments), *chosen])
         captured = capsys.readouterr()
         return Result(status, captured.out, captured.err)
 
@@ -104,7 +105,19 @@ def test_the_wanted_occupancy_holds_on_other_text(
         assert word in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert (
-        main.main(["--prompt", "Guests:", "--max-new-tokens", "5", "--sampler", str(output)]) == 0
+        main.main(
+            [
+                "--model",
+                "tiny",
+                "--prompt",
+                "Guests:",
+                "--max-new-tokens",
+                "5",
+                "--sampler",
+                str(output),
+            ]
+        )
+        == 0
     )
 
 

@@ -34,7 +34,7 @@ SLOTS = 4  # one number for all, so that few programs are compiled
 
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:
-    return load()
+    return load("tiny")
 
 
 def job(

@@ -330,7 +330,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
         ({"seed": "1.0"}, "seed must be a whole number, not '1.0'"),
         ({"batch_size": 10**400}, "batch_size must be at most 2147483647, not 1000000"),
         ({"dtype": "float16"}, "dtype must be float32, bfloat16, int8 or auto, not 'float16'"),
-        ({"pretrained": "nowhere"}, "no such model folder: 'nowhere'"),
+        ({"pretrained": "nowhere"}, "no such model: 'nowhere'"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:

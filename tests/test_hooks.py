@@ -40,7 +40,7 @@ PROMPT = "Once upon a time"
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
     """The embedded one."""
-    return load()
+    return load("tiny")
 
 
 def run(model: LanguageModel, sampler: Any, **options: Any) -> Row:
@@ -184,7 +184,16 @@ def test_the_other_rows_of_a_batch_go_on(model: LanguageModel) -> None:
 # The command line
 
 
-SHORT = ["--prompt", PROMPT, "--no-chat", "--ignore-eos", "--max-new-tokens", "30"]
+SHORT = [
+    "--model",
+    "tiny",
+    "--prompt",
+    PROMPT,
+    "--no-chat",
+    "--ignore-eos",
+    "--max-new-tokens",
+    "30",
+]
 
 
 def settings(changes: dict[str, str]) -> list[str]:

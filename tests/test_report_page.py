@@ -36,6 +36,7 @@ from tests.traces import Trace, load_trace
 
 # A run of the embedded model in which everything happens.
 RUN = [
+    *("--model", "tiny"),
     *("--prompt", "Guests:", "--max-new-tokens", "1000", "--seed", "3", "--ignore-eos"),
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
     "sampler.base.temperature=1.0",
@@ -164,7 +165,7 @@ def test_the_header(page: Any, run: tuple[Path, Trace]) -> None:
     assert trace.footer is not None
     (row,) = trace.footer["rows"]
     words = page.locator("header").inner_text()
-    for word in ("weights/tiny", "entropix", "the token limit", *trace.header["versions"].values()):
+    for word in ("tiny", "entropix", "the token limit", *trace.header["versions"].values()):
         assert word in words
     assert page.locator("#prompt").text_content() == trace.header["prompt"]
     assert page.locator("#forwards-0").get_attribute("value") == str(row["forwards"])

@@ -57,7 +57,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:
-    return load()
+    return load("tiny")
 
 
 def two(text: str) -> Mesh:

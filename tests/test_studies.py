@@ -137,7 +137,7 @@ def section(folder: Path, name: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:
-    return load()
+    return load("tiny")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.models import teacher_forced
 
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:
-    return entropix_jax.load()
+    return entropix_jax.load("tiny")
 
 
 def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 from entropix_jax.errors import UserError
 
 FORMAT_VERSION = 1
-_KINDS = (".json", ".jinja", ".safetensors", ".model")  # of files that make a model what it is
+_KINDS = (
+    ".gguf",
+    ".json",
+    ".jinja",
+    ".safetensors",
+    ".model",
+)  # of files that make a model what it is
 _SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
 
 
@@ -98,16 +104,17 @@ def difference_of(
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash that tells a model's folder from another: of its small files, and of the size and both
-    ends of each file of weights.
+    """A hash that tells a model's folder, or GGUF file, from another: of its small files, and of
+    the size and both ends of each file of weights.
 
     Raises:
         UserError: a file cannot be read.
     """
     hashed = hashlib.sha256()
     try:
-        for path in sorted(folder.iterdir()):
-            if not path.is_file() or path.suffix not in _KINDS:
+        files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+        for path in files:
+            if not path.is_file() or path.suffix.lower() not in _KINDS:
                 continue
             size = path.stat().st_size
             hashed.update(f"{path.name}\0{size}\0".encode())

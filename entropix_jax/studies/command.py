@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from entropix_jax.batches.progress import ProgressView, Standing
-from entropix_jax.commandline import EXIT_OK
+from entropix_jax.commandline import EXIT_OK, model_name
 from entropix_jax.errors import check_range
 from entropix_jax.interrupts import deferred_interrupts, exit_status
 from entropix_jax.loading import check_backend, load, resolve_model
@@ -43,13 +43,14 @@ def run_study(
         UserError: whatever a user can mend.
     """
     check_range("--slots", slots, 1)
+    model = model_name(model)
     place = resolve_model(model)
     sweep = plan(place)
     check_backend()
     use_compilation_cache()
     loaded = load(str(place), dtype)
     # The cache of the hub names a snapshot's folder by its commit.
-    name = model if model and not Path(model).is_dir() else place.resolve().name
+    name = place.resolve().name if Path(model).exists() else model
     study = Study(loaded, sweep, folder, name=name, slots=slots)
 
     @contextmanager

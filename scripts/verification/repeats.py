@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, folder: Path) -> list[Line]:
     """Runs all rows in each number of slots, and some commands twice."""
     use_compilation_cache()
-    model = load()
+    model = load("tiny")
     numbers = range(args.rows)
     alone = rows_of(model, numbers, slots=1)
     lines = []
