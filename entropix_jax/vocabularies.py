@@ -183,8 +183,8 @@ def _written_merges(own: Mapping[str, Any], path: Path) -> list[list[str]]:
     if not isinstance(written, list):
         raise UserError(f"{path}: 'tokenizer.ggml.merges' is missing")
     merges = [merge.split(" ") if isinstance(merge, str) else [] for merge in written]
-    if wrong := next((i for i, merge in enumerate(merges) if len(merge) != 2), None):
-        raise UserError(f"{path}: 'tokenizer.ggml.merges': {written[wrong]!r} is not two tokens")
+    if wrong := [text for text, merge in zip(written, merges, strict=True) if len(merge) != 2]:
+        raise UserError(f"{path}: 'tokenizer.ggml.merges': {wrong[0]!r} is not two tokens")
     return merges
 
 
