@@ -14,7 +14,7 @@ gpt-fast and xjdr-alt/entropix. Figures are medians, spreads (max - min) / media
 of the rounds' ratios. At the end stand the goals that the project has set itself.
 
 The second form runs the command itself, with an empty compile cache and with a filled one, and
-watches the anonymous memory that it holds. Without --model it is the embedded model.
+watches the anonymous memory that it holds. Without --model it is `tiny`.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def table_of(benchmark: Benchmark) -> Table:
 def start_up_table(model: str | None, results: dict[str, dict[str, float]]) -> Table:
     """The figures for reading."""
     table = Table("", "first token, s", "whole run, s", "peak RssAnon, GB")
-    table.title = model or "weights/tiny"
+    table.title = model
     for name, run in results.items():
         table.add_row(
             f"{name} compile cache",
@@ -265,7 +265,7 @@ def main() -> int:
     parser.add_argument("--gpt-fast", type=Path, metavar="DIR", help="a checkout of it")
     parser.add_argument("--entropix", type=Path, metavar="DIR", help="a checkout of xjdr-alt's")
     parser.add_argument("--start-up", action="store_true", help="measure the command itself")
-    parser.add_argument("--model", metavar="DIR", help="of --start-up: a checkpoint's folder")
+    parser.add_argument("--model", default="tiny", help="of --start-up (default: tiny)")
     parser.add_argument("--new-tokens", type=int, default=32, help="of --start-up")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()

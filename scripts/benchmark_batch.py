@@ -5,7 +5,7 @@
 Runs random prompts of 8 to 512 tokens, each with a budget of 4 to 256 new ones, through the slots,
 and prints how many slot-steps were of use; beside it a part of them one at a time, and, if asked
 for, `transformers`' batched `generate`, which waits for the longest row of each batch. Without
---model it is the embedded model. What a single step of a batch costs, `benchmark.py` tells.
+--model it is `tiny`. What a single step of a batch costs, `benchmark.py` tells.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def compare_runs(args: argparse.Namespace) -> None:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder (default: the embedded model)")
+    parser.add_argument("--model", default="tiny", help="a model (default: tiny)")
     parser.add_argument("--sampler", default="entropix", help="a preset")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--records", type=int, default=600, help="prompts")

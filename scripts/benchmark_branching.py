@@ -4,7 +4,7 @@
                                           [--width W] [--steps N] [--repeats N]
 
 Some rows branch at every step, for the whole depth; the others draw plainly. The same rows are then
-run without the others, in turns. Without --model it is the embedded model.
+run without the others, in turns. Without --model it is `tiny`.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def seconds_of(
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
+    parser.add_argument("--model", default="tiny")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--branching", type=int, default=3)
     parser.add_argument("--depth", type=int, default=8)

@@ -97,7 +97,7 @@ class Sweep:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder (default: the embedded model)")
+    parser.add_argument("--model", default="tiny", help="a model (default: tiny)")
     parser.add_argument("--tokens", type=int, default=100, help="that each row generates")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

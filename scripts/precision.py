@@ -6,7 +6,7 @@ Reads texts with each type of weights, teacher-forced, and compares at every pos
 Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely token, and the regime
 that the sampler `entropix` would be in, its loop guard aside. Then generates with each at the same
 seed, and counts the tokens until the first that differs. Without --text the model itself writes the
-text, at temperature 1; without --model it is the embedded model.
+text, at temperature 1; without --model it is `tiny`.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", metavar="DIR", help="a checkpoint's folder")
+    parser.add_argument("--model", default="tiny", help="a model (default: tiny)")
     parser.add_argument("--tokens", type=int, default=8192, help="how much is read")
     parser.add_argument("--text", type=Path, metavar="FILE", help="what is read")
     args = parser.parse_args()

@@ -125,7 +125,7 @@ def _taken(
     command = [sys.executable, "-m", "entropix_jax.batch", "--input", str(records)]
     command += ["--output", str(output), "--weights", weights, "--slots", str(slots)]
     command += ["--context", str(context), "--max-new-tokens", str(_NEW_TOKENS), "--ignore-eos"]
-    command += ["--no-chat", "--set", *_BRANCHING, *(["--model", str(model)] if model else [])]
+    command += ["--no-chat", "--set", *_BRANCHING, "--model", str(model or "tiny")]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
