@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from entropix_jax import __version__
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
@@ -338,7 +337,7 @@ def _identity(
     from."""
     return {
         "model": arguments.model or "weights/tiny",
-        "model_fingerprint": fingerprint(model.folder),
+        "model_fingerprint": model.fingerprint,
         "precision": model.precision.to_json(),
         "sampler": dict(defaults.sampler.calibrated(model.folder).values),
         "max_new_tokens": defaults.max_new_tokens,

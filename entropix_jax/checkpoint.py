@@ -7,6 +7,7 @@ An index names files beside it, nothing else. Links are followed: the hub's own 
 them, and what they lead to is read as safetensors or refused, and never shown.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from entropix_jax.precision import INT8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_KINDS = (".json", ".jinja", ".safetensors", ".model")  # of files that make a model what it is
+_SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
 
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
@@ -244,3 +248,26 @@ def _check_names(folder: Path, stored: dict[str, _StoredTensor], config: ModelCo
     if extra:
         name = min(extra)
         raise UserError(f"{stored[name].path}: tensor '{name}' has no place in this model")
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash that tells a model's folder from another: of its small files, and of the size and both
+    ends of each file of weights.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    hashed = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            if not path.is_file() or path.suffix not in _KINDS:
+                continue
+            size = path.stat().st_size
+            hashed.update(f"{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                hashed.update(file.read(_SAMPLED_BYTES))
+                file.seek(max(size - _SAMPLED_BYTES, 0))
+                hashed.update(file.read())
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {error.strerror}") from None
+    return hashed.hexdigest()[:16]

@@ -2,13 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from entropix_jax.checkpoint import check_format, checkpoint_dtype, load_params
+from entropix_jax.checkpoint import check_format, checkpoint_dtype, fingerprint, load_params
 from entropix_jax.config import (
     GenerationConfig,
     ModelConfig,
@@ -23,6 +24,8 @@ from entropix_jax.precision import WEIGHTS, Precision, choose_precision
 from entropix_jax.resources import resource_folder
 from entropix_jax.sharding import Rules, rules_for, weights_bytes
 from entropix_jax.tokenizer import Tokenizer, load_tokenizer
+
+CALIBRATION_FILE = "calibration.json"  # of a model's folder
 
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 
@@ -43,6 +46,20 @@ class LanguageModel:
         number = count_params(self.config)
         weights = jnp.dtype(self.precision.weights).name
         return f"<LanguageModel {str(self.folder)!r}: {number:,} parameters, {weights}>"
+
+    @property
+    def calibration_file(self) -> Path:
+        """Where the model's own thresholds are, if it has any."""
+        return self.folder / CALIBRATION_FILE
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that tells this model from another, see `checkpoint.fingerprint`.
+
+        Raises:
+            UserError: a file of the model cannot be read.
+        """
+        return fingerprint(self.folder)
 
     @property
     def is_chat_model(self) -> bool:

@@ -31,8 +31,8 @@ from tiny.corpus import Comparison, compare
 from tiny.tokenizer import build_tokenizer
 
 from entropix_jax import ablate, evaluate
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.store import Store
+from entropix_jax.checkpoint import fingerprint
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.decode import decode
 from entropix_jax.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING

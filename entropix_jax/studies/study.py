@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from entropix_jax import __version__
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.store import Store
 from entropix_jax.errors import UserError
@@ -194,7 +193,7 @@ class Study:
     def _identity(self, phase: _Phase, settings: Sequence[Setting]) -> dict[str, Any]:
         model = self._model
         return {
-            "model_fingerprint": fingerprint(model.folder),
+            "model_fingerprint": model.fingerprint,
             "precision": model.precision.to_json(),
             "phase": phase.name,
             "tasks": [task.name for task in self._tasks],  # wherever their files lie
@@ -247,7 +246,7 @@ class Study:
         sweep, model = self._sweep, self._model
         return {
             "description": sweep.description,
-            "model": f"{self._name} ({fingerprint(model.folder)})",
+            "model": f"{self._name} ({model.fingerprint})",
             "precision": model.precision.to_json(),
             "tasks": list(sweep.tasks) or [sweep.prompts],
             "split": sweep.split,
