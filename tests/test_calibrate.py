@@ -14,6 +14,7 @@ from random import Random
 import pytest
 
 from entropix_jax import calibrate, main
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.calibration.boxes import boxes_of, occupancy
 from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
@@ -77,7 +78,7 @@ def test_the_wanted_occupancy_holds_on_other_text(
     shares = [f"{regime}={share}" for regime, share in wanted.items()]
     result = command("--texts", *texts, "--wanted", *shares, "--sampler", base, "--output", output)
     assert result.status == 0, result.err
-    sampler = load_sampler(str(output)).calibrated(tiny.folder)
+    sampler = calibrate_sampler(load_sampler(str(output)), tiny)
     assert sampler.notes == ()  # its own thresholds, not the model's
     encode = tiny.tokenizer.encode
     others = [

@@ -24,6 +24,7 @@ import numpy as np
 from entropix_jax import __version__
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.store import Store
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
@@ -202,7 +203,7 @@ class Study:
             "seeds": list(phase.seeds),
             "max_new_tokens": self._sweep.max_new_tokens,
             "settings": {
-                setting.name: dict(setting.sampler.calibrated(model.folder).values)
+                setting.name: dict(calibrate_sampler(setting.sampler, model).values)
                 for setting in settings
             },
             "version": __version__,
@@ -273,7 +274,7 @@ class Study:
                 "sampler": setting.sampler.name,
                 "varied": dict(setting.varied),
                 "parameters": dict(
-                    sorted(setting.sampler.calibrated(self._model.folder).values.items())
+                    sorted(calibrate_sampler(setting.sampler, self._model).values.items())
                 ),
             }
             for setting in settings
