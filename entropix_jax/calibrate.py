@@ -150,6 +150,13 @@ def _is_unicode(name: str) -> bool:
     return name == name.encode("utf-8", "ignore").decode()
 
 
+def _rounds(tokens: int, room: int) -> tuple[int, int]:
+    """How many rounds of rows it takes for so many tokens, at least, with at most `room` in a row,
+    and how many a row then has."""
+    rounds = -(-tokens // (_OWN_ROWS * room))
+    return rounds, -(-tokens // (_OWN_ROWS * rounds))
+
+
 def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]]:
     """Texts that the model writes from nothing, by plain sampling at temperature 1: as many, in
     rounds of rows side by side, as it takes for so many tokens within the model's positions.
@@ -166,8 +173,7 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     sampler = load_sampler("temperature").with_values(changes)
     start = start_of_text(model)
     room = max(model.config.max_positions - len(start), 1)  # with none the run itself says so
-    rounds = -(-tokens // (_OWN_ROWS * room))
-    length = -(-tokens // (_OWN_ROWS * rounds))
+    rounds, length = _rounds(tokens, room)
     texts = []
     for first in range(0, rounds * _OWN_ROWS, _OWN_ROWS):
         requests = [Request(start, str(first + row), length) for row in range(_OWN_ROWS)]

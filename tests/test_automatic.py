@@ -326,4 +326,5 @@ def test_on_several_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     alone, spread = load(str(folder)), load(str(folder), mesh=parse_mesh("model=2", jax.devices()))
     points = [measure_own_text(model, 600.0) for model in (alone, spread)]
     assert points[0] is not None
+    assert points[1] is not None
     np.testing.assert_allclose(points[1], points[0], atol=1e-3)

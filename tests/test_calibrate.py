@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -18,6 +19,7 @@ from entropix_jax import calibrate, main
 from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.calibration.boxes import boxes_of, occupancy
 from entropix_jax.calibration.own_text import start_of_text
+from entropix_jax.commandline import Count
 from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
@@ -146,7 +148,14 @@ def test_what_the_text_does_not_allow(
     assert load_sampler(str(output)).values["thresholds.h1"] >= 0
 
 
-def test_any_model_with_nothing_said(command: Callable[..., Result], tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class FewerTokens(calibrate.Arguments):
+    self_tokens: Count = 3000
+
+
+def test_any_model_with_nothing_said(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few positions, and a tokenizer that puts no token before a text: more rows of fewer tokens,
     from the token that ends a text."""
     folder = write_model(tmp_path / "model")
@@ -159,14 +168,18 @@ def test_any_model_with_nothing_said(command: Callable[..., Result], tmp_path: P
     assert model.tokenizer.encode("", add_bos=True) == []
     assert len(start_of_text(model)) == 1
     output = tmp_path / "calibration.json"
+    monkeypatch.setattr(calibrate, "Arguments", FewerTokens)
     result = command("--model", folder, "--output", output)
     assert result.status == 0, result.err
     content = json.loads(output.read_text())
-    assert content["source"] == "20160 tokens of the model's own text"  # 10 times 32 of 63
-    assert calibrate_sampler(load_sampler("entropix"), model).notes == ()
-    few = command("--model", folder, "--output", output, "--self-tokens", 3000)
-    assert few.status == 0, few.err
-    assert json.loads(output.read_text())["source"].startswith("3008 tokens")  # twice 32 of 47
+    assert content["source"] == "3008 tokens of the model's own text"  # twice 32 of 47
+
+
+@pytest.mark.parametrize(
+    ("room", "shape"), [(1, (625, 1)), (63, (10, 63)), (511, (2, 313)), (8000, (1, 625))]
+)
+def test_the_default_number_of_tokens_fits_any_model(room: int, shape: tuple[int, int]) -> None:
+    assert calibrate._rounds(calibrate.Arguments(output="").self_tokens, room) == shape
 
 
 @pytest.mark.parametrize(
