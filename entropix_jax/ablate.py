@@ -45,7 +45,7 @@ def _main(arguments: Arguments) -> int:
 
     path = find_sweep(arguments.sweep)
     return run_study(
-        lambda model: read_sweep(path, model),
+        lambda calibrate: read_sweep(path, calibrate),
         Path(arguments.output),
         model=arguments.model,
         slots=arguments.slots,

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack
 
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import check_range
 from entropix_jax.generation import Generation
@@ -139,7 +140,7 @@ def _calibrated(sampler: Sampler | str, model: LanguageModel, *, stacklevel: int
     """The sampler with the model's thresholds; what a user should know of it is a warning."""
     if isinstance(sampler, str):
         sampler = load_sampler(sampler)
-    sampler = sampler.calibrated(model.folder)
+    sampler = calibrate_sampler(sampler, model)
     for note in sampler.notes:
         warnings.warn(note, stacklevel=stacklevel)
     return sampler

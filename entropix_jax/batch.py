@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from entropix_jax import __version__
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.commandline import (
     EXIT_OK,
     Count,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from entropix_jax.batches.run import BatchRun, Defaults
     from entropix_jax.batches.source import BadRecord, Record
     from entropix_jax.batches.store import Store
+    from entropix_jax.calibration.automatic import May
     from entropix_jax.decode_state import Recording
     from entropix_jax.loading import LanguageModel
 
@@ -148,6 +148,7 @@ def _main(arguments: Arguments) -> int:
     check_input(arguments.input)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.batches.run import BatchRun, Defaults, count_records
+    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.decode_state import Recording
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
@@ -178,6 +179,9 @@ def _main(arguments: Arguments) -> int:
     context = _check_memory(arguments, mesh, recording)
     spread = mesh if mesh.size > 1 else None
     model = load(arguments.model, arguments.dtype, spread, check=arguments.check)
+    # Processes that share a run must agree on the thresholds: none makes its own.
+    thresholds: May = "read" if arguments.distributed else "make"
+    defaults = replace(defaults, sampler=calibrate_sampler(defaults.sampler, model, thresholds))
     run = BatchRun(
         model,
         defaults,
@@ -186,8 +190,9 @@ def _main(arguments: Arguments) -> int:
         recording=recording,
         traces=None if arguments.trace is None else Path(arguments.trace),
         name=str(arguments.model),
+        thresholds=thresholds,
     )
-    for note in defaults.sampler.calibrated(model.folder).notes:
+    for note in defaults.sampler.notes:
         print(f"note: {note}", file=sys.stderr)
     # Long files take a while to read. Up to here there is nothing to lose: a signal ends it all.
     total = count_records(arguments.input, share)
@@ -340,9 +345,9 @@ def _identity(
     from."""
     return {
         "model": arguments.model,
-        "model_fingerprint": fingerprint(model.folder),
+        "model_fingerprint": model.fingerprint,
         "precision": model.precision.to_json(),
-        "sampler": dict(defaults.sampler.calibrated(model.folder).values),
+        "sampler": dict(defaults.sampler.values),
         "max_new_tokens": defaults.max_new_tokens,
         "context": context,
         "seed": defaults.seed,

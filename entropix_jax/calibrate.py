@@ -9,13 +9,22 @@ if __name__ == "__main__":  # before the imports, which take a while
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from entropix_jax.commandline import EXIT_OK, Count, Dtype, Model, model_name, parse, run_command
+from entropix_jax.commandline import (
+    EXIT_OK,
+    Count,
+    Dtype,
+    Flag,
+    Model,
+    model_name,
+    parse,
+    run_command,
+)
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_apart, check_writable, read_text
 from entropix_jax.status import telling
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
     from entropix_jax.loading import LanguageModel
     from entropix_jax.sampler.settings import Sampler
 
-WANTED = {"lelv": 0.6, "helv": 0.05, "lehv": 0.05, "hehv": 0.05}
+_OWN_TOKENS = 20_000  # unless another number is asked for
 _OWN_ROWS = 32  # texts that the model writes side by side
 
 
@@ -41,15 +50,18 @@ class Arguments:
     output: Annotated[str, tyro.conf.arg(metavar="FILE", constructor=str)]
     """Where the bounds go: a sampler file, .toml, or a model's calibration.json."""
     texts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")] = ()
-    """Text files that the model reads."""
+    """Text files that the model reads (default: what it writes itself)."""
     own: Annotated[bool, tyro.conf.arg(name="self", help_behavior_hint="")] = False
-    """The model also reads what it writes itself, drawn at temperature 1."""
-    self_tokens: Count = 20_000
-    """Tokens that it writes with --self."""
+    """Beside --texts the model also reads what it writes itself, drawn at temperature 1."""
+    self_tokens: Count = _OWN_TOKENS
+    """Tokens that it writes itself."""
     wanted: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="REGIME=SHARE ...", help_behavior_hint="")
     ] = ()
-    """Shares, the rest is mid's (default: lelv=0.6 helv=0.05 lehv=0.05 hehv=0.05)."""
+    """Shares, the rest is mid's (default: lelv=0.6 helv=0.05 lehv=0.05 hehv=0.05). Where the text
+    does not allow them, the nearest that it does."""
+    strict: Flag = False
+    """Refuse shares that the text does not allow."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 where its package is installed, else tiny)."""
@@ -70,6 +82,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     _check(arguments)
+    if not arguments.texts:
+        arguments = replace(arguments, own=True)
     wanted = _wanted(arguments.wanted)
     texts = [read_text(Path(name)) for name in arguments.texts]
 
@@ -104,16 +118,16 @@ def _main(arguments: Arguments) -> int:
         points = entropies_of(model, read, neutral, context=arguments.context or None)
     before = _thresholds(model, sampler)
     with telling("solving for the thresholds ..."):
-        solution = solve(points, wanted, boxes)
+        solution = solve(points, wanted, boxes, nearest=not arguments.strict)
     write_text(output, _content(arguments, solution.thresholds, len(points)))
     _report(points, boxes, before, wanted, solution.thresholds)
+    if solution.missed is not None:
+        print(f"note: {solution.missed}", file=sys.stderr)
     print(f"{output}: written", file=sys.stderr)
     return EXIT_OK
 
 
 def _check(arguments: Arguments) -> None:
-    if not arguments.texts and not arguments.own:
-        raise UserError("give texts with --texts FILE ..., or --self for the model's own")
     if Path(arguments.output).suffix not in (".toml", ".json"):
         raise UserError(
             f"--output {arguments.output}: a sampler file ends in .toml, "
@@ -125,6 +139,8 @@ def _check(arguments: Arguments) -> None:
 
 def _wanted(settings: Sequence[str]) -> dict[str, float]:
     """The wanted shares of the four boxes; one that is not named is the default's."""
+    from entropix_jax.calibration.automatic import WANTED
+
     wanted = dict(WANTED)
     for setting in settings:
         regime, _, share = setting.partition("=")
@@ -145,31 +161,46 @@ def _is_unicode(name: str) -> bool:
     return name == name.encode("utf-8", "ignore").decode()
 
 
+def _rounds(tokens: int, room: int) -> tuple[int, int]:
+    """How many rounds of rows it takes for so many tokens, at least, with at most `room` in a row,
+    and how many a row then has."""
+    rounds = -(-tokens // (_OWN_ROWS * room))
+    return rounds, -(-tokens // (_OWN_ROWS * rounds))
+
+
 def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]]:
-    """Texts that the model writes from nothing, by plain sampling at temperature 1."""
+    """Texts that the model writes from nothing, by plain sampling at temperature 1: as many, in
+    rounds of rows side by side, as it takes for so many tokens within the model's positions.
+
+    Raises:
+        UserError: NaN or infinite logits, or a model that has no room for a token.
+    """
+    from entropix_jax.calibration.own_text import start_of_text
     from entropix_jax.generation import Generation
     from entropix_jax.results import Request
     from entropix_jax.sampler.presets import load_sampler
 
     changes = {"base.temperature": 1.0, "thresholds.calibrated": False}
     sampler = load_sampler("temperature").with_values(changes)
-    start = model.tokenizer.encode("", add_bos=True)
-    if not start:
-        raise UserError("--self: the tokenizer has no token that begins a text")
-    most = _OWN_ROWS * (model.config.max_positions - len(start))
-    if tokens > most:
-        raise UserError(f"--self-tokens must be at most {most} for this model, not {tokens}")
-    requests = [Request(start, str(row), -(-tokens // _OWN_ROWS)) for row in range(_OWN_ROWS)]
-    rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
-    if errors := [row.error for row in rows if row.error is not None]:
-        raise UserError(f"--self: {errors[0]}")
-    return [[*start, *(token.token_id for token in row.tokens)] for row in rows]
+    start = start_of_text(model)
+    room = max(model.config.max_positions - len(start), 1)  # with none the run itself says so
+    rounds, length = _rounds(tokens, room)
+    texts = []
+    for first in range(0, rounds * _OWN_ROWS, _OWN_ROWS):
+        requests = [Request(start, str(first + row), length) for row in range(_OWN_ROWS)]
+        rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
+        if errors := [row.error for row in rows if row.error is not None]:
+            raise UserError(f"--self: {errors[0]}")
+        texts += [[*start, *(token.token_id for token in row.tokens)] for row in rows]
+    return texts
 
 
 def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
     """What the thresholds are so far; none where a calibration is damaged."""
+    from entropix_jax.calibration.automatic import calibrate_sampler
+
     try:
-        values = sampler.calibrated(model.folder).values
+        values = calibrate_sampler(sampler, model, "reuse").values
     except UserError as error:
         print(f"note: {error}", file=sys.stderr)
         return {}

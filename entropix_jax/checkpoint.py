@@ -7,6 +7,7 @@ An index names files beside it, nothing else. Links are followed: the hub's own 
 them, and what they lead to is read as safetensors or refused, and never shown.
 """
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -31,6 +32,15 @@ from entropix_jax.precision import INT8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_KINDS = (
+    ".gguf",
+    ".json",
+    ".jinja",
+    ".safetensors",
+    ".model",
+)  # of files that make a model what it is
+_SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
 
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
@@ -319,3 +329,26 @@ def check_names(path: Path, stored: Mapping[str, StoredTensor], config: ModelCon
     if extra:
         name = min(extra)
         raise UserError(f"{stored[name].path}: tensor '{name}' has no place in this model")
+
+
+def fingerprint(path: Path) -> str:
+    """A hash that tells a model's folder, or GGUF file, from another: of its small files, and of
+    the size and both ends of each file of weights.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    hashed = hashlib.sha256()
+    try:
+        for one in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if not one.is_file() or one.suffix.lower() not in _KINDS:
+                continue
+            size = one.stat().st_size
+            hashed.update(f"{one.name}\0{size}\0".encode())
+            with one.open("rb") as file:
+                hashed.update(file.read(_SAMPLED_BYTES))
+                file.seek(max(size - _SAMPLED_BYTES, 0))
+                hashed.update(file.read())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return hashed.hexdigest()[:16]

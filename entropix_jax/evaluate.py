@@ -67,7 +67,7 @@ def _main(arguments: Arguments) -> int:
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.studies.command import run_study
-    from entropix_jax.studies.sweep import Setting, Sweep, names_of, tuning_of
+    from entropix_jax.studies.sweep import Calibrate, Setting, Sweep, names_of, tuning_of
 
     names = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
     tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
@@ -75,12 +75,12 @@ def _main(arguments: Arguments) -> int:
         raise UserError("--task must be given (see --help)")
     samplers = [load_sampler(name) for name in names]
 
-    def plan(model: Path) -> Sweep:
+    def plan(calibrate: Calibrate) -> Sweep:
         settings: tuple[Setting, ...] = ()
         tuning = None
         if arguments.tune:
             number, items = arguments.tune, arguments.tune_items
-            tuning = tuning_of(names, settings=number, items=items, seeds=[0], model=model)
+            tuning = tuning_of(names, settings=number, items=items, seeds=[0], calibrate=calibrate)
         else:
             settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
         return Sweep(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
@@ -62,7 +63,7 @@ class Generation:
         if isinstance(sampler, str):
             sampler = load_sampler(sampler)
         self.model = model
-        self.sampler = sampler.calibrated(model.folder)
+        self.sampler = calibrate_sampler(sampler, model)
         self.timings: dict[str, float] = {}
         prompt = requests[0].prompt
         self.rows = Rows(

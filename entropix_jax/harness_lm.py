@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from entropix_jax import __version__
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError, check_range, nearest
@@ -134,7 +135,7 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         if self.max_length > positions:
             raise UserError(f"max_length {max_length}: the model has {positions} positions")
         self.tokenizer = self.model.tokenizer
-        self.sampler = chosen.calibrated(self.model.folder)
+        self.sampler = calibrate_sampler(chosen, self.model)
         self._params = sampler_params(self.model, self.sampler)
         self._logged: set[str] = set()
         for note in self.sampler.notes:

@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     text = _read_text(arguments)
+    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.decode_state import Recording
     from entropix_jax.inspection import inspect
     from entropix_jax.loading import load
@@ -96,7 +97,7 @@ def _main(arguments: Arguments) -> int:
     use_compilation_cache()
     name = model_name(arguments.model)
     model = load(name, arguments.dtype, check=arguments.check)
-    sampler = sampler.calibrated(model.folder)
+    sampler = calibrate_sampler(sampler, model)
     tokens = model.tokenizer.encode(text, add_bos=True)
     inspected = inspect(
         model,

@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.cache import KVCache, init_cache
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import Extras, Recording, extras_of
 from entropix_jax.errors import UserError
@@ -128,7 +129,7 @@ def inspect(
     check_recording(model, recording)
     if len(tokens) < 2:
         raise UserError("the text is too short: the model expects nothing before its first token")
-    params = for_rows(sampler_params(model, sampler.calibrated(model.folder)), 1)
+    params = for_rows(sampler_params(model, calibrate_sampler(sampler, model)), 1)
     return _inspected(model, tokens, params, context, recording)
 
 
@@ -193,7 +194,7 @@ def entropies_of(
     ]
     if not parts:
         raise UserError("there is nothing to measure: no text has two tokens")
-    params = sampler_params(model, sampler.calibrated(model.folder))
+    params = sampler_params(model, calibrate_sampler(sampler, model, "reuse"))
     points = []
     for at in range(0, len(parts), _BATCH):
         batch = parts[at : at + _BATCH]

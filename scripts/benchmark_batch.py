@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -51,7 +52,7 @@ def run_through(
     model: LanguageModel, requests: list[Request], slots: int, sampler_name: str
 ) -> tuple[float, int, float]:
     """Seconds, tokens, and the share of slot-steps that were of use."""
-    sampler = load_sampler(sampler_name).calibrated(model.folder)
+    sampler = calibrate_sampler(load_sampler(sampler_name), model)
     params = params_of(model, sampler)
     engine = Engine(
         model, params, sampler.arms, slots=slots, capacity=CAPACITY, recording=Recording()

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode import decode
 from entropix_jax.decode_state import Recording
@@ -102,7 +103,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     model = load(args.model, "float32")
-    sweep = Sweep(model, [one.calibrated(model.folder) for one in settings()], args.tokens)
+    sweep = Sweep(model, [calibrate_sampler(one, model) for one in settings()], args.tokens)
     sweep.one_by_one()
     before = decode._cache_size()  # type: ignore[attr-defined]
     _, together = sweep.side_by_side()

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.cache import init_cache
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
@@ -56,7 +57,7 @@ def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, 
     """Of one text after the other: log-probabilities float32 [ROW, V], and the regimes int32
     [ROW]."""
     config = model.config
-    one = sampler_params(model, load_sampler("entropix").calibrated(model.folder))
+    one = sampler_params(model, calibrate_sampler(load_sampler("entropix"), model))
     params = for_rows(one, ROW)
 
     @jax.jit

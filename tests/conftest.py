@@ -68,6 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run to the next, beside pytest's own cache."""
     config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
     folder = config.cache.mkdir("jax")
+    # Nothing goes into the user's own cache. What other libraries keep there stays from one run to
+    # the next; calibrations do not: that they are made is what is tested.
+    own = config.cache.mkdir("user")
+    os.environ["XDG_CACHE_HOME"] = str(own)
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(own / "entropix_jax", ignore_errors=True)
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
         # Mutation testing imports this module before it knows which package it is to test.
         from entropix_jax.programs import drop_torn_programs

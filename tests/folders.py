@@ -12,11 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 from tiny.tokenizer import tokenizer_config, tokenizer_json
 
+from entropix_jax.calibration.output import calibration_text
 from entropix_jax.checkpoint import save_params
 from entropix_jax.config import ModelConfig, parse_model_config
+from entropix_jax.loading import CALIBRATION_FILE
 from entropix_jax.params import Params
 from tests.models import random_params
 
+PUBLISHED = {"h1": 0.3, "h2": 2.5, "u1": 1.2, "u2": 2.5}  # thresholds of `entropix` itself
 MAX_POSITIONS = 120  # one window, so that few programs are compiled
 
 
@@ -65,8 +68,14 @@ def sharp_params() -> Params:
     return replace(params, head=4.0 * params.head)
 
 
-def write_model(folder: Path, change: Callable[[Params], Params] = lambda params: params) -> Path:
-    """Writes a whole model folder, its weights changed at will."""
+def write_model(
+    folder: Path,
+    change: Callable[[Params], Params] = lambda params: params,
+    *,
+    calibrated: bool = True,
+) -> Path:
+    """Writes a whole model folder, its weights changed at will. Where it is not calibrated, what
+    first draws by its regimes makes thresholds for it."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = raw_config()
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
@@ -74,6 +83,8 @@ def write_model(folder: Path, change: Callable[[Params], Params] = lambda params
     (folder / "generation_config.json").write_text(json.dumps(generation))
     (folder / "tokenizer.json").write_text(tokenizer_text(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(MAX_POSITIONS)))
+    if calibrated:
+        (folder / CALIBRATION_FILE).write_text(calibration_text(PUBLISHED, "the sampler's file"))
     save_params(folder, change(sharp_params()), config_of_folder())
     return folder
 

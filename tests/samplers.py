@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import (
@@ -18,18 +21,27 @@ from entropix_jax.decode_state import (
     init_state,
 )
 from entropix_jax.information import AttnStats
+from entropix_jax.loading import CALIBRATION_FILE
 from entropix_jax.metrics import Metrics
 from entropix_jax.params import Params
 from entropix_jax.sampler.arms import ACTIONS, Proposal
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import RULES, SamplerParams
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import Sampler
 from entropix_jax.vocabulary import REGIMES
 from tests.models import random_params, tiny_config
 
 NUM_LAYERS = 2
 NUM_HEADS = 4
 EPSILON = 2.0**-7
+
+
+def calibrated(sampler: Sampler, folder: Path) -> Sampler:
+    """The sampler as it is for a model of that folder, with the thresholds that lie there alone."""
+    model: Any = SimpleNamespace(calibration_file=folder / CALIBRATION_FILE)
+    return calibrate_sampler(sampler, model, "read")
+
 
 # No box holds anything: every step is MID, and MID a plain draw.
 PLAIN: Mapping[str, Any] = {

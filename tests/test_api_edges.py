@@ -37,6 +37,7 @@ from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Task
 from tests.folders import write_model
+from tests.samplers import calibrated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
@@ -137,7 +138,7 @@ def without_template(place: Place) -> LanguageModel:
 def calibrate(place: Place, content: str, preset: str = "entropix", **changes: Any) -> None:
     place.file("calibration.json", content)
     changes = {key.replace("__", "."): value for key, value in changes.items()}
-    sampler_of(preset).with_values(changes).calibrated(place.folder)
+    calibrated(sampler_of(preset).with_values(changes), place.folder)
 
 
 def not_finite(place: Place) -> None:

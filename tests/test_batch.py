@@ -25,10 +25,10 @@ import pytest
 from entropix_jax import batch, distributed
 from entropix_jax.batches import run as run_module
 from entropix_jax.batches import sinks
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.run import BatchRun, Defaults, count_records, file_name
 from entropix_jax.batches.source import BadRecord, Record
 from entropix_jax.batches.store import Store
+from entropix_jax.checkpoint import fingerprint
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from entropix_jax import calibrate, main
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.calibration.boxes import boxes_of, occupancy
+from entropix_jax.calibration.own_text import start_of_text
+from entropix_jax.commandline import Count
 from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
@@ -78,7 +83,7 @@ def test_the_wanted_occupancy_holds_on_other_text(
     shares = [f"{regime}={share}" for regime, share in wanted.items()]
     result = command("--texts", *texts, "--wanted", *shares, "--sampler", base, "--output", output)
     assert result.status == 0, result.err
-    sampler = load_sampler(str(output)).calibrated(tiny.folder)
+    sampler = calibrate_sampler(load_sampler(str(output)), tiny)
     assert sampler.notes == ()  # its own thresholds, not the model's
     encode = tiny.tokenizer.encode
     others = [
@@ -139,28 +144,66 @@ def test_the_models_own_text_and_its_calibration_file(
 def test_what_the_text_does_not_allow(
     command: Callable[..., Result], texts: list[str], tmp_path: Path
 ) -> None:
+    """The nearest is taken, and a line says how far it is; refused only where that is asked for."""
     output = tmp_path / "mine.toml"
     impossible = ["lelv=0.1", "helv=0.6", "lehv=0.1", "hehv=0.1"]
-    result = command("--texts", texts[0], "--wanted", *impossible, "--output", output)
+    arguments = ("--texts", texts[0], "--wanted", *impossible, "--output", output)
+    result = command(*arguments, "--strict")
     assert (result.status, result.out) == (2, "")
     assert "the nearest that it allows is lelv" in result.err
     assert not output.exists()
+    result = command(*arguments)
+    assert result.status == 0
+    note, written = result.err.splitlines()
+    assert note.startswith("note: the text does not allow lelv 10.0%, helv 60.0%, lehv 10.0%")
+    assert re.search("the nearest that it allows is lelv .*%, mid .*%$", note)
+    assert written == f"{output}: written"
+    assert load_sampler(str(output)).values["thresholds.h1"] >= 0
+
+
+@dataclass(frozen=True)
+class FewerTokens(calibrate.Arguments):
+    self_tokens: Count = 3000
+
+
+def test_any_model_with_nothing_said(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few positions, and a tokenizer that puts no token before a text: more rows of fewer tokens,
+    from the token that ends a text."""
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = {key: value for key, value in settings.items() if key != "bos_token"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+    model = load(str(folder))
+    assert model.tokenizer.encode("", add_bos=True) == []
+    assert len(start_of_text(model)) == 1
+    output = tmp_path / "calibration.json"
+    monkeypatch.setattr(calibrate, "Arguments", FewerTokens)
+    result = command("--model", folder, "--output", output)
+    assert result.status == 0, result.err
+    content = json.loads(output.read_text())
+    assert content["source"] == "3008 tokens of the model's own text"  # twice 32 of 47
+
+
+@pytest.mark.parametrize(
+    ("room", "shape"), [(1, (625, 1)), (63, (10, 63)), (511, (2, 313)), (8000, (1, 625))]
+)
+def test_the_default_number_of_tokens_fits_any_model(room: int, shape: tuple[int, int]) -> None:
+    assert calibrate._rounds(calibrate.Arguments(output="").self_tokens, room) == shape
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--output", "x.toml"), "give texts with --texts FILE ..., or --self"),
         (("--self", "--output", "x.txt"), "a sampler file ends in .toml"),
         (("--self", "--output", "/no/such/folder/x.toml"), "no folder /no/such/folder"),
         (("--self", "--output", "x.toml", "--wanted", "lelv"), "--wanted lelv: expected one of"),
         (("--self", "--output", "x.toml", "--wanted", "lelv=2"), "--wanted lelv=2"),
         (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
         (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
-        (
-            ("--self", "--output", "x.toml", "--self-tokens", 200_000),
-            "--self-tokens must be at most 131040 for this model, not 200000",
-        ),
         (("--self", "--output", "x.toml", "--sampler", "document-001"), "cannot be calibrated"),
         (("--texts", "/no/such/text", "--output", "x.toml"), "/no/such/text: no such file"),
     ],

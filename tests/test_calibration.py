@@ -24,11 +24,11 @@ from entropix_jax.calibration.output import calibration_text, preset_text, write
 from entropix_jax.calibration.plane import draw_plane
 from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
+from entropix_jax.loading import CALIBRATION_FILE
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.sampler.settings import CALIBRATION_FILE
 from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
-from tests.samplers import metrics_of, params_of
+from tests.samplers import calibrated, metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")
 BOUNDS = {"h1": 0.5, "h2": 2.0, "u1": 1.0, "u2": 3.0}
@@ -349,7 +349,7 @@ def test_a_written_preset_is_read_as_it_was_meant(tmp_path: Path) -> None:
     assert {k: sampler.values[k] for k in rest} == rest
     # A model's own thresholds do not take their place.
     (tmp_path / CALIBRATION_FILE).write_text(calibration_text(BOUNDS, "elsewhere"))
-    assert sampler.calibrated(tmp_path).values["thresholds.u1"] == 1 / 3
+    assert calibrated(sampler, tmp_path).values["thresholds.u1"] == 1 / 3
 
     # One that extends a file, by its path from the new one's folder.
     write_text(tmp_path / "next.toml", preset_text("new/mine.toml", BOUNDS, ""))
@@ -362,7 +362,7 @@ def test_a_written_calibration_is_the_models(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / CALIBRATION_FILE).read_text())
     assert list(stored["thresholds"]) == list(THRESHOLDS)
     assert stored["source"] == "a text"
-    sampler = ENTROPIX.calibrated(tmp_path)
+    sampler = calibrated(ENTROPIX, tmp_path)
     assert {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS} == thresholds
 
 

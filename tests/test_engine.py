@@ -13,6 +13,7 @@ import pytest
 from verification.comparison import compare
 
 from entropix_jax import engine as module
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.config import GenerationConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import Recording
@@ -47,7 +48,7 @@ def job(
     stop: Sequence[str] = (),
     eos_ids: Sequence[int] = (),
 ) -> RunningRow:
-    sampler = sampler.calibrated(model.folder)
+    sampler = calibrate_sampler(sampler, model)
     return RunningRow(
         number,
         Row(request),

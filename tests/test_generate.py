@@ -20,14 +20,13 @@ from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
-from entropix_jax.loading import LanguageModel, load
+from entropix_jax.loading import CALIBRATION_FILE, LanguageModel, load
 from entropix_jax.metrics import Metrics
 from entropix_jax.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import CALIBRATION_FILE
 from entropix_jax.tokenizer import load_tokenizer
 from entropix_jax.vocabulary import BOXES
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model

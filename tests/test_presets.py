@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
+from entropix_jax.loading import CALIBRATION_FILE
 from entropix_jax.metrics import Metrics
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.arms import ARMS, SAMPLE, Proposal, RowView, draw, propose
@@ -24,9 +25,9 @@ from entropix_jax.sampler.params import (
     scalars,
 )
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
-from entropix_jax.sampler.settings import CALIBRATION_FILE, Sampler
+from entropix_jax.sampler.settings import Sampler
 from entropix_jax.vocabulary import BOXES, REGIMES
-from tests.samplers import EPSILON, encode, metrics_of, params_of
+from tests.samplers import EPSILON, calibrated, encode, metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")
 BASELINES = (
@@ -567,7 +568,7 @@ def test_an_arm_of_ones_own() -> None:
     """It stands beside the others, under its name, through all that makes a sampler."""
     sampler = ENTROPIX.with_arm("cautious", cautious).with_values({"arms.mid": "cautious"})
     assert [*sampler.arms] == [*ARMS, "cautious"]
-    assert sampler.calibrated(Path("nowhere")).arms == sampler.arms
+    assert calibrated(sampler, Path("nowhere")).arms == sampler.arms
     params = sampler.params(num_layers=2, epsilon=EPSILON, encode=encode)
     assert params.arms.tolist() == [*params_of("entropix").arms[:-1], len(ARMS)]
     row = RowView(*[jnp.asarray(True)] * 3)
@@ -685,7 +686,7 @@ def test_a_sampler_shows_what_was_changed() -> None:
 def calibrate(folder: Path, content: Any) -> Sampler:
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / CALIBRATION_FILE).write_text(text)
-    return ENTROPIX.calibrated(folder)
+    return calibrated(ENTROPIX, folder)
 
 
 THRESHOLDS = {"h1": 0.5, "h2": 3.5, "u1": 0.75, "u2": 4}
@@ -703,7 +704,7 @@ def test_calibrated_thresholds(tmp_path: Path) -> None:
 
 
 def test_uncalibrated_models_are_noted(tmp_path: Path) -> None:
-    sampler = ENTROPIX.calibrated(tmp_path)
+    sampler = calibrated(ENTROPIX, tmp_path)
     assert sampler.values == ENTROPIX.values
     assert len(sampler.notes) == 1
     assert "never calibrated" in sampler.notes[0]
@@ -712,7 +713,7 @@ def test_uncalibrated_models_are_noted(tmp_path: Path) -> None:
 def test_a_documents_own_bounds_stay(tmp_path: Path) -> None:
     calibrate(tmp_path, {"thresholds": THRESHOLDS})
     document = load_sampler("document-001")
-    assert document.calibrated(tmp_path) == document
+    assert calibrated(document, tmp_path) == document
 
 
 @pytest.mark.parametrize(
@@ -755,7 +756,7 @@ def test_thresholds_of_ones_own_are_not_calibrated_away(tmp_path: Path) -> None:
     )
     own = tmp_path / "own.toml"
     own.write_text('extends = "entropix"\n[thresholds]\nh1 = 0.2\n', encoding="utf-8")
-    sampler = load_sampler(str(own)).calibrated(tmp_path)
+    sampler = calibrated(load_sampler(str(own)), tmp_path)
     assert sampler.values["thresholds.h1"] == 0.2
     assert sampler.notes == ()
 
@@ -764,29 +765,29 @@ def test_what_a_user_changed_stands_above_the_calibration(tmp_path: Path) -> Non
     """Whether it was changed before or after, and even where it fits beside no published bound."""
     calibrate(tmp_path, {"thresholds": THRESHOLDS})
     folder = tmp_path
-    before = ENTROPIX.with_values({"thresholds.h1": 3.0}).calibrated(folder)
-    after = ENTROPIX.calibrated(folder).with_values({"thresholds.h1": 3.0})
-    for sampler in (before, after, after.calibrated(folder)):
+    before = calibrated(ENTROPIX.with_values({"thresholds.h1": 3.0}), folder)
+    after = calibrated(ENTROPIX, folder).with_values({"thresholds.h1": 3.0})
+    for sampler in (before, after, calibrated(after, folder)):
         assert sampler.values["thresholds.h1"] == 3.0
         assert sampler.values["thresholds.h2"] == 3.5
     with pytest.raises(UserError, match=r"thresholds.h1 = 4.0 is above thresholds.h2 = 3.5"):
-        ENTROPIX.with_values({"thresholds.h1": 4.0}).calibrated(folder)
+        calibrated(ENTROPIX.with_values({"thresholds.h1": 4.0}), folder)
 
 
 def test_calibration_can_be_switched_off_and_on(tmp_path: Path) -> None:
     calibrate(tmp_path, {"thresholds": THRESHOLDS})
     folder = tmp_path
-    off = ENTROPIX.with_values({"thresholds.calibrated": False}).calibrated(folder)
+    off = calibrated(ENTROPIX.with_values({"thresholds.calibrated": False}), folder)
     assert off.values["thresholds.h2"] == 2.5
     assert off.notes == ()
     on = load_sampler("document-001").with_values({"thresholds.calibrated": True})
-    assert on.calibrated(folder).values["thresholds.h2"] == 3.5
+    assert calibrated(on, folder).values["thresholds.h2"] == 3.5
 
 
 def test_no_note_where_all_thresholds_are_given(tmp_path: Path) -> None:
     given = {"thresholds.h1": 0.1, "thresholds.h2": 1.0, "thresholds.u1": 0.1, "thresholds.u2": 1.0}
-    assert ENTROPIX.with_values(given).calibrated(tmp_path).notes == ()
-    assert ENTROPIX.calibrated(tmp_path).notes != ()
+    assert calibrated(ENTROPIX.with_values(given), tmp_path).notes == ()
+    assert calibrated(ENTROPIX, tmp_path).notes != ()
 
 
 def test_a_sampler_cannot_be_changed_behind_its_checks() -> None:

@@ -31,8 +31,9 @@ from tiny.corpus import Comparison, compare
 from tiny.tokenizer import build_tokenizer
 
 from entropix_jax import ablate, evaluate
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.store import Store
+from entropix_jax.calibration.automatic import calibrate_sampler
+from entropix_jax.checkpoint import fingerprint
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.decode import decode
 from entropix_jax.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
@@ -434,7 +435,7 @@ def test_what_made_it_is_recorded(done: Path, tiny: LanguageModel) -> None:
     assert {*about} >= {"commit", "model", "precision", "split", "tasks", "description"}
     assert [*about["settings"]] == [*SETTINGS]
     for name, sampler in chosen(done).items():
-        values = dict(sampler.calibrated(tiny.folder).values)
+        values = dict(calibrate_sampler(sampler, tiny).values)
         assert about["settings"][name]["parameters"] == json.loads(json.dumps(values))
         assert about["settings"][name]["sampler"] == sampler.name
 

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from entropix_jax.studies.sweep import (
     read_sweep,
     tuning_of,
 )
+from tests.samplers import calibrated
 
 SHIPPED = sorted(
     path.stem
@@ -168,15 +170,16 @@ def test_what_does_not_go_together_is_drawn_anew(tmp_path: Path) -> None:
 def test_draws_go_with_the_models_thresholds(tmp_path: Path) -> None:
     thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
     write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
+    of_model = partial(calibrated, folder=tmp_path)
     (group,) = tuning_of(
-        ["entropix"], settings=40, items=1, seeds=[0], model=tmp_path
+        ["entropix"], settings=40, items=1, seeds=[0], calibrate=of_model
     ).candidates.values()
-    own = [setting.sampler.calibrated(tmp_path).values for setting in group]
+    own = [calibrated(setting.sampler, tmp_path).values for setting in group]
     assert own[0]["thresholds.u1"] == 0.2
     assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
     over = "'thresholds.h1' = { from = 0, to = 4 }\n"
     text = f'tasks = ["sums"]\n[random]\nsettings = 40\n[random.over]\n{over}'
-    sweep = read_sweep(write(tmp_path, text), tmp_path)
+    sweep = read_sweep(write(tmp_path, text), of_model)
     assert len(varied(sweep)) == 40
     assert all(point["thresholds.h1"] <= 2.0 for point in varied(sweep))
 

@@ -8,12 +8,12 @@ import pytest
 
 import entropix_jax
 from entropix_jax import engine
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
-from entropix_jax.loading import LanguageModel
+from entropix_jax.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import CALIBRATION_FILE
 from entropix_jax.vocabulary import REGIMES
 from tests.models import teacher_forced
 
@@ -90,7 +90,7 @@ def _set(engine: Engine, steps: int) -> None:
 
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
     thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
-    sampler = load_sampler("entropix").calibrated(tiny.folder)
+    sampler = calibrate_sampler(load_sampler("entropix"), tiny)
     assert sampler.notes == ()
     assert {k: sampler.values[f"thresholds.{k}"] for k in thresholds} == thresholds
 

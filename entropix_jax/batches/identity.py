@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
 
 FORMAT_VERSION = 1
-_KINDS = (
-    ".gguf",
-    ".json",
-    ".jinja",
-    ".safetensors",
-    ".model",
-)  # of files that make a model what it is
-_SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
 
 
 def json_document(content: Mapping[str, Any]) -> bytes:
@@ -101,27 +91,3 @@ def difference_of(
             shown = [text if len(text) <= 80 else f"{text[:77]}..." for text in values]
             return f"{within}{key}", shown[0], shown[1]
     return None
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash that tells a model's folder, or GGUF file, from another: of its small files, and of
-    the size and both ends of each file of weights.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    hashed = hashlib.sha256()
-    try:
-        files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
-        for path in files:
-            if not path.is_file() or path.suffix.lower() not in _KINDS:
-                continue
-            size = path.stat().st_size
-            hashed.update(f"{path.name}\0{size}\0".encode())
-            with path.open("rb") as file:
-                hashed.update(file.read(_SAMPLED_BYTES))
-                file.seek(max(size - _SAMPLED_BYTES, 0))
-                hashed.update(file.read())
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read: {error.strerror}") from None
-    return hashed.hexdigest()[:16]

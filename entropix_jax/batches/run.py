@@ -18,6 +18,7 @@ from entropix_jax.batches.ahead import Ahead
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.places import local_path
 from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.calibration.automatic import May, calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
@@ -83,6 +84,7 @@ class BatchRun:
         recording: Recording | None = None,
         traces: Path | None = None,
         name: str = "",
+        thresholds: May = "make",
     ) -> None:
         """Checks what can be checked before anything is computed.
 
@@ -92,6 +94,7 @@ class BatchRun:
             recording: what the tokens of traces hold besides the usual.
             traces: a folder for a trace of each record.
             name: what traces call the model.
+            thresholds: how the samplers get the model's own, see `calibrate_sampler`.
 
         Raises:
             UserError: a sampler, a recording, end tokens or a way to put prompts that do not fit
@@ -110,7 +113,8 @@ class BatchRun:
         encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
         self._traces = traces
         self._name = name
-        own = defaults.sampler.calibrated(model.folder)
+        self._thresholds = thresholds
+        own = calibrate_sampler(defaults.sampler, model, thresholds)
         self._own = (own, sampler_params(model, own))
         self._sampler = functools.lru_cache(_SAMPLERS)(self._load_sampler)
         self._jobs: dict[int, _Job] = {}
@@ -210,7 +214,7 @@ class BatchRun:
         )
 
     def _load_sampler(self, name: str) -> tuple[Sampler, SamplerParams]:
-        sampler = load_sampler(name).calibrated(self._model.folder)
+        sampler = calibrate_sampler(load_sampler(name), self._model, self._thresholds)
         return sampler, sampler_params(self._model, sampler)
 
     def _end(

@@ -29,6 +29,7 @@ class Solution:
 
     thresholds: dict[str, float]  # h1, h2 in bits; u1, u2 in bits^2
     occupancy: dict[str, float]  # the share of each of REGIMES
+    missed: str | None = None  # how far that is from the wanted one, where it is out of reach
 
 
 def solve(
@@ -36,6 +37,8 @@ def solve(
     wanted: Mapping[str, float],
     boxes: Boxes,
     tolerance: float = TOLERANCE,
+    *,
+    nearest: bool = False,
 ) -> Solution:
     """The four bounds, solved for together, whose occupancy is nearest to the wanted one.
 
@@ -57,10 +60,11 @@ def solve(
         wanted: the share of each of BOXES; the rest is MID's.
         boxes: of the sampler.
         tolerance: the largest deviation of a share that is taken.
+        nearest: take the nearest occupancy that the points allow, however far it is.
 
     Raises:
-        UserError: no points or not finite ones, shares that are none, or an occupancy that the
-        points do not allow; the nearest that they do is named.
+        UserError: no points or not finite ones, shares that are none, or, without `nearest`, an
+        occupancy that the points do not allow; the nearest that they do is named.
     """
     points = np.asarray(points, np.float32)
     if not len(points):
@@ -80,12 +84,15 @@ def solve(
         for i, (name, cut) in enumerate(zip(THRESHOLDS, bounds, strict=True))
     }
     reached = occupancy(points, thresholds, boxes)
+    missed = None
     if np.abs(np.array(list(reached.values())) - goal).max() > tolerance + 1e-9:
-        raise UserError(
-            f"calibration: the text does not allow {_percentages(dict(wanted))} "
+        missed = (
+            f"the text does not allow {_percentages(dict(wanted))} "
             f"(to within {tolerance:.1%}); the nearest that it allows is {_percentages(reached)}"
         )
-    return Solution(thresholds, reached)
+    if missed is not None and not nearest:
+        raise UserError(f"calibration: {missed}")
+    return Solution(thresholds, reached, missed)
 
 
 def _goal(wanted: Mapping[str, float]) -> np.ndarray:

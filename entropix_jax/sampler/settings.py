@@ -29,8 +29,6 @@ from entropix_jax.sampler.params import (
 )
 from entropix_jax.vocabulary import BOXES, LARGEST, QUANTITIES, REGIMES, THRESHOLDS, read_condition
 
-CALIBRATION_FILE = "calibration.json"
-
 _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
@@ -44,6 +42,9 @@ _OTHER = {
     "draw.bans",
     *(f"regimes.{box}" for box in BOXES),
 }
+# Arms that depend on the regimes even where they serve them all: a rollout ends where the model is
+# sure again, and so does the time after a thought.
+_LOOK_AROUND = {"branch", "inject"}
 _ARM_KEYS = {f"arms.{regime}" for regime in REGIMES}
 REQUIRED = {*scalars(), *_ARM_KEYS, *_CHOICES, *_OTHER}
 _KEYS = sorted(REQUIRED | {f"thresholds.{name}" for name in THRESHOLDS})
@@ -81,7 +82,7 @@ class Sampler:
         Raises:
             UserError: an unknown key (the nearest known one is named), a value of the wrong type or
                 out of range, or bounds that nothing can lie between. Thresholds that may only fit
-                beside a model's own are checked by `calibrated`.
+                beside a model's own are checked by `with_thresholds`.
         """
         for key in changes:
             check_key(key, self.name)
@@ -107,30 +108,38 @@ class Sampler:
             raise UserError(f"sampler '{self.name}': there is an arm '{name}' already")
         return replace(self, arms={**self.arms, name: arm})
 
-    def calibrated(self, model_folder: Path) -> "Sampler":
-        """This sampler with the model's own thresholds, where it asks for calibrated ones.
+    @property
+    def follows_thresholds(self) -> bool:
+        """Whether a threshold that the user did not set can change the text: not where one arm that
+        draws alike in all regimes serves them all, as in the baselines."""
+        arms = {self.values[f"arms.{regime}"] for regime in REGIMES}
+        if len(arms) == 1 and not arms & _LOOK_AROUND:
+            return False
+        conditions = (text for box in BOXES for text in self.values[f"regimes.{box}"])
+        bounds = {read_condition(text)[2] for text in conditions}
+        free = {name for name in THRESHOLDS if f"thresholds.{name}" not in self.changes}
+        return bool(bounds & free)
 
-        They come from `calibration.json` in the model's folder. Without that file those of the
-        sampler's own file stay, and a note says so.
+    def with_thresholds(
+        self, thresholds: Mapping[str, float], where: str = "", notes: tuple[str, ...] = ()
+    ) -> "Sampler":
+        """This sampler with a model's own thresholds, where it asks for calibrated ones, in the
+        place of those that it had of a model.
+
+        Args:
+            thresholds: h1, h2 (bits), u1, u2 (bits^2); none: those of the sampler's own file stay.
+            where: what they are from, for the error's line.
+            notes: take the place of the sampler's.
 
         Raises:
-            UserError: the file is damaged, or the bounds leave nothing between them.
+            UserError: a threshold is none, or the bounds leave nothing between them.
         """
-        thresholds: dict[str, Any] = {}
-        notes: tuple[str, ...] = ()
-        path = model_folder / CALIBRATION_FILE
-        keys = [f"thresholds.{name}" for name in THRESHOLDS]
-        if self.values["thresholds.calibrated"] and path.exists():
-            stored = read_json_object(path).get("thresholds")
-            if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
-                raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
-            thresholds = {f"thresholds.{name}": value for name, value in stored.items()}
-            check_values(thresholds, str(path))
-        elif self.values["thresholds.calibrated"] and not set(keys) <= set(self.changes):
-            notes = (f"'{self.name}': model never calibrated, the published thresholds are used",)
-        calibrated = replace(self, thresholds=thresholds, notes=notes)
-        check_whole(calibrated.values, f"{self.name} with {path}" if thresholds else self.name)
-        return calibrated
+        own = {f"thresholds.{name}": value for name, value in thresholds.items()}
+        own = own if self.values["thresholds.calibrated"] else {}
+        check_values(own, where)
+        fitted = replace(self, thresholds=own, notes=notes)
+        check_whole(fitted.values, f"{self.name} with {where}" if own else self.name)
+        return fitted
 
     def params(
         self, *, num_layers: int, epsilon: float, encode: Callable[[str], Sequence[int]]
@@ -187,6 +196,19 @@ class Sampler:
             "thoughts": np.stack([_padded(ids, MAX_THOUGHT, 0) for ids in encoded]),
             "lengths": np.array([len(ids) for ids in encoded], np.int32),
         }
+
+
+def read_thresholds(path: Path) -> dict[str, float]:
+    """A model's own thresholds, from its calibration file.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold the four.
+    """
+    stored = read_json_object(path).get("thresholds")
+    if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
+        raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
+    check_values({f"thresholds.{name}": value for name, value in stored.items()}, str(path))
+    return stored
 
 
 def check_key(key: str, where: str) -> None:

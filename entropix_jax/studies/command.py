@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from entropix_jax.batches.progress import ProgressView, Standing
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.commandline import EXIT_OK, model_name
 from entropix_jax.errors import check_range
 from entropix_jax.interrupts import deferred_interrupts, exit_status
-from entropix_jax.loading import check_backend, load, resolve_model
+from entropix_jax.loading import LanguageModel, check_backend, load, resolve_model
 from entropix_jax.programs import use_compilation_cache
 from entropix_jax.studies.study import Study
-from entropix_jax.studies.sweep import Sweep
+from entropix_jax.studies.sweep import Calibrate, Sweep
 
 if TYPE_CHECKING:
     from entropix_jax.batches.store import Store
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_study(
-    plan: Callable[[Path], Sweep],
+    plan: Callable[[Calibrate], Sweep],
     folder: Path,
     *,
     model: str | None,
@@ -37,7 +39,8 @@ def run_study(
     """Runs a study, tells what it found, and returns the exit status.
 
     Args:
-        plan: gives the study, from the folder of the model.
+        plan: gives the study, from what gives a sampler the model's thresholds. The model is not
+            loaded before it is asked for: a mistake in the study should not wait for that.
 
     Raises:
         UserError: whatever a user can mend.
@@ -45,17 +48,27 @@ def run_study(
     check_range("--slots", slots, 1)
     model = model_name(model)
     place = resolve_model(model)
-    sweep = plan(place)
-    check_backend()
-    use_compilation_cache()
-    loaded = load(str(place), dtype)
+
+    @cache
+    def loaded() -> LanguageModel:
+        check_backend()
+        use_compilation_cache()
+        return load(str(place), dtype)
+
+    sweep = plan(lambda sampler: calibrate_sampler(sampler, loaded()))
     # The cache of the hub names a snapshot's folder by its commit.
     name = place.resolve().name if Path(model).exists() else model
-    study = Study(loaded, sweep, folder, name=name, slots=slots)
+    study = Study(loaded(), sweep, folder, name=name, slots=slots)
+
+    told: set[str] = set()
 
     @contextmanager
     def watch(phase: str, number: int, store: Store, run: TrialRun) -> Iterator[Callable[[], None]]:
         done = f", {store.done} of them are done already" if store.done else ""
+        for note in run.notes:
+            if note not in told:
+                print(f"note: {note}", file=sys.stderr)
+                told.add(note)
         print(f"{phase}: {number} rows{done}", file=sys.stderr)
 
         def standing() -> Standing:

@@ -22,9 +22,9 @@ import jax
 import numpy as np
 
 from entropix_jax import __version__
-from entropix_jax.batches.identity import fingerprint
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.store import Store
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
@@ -194,7 +194,7 @@ class Study:
     def _identity(self, phase: _Phase, settings: Sequence[Setting]) -> dict[str, Any]:
         model = self._model
         return {
-            "model_fingerprint": fingerprint(model.folder),
+            "model_fingerprint": model.fingerprint,
             "precision": model.precision.to_json(),
             "phase": phase.name,
             "tasks": [task.name for task in self._tasks],  # wherever their files lie
@@ -203,7 +203,7 @@ class Study:
             "seeds": list(phase.seeds),
             "max_new_tokens": self._sweep.max_new_tokens,
             "settings": {
-                setting.name: dict(setting.sampler.calibrated(model.folder).values)
+                setting.name: dict(calibrate_sampler(setting.sampler, model).values)
                 for setting in settings
             },
             "version": __version__,
@@ -247,7 +247,7 @@ class Study:
         sweep, model = self._sweep, self._model
         return {
             "description": sweep.description,
-            "model": f"{self._name} ({fingerprint(model.folder)})",
+            "model": f"{self._name} ({model.fingerprint})",
             "precision": model.precision.to_json(),
             "tasks": list(sweep.tasks) or [sweep.prompts],
             "split": sweep.split,
@@ -274,7 +274,7 @@ class Study:
                 "sampler": setting.sampler.name,
                 "varied": dict(setting.varied),
                 "parameters": dict(
-                    sorted(setting.sampler.calibrated(self._model.folder).values.items())
+                    sorted(calibrate_sampler(setting.sampler, self._model).values.items())
                 ),
             }
             for setting in settings

@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -66,6 +66,8 @@ _KEYS = (
     *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
     *("baseline", "set", "settings", "grid", "random", "tuning"),
 )
+
+Calibrate = Callable[[Sampler], Sampler]  # a sampler with the thresholds of some model
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,17 @@ class Sweep:
     baseline: str  # the name of a setting, tuned ones included
 
 
-def read_sweep(path: Path, model: Path | None = None) -> Sweep:
+def read_sweep(path: Path, calibrate: Calibrate = lambda sampler: sampler) -> Sweep:
     """The sweep of a file.
 
     Args:
-        model: the folder of the model it is for: what is drawn goes with its calibrated thresholds.
+        calibrate: gives a sampler the thresholds of the model that the sweep is for, with which
+            what is drawn has to go. Called only where something is drawn.
 
     Raises:
         UserError: it is none; the line names the file and the key.
     """
-    return _Reader(str(path), read_toml(path), path.parent, model).sweep()
+    return _Reader(str(path), read_toml(path), path.parent, calibrate).sweep()
 
 
 def find_sweep(name: str) -> Path:
@@ -167,7 +170,7 @@ def tuning_of(
     seeds: Sequence[int],
     over: Mapping[str, Mapping[str, Any]] | None = None,
     common: Mapping[str, Any] | None = None,
-    model: Path | None = None,
+    calibrate: Calibrate = lambda sampler: sampler,
 ) -> Tuning:
     """Candidates for each sampler: its own values, then random draws from its ranges.
 
@@ -179,7 +182,7 @@ def tuning_of(
         settings: candidates of each.
         over: ranges by sampler and key; those of `configs/ablations/ranges.toml` for the others.
         common: changes of all samplers.
-        model: as for `read_sweep`.
+        calibrate: as for `read_sweep`.
 
     Raises:
         UserError: an unknown sampler or key, one name for two samplers, no ranges for one, or a
@@ -189,7 +192,7 @@ def tuning_of(
     shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
     for place in samplers:
-        sampler = _meant_for(model, changed_by(load_sampler(place), common or {}))
+        sampler = calibrate(changed_by(load_sampler(place), common or {}))
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
@@ -205,11 +208,6 @@ def tuning_of(
         if name not in candidates:
             raise UserError(f"over.{name}: not among the samplers{nearest(name, [*candidates])}")
     return Tuning(candidates, items, tuple(seeds))
-
-
-def _meant_for(model: Path | None, sampler: Sampler) -> Sampler:
-    """The sampler with the model's thresholds, which its draws have to go with."""
-    return sampler if model is None else sampler.calibrated(model)
 
 
 def _shipped_ranges() -> dict[str, dict[str, Any]]:
@@ -237,11 +235,11 @@ def _inherited_ranges(
 class _Reader:
     """Reads one file's sweep; what is wrong is told with the file's name."""
 
-    def __init__(self, where: str, raw: dict[str, Any], folder: Path, model: Path | None) -> None:
+    def __init__(self, where: str, raw: dict[str, Any], folder: Path, calibrate: Calibrate) -> None:
         self._where = where
         self._raw = raw
         self._folder = folder
-        self._model = model
+        self._calibrate = calibrate
 
     def sweep(self) -> Sweep:
         raw = self._raw
@@ -337,7 +335,7 @@ class _Reader:
         if not ranges:
             raise self._error("random.over: no key to draw values of")
         try:
-            calibrated = _meant_for(self._model, base)
+            calibrated = self._calibrate(base)
             for drawn, sampler in draws_of(ranges, rng, calibrated, number, "random.over"):
                 yield Setting(name_of(drawn), sampler, drawn, base.name)
         except UserError as error:
@@ -365,7 +363,7 @@ class _Reader:
                 seeds=seeds,
                 over=ranges,
                 common=self._values(self._raw.get("set", {}), "set"),
-                model=self._model,
+                calibrate=self._calibrate,
             )
         except UserError as error:
             raise self._error(f"tuning: {error}") from None

@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.batches.store import Store
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
@@ -196,6 +197,8 @@ class TrialRun:
         self._model = model
         self._capacity = capacity
         self._samplers = {setting.name: self._prepared(setting) for setting in settings}
+        notes = (note for sampler, _ in self._samplers.values() for note in sampler.notes)
+        self.notes = tuple(dict.fromkeys(notes))  # what a user should know of the samplers
         sampler, params = next(iter(self._samplers.values()))
         self.tokens = 0
         self.engine = Engine(
@@ -238,7 +241,7 @@ class TrialRun:
 
     def _prepared(self, setting: Setting) -> tuple[Sampler, SamplerParams]:
         try:
-            calibrated = setting.sampler.calibrated(self._model.folder)
+            calibrated = calibrate_sampler(setting.sampler, self._model)
             return calibrated, sampler_params(self._model, calibrated)
         except UserError as error:
             raise UserError(f"setting '{setting.name}': {error}") from None

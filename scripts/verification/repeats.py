@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import entropix_jax
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.loading import LanguageModel, load
@@ -93,7 +94,7 @@ def rows_of(model: LanguageModel, numbers: Sequence[int], slots: int) -> list[Ro
     running = []
     for i in numbers:
         presets = preset_names()
-        sampler = load_sampler(presets[i % len(presets)]).calibrated(model.folder)
+        sampler = calibrate_sampler(load_sampler(presets[i % len(presets)]), model)
         prompt = model.tokenizer.encode(PROMPTS[i % len(PROMPTS)], add_bos=True)
         request = Request(prompt, f"row {i}", budgets[i])
         running.append(

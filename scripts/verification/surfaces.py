@@ -383,7 +383,7 @@ def _preset(folder: Path) -> tuple[list[bytes], Reader]:
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
-        return _traced(load_sampler(str(path)).calibrated(folder))
+        return _traced(load_sampler(str(path)).with_thresholds({}))
 
     return [p.read_bytes() for p in sorted(resource_folder("configs").glob("*.toml"))], read
 
@@ -391,13 +391,14 @@ def _preset(folder: Path) -> tuple[list[bytes], Reader]:
 def _calibration(folder: Path) -> tuple[list[bytes], Reader]:
     from entropix_jax.calibration.output import calibration_text
     from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.sampler.settings import read_thresholds
 
     path = folder / "calibration.json"
     sampler = load_sampler("entropix")
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
-        return _traced(sampler.calibrated(folder))
+        return _traced(sampler.with_thresholds(read_thresholds(path), str(path)))
 
     thresholds = {"h1": 0.334, "h2": 3.8, "u1": 2.15, "u2": 2.344}
     return [calibration_text(thresholds, "some text").encode()], read

@@ -1,0 +1,122 @@
+"""What a model writes from nothing at temperature 1, and how uncertain it is about it: a loop that
+holds nothing of a sampler, and so compiles in a few seconds."""
+
+import os
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from entropix_jax.cache import KVCache, init_cache
+from entropix_jax.config import ModelConfig
+from entropix_jax.information import entropy_and_varentropy
+from entropix_jax.loading import LanguageModel
+from entropix_jax.model import forward, unembed
+from entropix_jax.params import Params, count_params
+from entropix_jax.sharding import weights_bytes
+
+# About 4,000 tokens: each share of a regime is then known to half a percentage point or so. In
+# texts as long as an answer, since a model is less certain where a text begins.
+TOKENS = 4096
+_LENGTH = 256  # tokens of a text
+_CHUNK = 16  # steps between two looks at the clock
+_MOST_ROWS = 256
+_SEED = 0
+
+_Carry = tuple[KVCache, jax.Array]
+
+# What no machine of today does much better, to tell at once where there is no hope: one core of a
+# processor, and any other device.
+_FLOPS_OF_A_CORE = 25e9  # per second, with so few rows
+_BYTES_OF_A_DEVICE = 4e12  # read per second
+_COMPILING = 1.5, 0.1  # seconds, and for each layer
+
+
+def start_of_text(model: LanguageModel) -> list[int]:
+    """The tokens that a text begins with, at least one.
+
+    Where the tokenizer puts none: the one that the checkpoint names for it, one that ends a text
+    (in training it stood between two), or a new line.
+    """
+    tokenizer = model.tokenizer
+    if start := tokenizer.encode("", add_bos=True):
+        return start
+    named = (tokenizer.named_token_id(name) for name in ("bos_token", "eos_token"))
+    found = [i for i in (*named, *model.generation.eos_ids) if i is not None]
+    return (found or tokenizer.encode_within("\n") or [0])[:1]
+
+
+def measure_own_text(model: LanguageModel, seconds: float) -> np.ndarray | None:
+    """Entropy (bits) and varentropy (bits^2) before each token that the model writes: float32
+    [n, 2], with n about TOKENS, the same ones each time.
+
+    Args:
+        seconds: how long it may take. Compiling is not interrupted.
+
+    Returns:
+        The points; None where it takes too long.
+    """
+    began = time.perf_counter()
+    length = min(_LENGTH, model.config.max_positions)
+    chunk = min(_CHUNK, length)
+    chunks = length // chunk
+    rows = min(-(-TOKENS // (chunk * chunks)), _MOST_ROWS)
+    cache = init_cache(model.config, rows, chunk * chunks, model.precision.activations)
+    tokens = jnp.full(rows, start_of_text(model)[0], jnp.int32)
+    key = jax.random.key(_SEED)
+    points = []
+    for left in reversed(range(chunks)):
+        before = time.perf_counter()
+        cache, tokens, found = _write(
+            model.params, cache, tokens, key, config=model.config, steps=chunk
+        )
+        points.append(np.asarray(found).reshape(-1, 2))
+        now = time.perf_counter()
+        # The first chunk's time tells little of the others': it compiles.
+        pace = now - before if len(points) > 1 else 0.0
+        if left and now - began + left * pace > seconds:
+            return None
+    return np.concatenate(points)
+
+
+def least_seconds(model: LanguageModel) -> float:
+    """How long the model would take at least, compiling included."""
+    device = jax.local_devices()[0]
+    compiling = _COMPILING[0] + _COMPILING[1] * model.config.num_layers
+    if device.platform == "cpu":
+        flops = 2.0 * count_params(model.config) * TOKENS
+        return compiling + flops / (_FLOPS_OF_A_CORE * (os.cpu_count() or 1))
+    mesh = None if model.rules is None else model.rules.mesh
+    read = weights_bytes(model.config, model.precision.weights, mesh) * float(_LENGTH)
+    return compiling + read / _BYTES_OF_A_DEVICE
+
+
+@partial(jax.jit, static_argnames=("config", "steps"), donate_argnames="cache")
+def _write(
+    params: Params,
+    cache: KVCache,
+    tokens: jax.Array,
+    key: jax.Array,
+    *,
+    config: ModelConfig,
+    steps: int,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """So many steps: the cache, the last tokens int32 [B], and entropy and varentropy of each step
+    float32 [steps, B, 2]."""
+
+    def step(carry: _Carry, _: None) -> tuple[_Carry, jax.Array]:
+        cache, tokens = carry
+        number = cache.length[0]
+        hidden, _stats, cache = forward(
+            params, config, tokens[:, None], jnp.ones_like(tokens), cache, window=cache.capacity
+        )
+        logits = unembed(params, hidden[:, 0])
+        pair = entropy_and_varentropy(jax.nn.log_softmax(logits, axis=-1))
+        drawn = jax.random.categorical(jax.random.fold_in(key, number), logits, axis=-1)
+        return (cache, drawn.astype(jnp.int32)), jnp.stack(pair, axis=-1)
+
+    (cache, tokens), points = lax.scan(step, (cache, tokens), length=steps)
+    return cache, tokens, points
