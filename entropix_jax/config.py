@@ -78,6 +78,7 @@ class GenerationConfig:
     eos_ids: tuple[int, ...]
 
 
+_ORIGINAL = "original_max_position_embeddings"  # in the object that scales RoPE, or beside it
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 # Keys that are read.
@@ -95,6 +96,7 @@ _READ = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    _ORIGINAL,
     "no_rope_layers",
     "no_rope_layer_interval",
     "sliding_window",
@@ -325,8 +327,10 @@ def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
         raise UserError(f"{path}: 'use_sliding_window' must be true or false, not {slides!r}")
     if kinds is not None:
         slides = "sliding_attention" in kinds
-    if family == "mistral" and "sliding_window" not in raw:
-        raise UserError(f"{path}: 'sliding_window' is missing (null for none)")
+    if family == "mistral":  # whose class has a window of its own, and reads none of the others
+        slides = True
+        if "sliding_window" not in raw:
+            raise UserError(f"{path}: 'sliding_window' is missing (null for none)")
     if not slides or raw.get("sliding_window") is None:
         return positions
     return min(positions, _positive_int(raw, "sliding_window", path))
@@ -370,12 +374,7 @@ def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, R
         raise UserError(f"{path}: '{key}': rope type {kind!r} is not implemented")
     known = {"rope_type", "type", "rope_theta"}
     if kind == "llama3":
-        known |= {
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        }
+        known |= {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
     if unknown := sorted(set(rope) - known):
         raise UserError(f"{path}: '{key}': the key '{unknown[0]}' is not implemented")
     if kind == "default":
@@ -384,8 +383,10 @@ def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, R
         factor=_positive_float(rope, "factor", path),
         low_freq_factor=_positive_float(rope, "low_freq_factor", path),
         high_freq_factor=_positive_float(rope, "high_freq_factor", path),
-        original_max_positions=_positive_int(rope, "original_max_position_embeddings", path),
+        original_max_positions=_positive_int(rope, _ORIGINAL, path),
     )
+    if raw.get(_ORIGINAL) not in (None, scaling.original_max_positions):
+        raise UserError(f"{path}: '{_ORIGINAL}' and the one in '{key}' disagree")
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UserError(f"{path}: '{key}': low_freq_factor must be below high_freq_factor")
     return theta, scaling

@@ -158,6 +158,8 @@ def test_two_spellings_that_disagree_are_refused(tmp_path: Path) -> None:
     assert "rope_theta" in message
     message = refusal(tmp_path, {"dtype": "float32"})
     assert "dtype" in message
+    beside = {"original_max_position_embeddings": 4096}  # the one in the object is 8192
+    assert "original_max_position_embeddings" in refusal(tmp_path, beside)
 
 
 def test_two_spellings_that_agree_are_read(tmp_path: Path) -> None:
