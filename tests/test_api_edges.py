@@ -269,7 +269,7 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             "no entropy is above 2 and below 1",
         ),
         (
-            "Thresholds that may only fit beside a model's own are checked by `calibrated`",
+            "Thresholds that may only fit beside a model's own are checked by `with_thresholds`",
             lambda at: calibrate(at, FITTING, thresholds__h1=2.5),
             "thresholds.h1 = 2.5 is above thresholds.h2 = 2.0",
         ),
@@ -281,9 +281,12 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             "there is an arm 'branch' already",
         )
     ],
-    ("Sampler.calibrated", "UserError"): [
-        ("the file is damaged", lambda at: calibrate(at, "{"), "calibration.json: "),
-        ("the file is damaged", lambda at: calibrate(at, "{}"), "'thresholds' must hold"),
+    ("Sampler.with_thresholds", "UserError"): [
+        (
+            "a threshold is out of range",
+            lambda at: sampler_of("entropix").with_thresholds({"h1": -1.0}, "some file"),
+            "some file: thresholds.h1 = -1.0: must lie in",
+        ),
         (
             "the bounds leave nothing between them",
             lambda at: calibrate(at, THRESHOLDS),

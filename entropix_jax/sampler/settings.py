@@ -132,7 +132,7 @@ class Sampler:
             notes: take the place of the sampler's.
 
         Raises:
-            UserError: a threshold is none, or the bounds leave nothing between them.
+            UserError: a threshold is out of range, or the bounds leave nothing between them.
         """
         own = {f"thresholds.{name}": value for name, value in thresholds.items()}
         own = own if self.values["thresholds.calibrated"] else {}
