@@ -144,7 +144,8 @@ def _noted_warnings() -> Iterator[None]:
             message: Warning | str, category: type[Warning], *rest: Any, **named: Any
         ) -> None:
             if issubclass(category, Note):
-                print(f"note: {message}", file=sys.stderr)
+                with contextlib.suppress(OSError):  # standard error on a full disk
+                    print(f"note: {printable(str(message))}", file=sys.stderr)
             else:
                 show(message, category, *rest, **named)
 

@@ -180,10 +180,10 @@ def load(
     A key of the configuration that nobody knows here is told in a warning.
 
     Raises:
-        UserError: no such model, one of an architecture that is not implemented, an unknown type,
-            weights that memory has no room for, a weight that was looked at and is not finite, a
-            mesh over which the model cannot be split, or a device that JAX was told to use and does
-            not find.
+        UserError: no such model or repository, one of an architecture that is not implemented, an
+            unknown type, weights that memory has no room for, a weight that was looked at and is
+            not finite, a mesh over which the model cannot be split, or a device that JAX was told
+            to use and does not find.
     """
     check_backend()
     folder = resolve_model(model)

@@ -199,14 +199,14 @@ FITTING = json.dumps({"thresholds": {"h1": 0.5, "h2": 2.0, "u1": 1.0, "u2": 2.0}
 Cause = tuple[str, Callable[[Place], Any], str]  # the words of the docstring, the call, the line
 CAUSES: dict[tuple[str, str], list[Cause]] = {
     ("load", "UserError"): [
-        ("no such folder", lambda at: entropix_jax.load("no folder"), "no such model"),
+        ("no such model", lambda at: entropix_jax.load("no folder"), "no such model"),
         (
             "repository",
             no_repository,
             "nobody/no-such-model: no such folder, and not downloaded",
         ),
         (
-            "one that is not a Llama checkpoint",
+            "one of an architecture that is not implemented",
             lambda at: (
                 at.file("config.json", '{"model_type": "gpt2"}'),
                 entropix_jax.load(str(at.folder)),
@@ -215,7 +215,7 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
         ),
         (
             "an unknown type",
-            lambda at: entropix_jax.load(dtype="float64"),
+            lambda at: entropix_jax.load("tiny", dtype="float64"),
             "'float64', only float32",
         ),
         (

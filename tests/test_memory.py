@@ -167,7 +167,7 @@ def test_weights_that_do_not_fit_are_not_read(monkeypatch: pytest.MonkeyPatch) -
         give(monkeypatch, free)
         assert load(dtype="float32").config == config
     give(monkeypatch, held - 1)
-    monkeypatch.setattr(loading, "load_params", None)
+    monkeypatch.setattr(loading, "read_params", None)
     with pytest.raises(UserError, match=r"tiny: its weights do not fit .* int8 takes less"):
         load(dtype="float32")
     give(monkeypatch, held // 5)
