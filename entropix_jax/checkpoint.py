@@ -340,6 +340,7 @@ def fingerprint(path: Path) -> str:
     """
     hashed = hashlib.sha256()
     try:
+        path.stat()  # which tells one that is not there
         for one in sorted(path.iterdir()) if path.is_dir() else [path]:
             if not one.is_file() or one.suffix.lower() not in _KINDS:
                 continue

@@ -165,14 +165,14 @@ def test_weights_that_do_not_fit_are_not_read(monkeypatch: pytest.MonkeyPatch) -
     held = weights_bytes(config, jnp.dtype(jnp.float32))
     for free in (held, None):
         give(monkeypatch, free)
-        assert load(dtype="float32").config == config
+        assert load("tiny", dtype="float32").config == config
     give(monkeypatch, held - 1)
     monkeypatch.setattr(loading, "read_params", None)
     with pytest.raises(UserError, match=r"tiny: its weights do not fit .* int8 takes less"):
-        load(dtype="float32")
+        load("tiny", dtype="float32")
     give(monkeypatch, held // 5)
     with pytest.raises(UserError, match=r"its weights do not fit .* of [0-9.]+ .B$"):
-        load(dtype="int8")
+        load("tiny", dtype="int8")
 
 
 def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
         assert other.sharding == wanted
         np.testing.assert_array_equal(one, other)
     assert spread.params.layers[0].down.addressable_shards[1].data.shape == (192, 256)
-    narrow = load(dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
+    narrow = load("tiny", dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
     np.testing.assert_array_equal(narrow, tiny.params.layers[0].gate.astype(jnp.bfloat16))
     assert load(mesh=parse_mesh(None, jax.devices()[:1])).rules is None
 
