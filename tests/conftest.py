@@ -226,6 +226,14 @@ def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
         one.context.close()
 
 
+@pytest.fixture(autouse=True)
+def _tiny_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not another model is installed."""
+    from entropix_jax import loading
+
+    monkeypatch.setattr(loading, "default_model", lambda: loading.TINY)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
     """Lets compiled programs go with the module that needed them.

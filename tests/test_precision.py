@@ -28,7 +28,7 @@ LENGTH = 256
 
 @cache
 def embedded(weights: str) -> LanguageModel:
-    return load(None, weights)
+    return load("tiny", weights)
 
 
 @cache

@@ -284,7 +284,7 @@ def test_the_hub_is_asked_for_an_id_alone(folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     load(str(folder))
-    load(None)
+    load("tiny")
     assert asked == []
     load("owner/name")
     assert [repo for repo, _ in asked] == ["owner/name"]

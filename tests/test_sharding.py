@@ -165,7 +165,7 @@ def test_the_rules_say_where_weights_lie() -> None:
 
 def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
     config = tiny.config
-    spread = load(mesh=two("model=2"))
+    spread = load("tiny", mesh=two("model=2"))
     assert spread.rules is not None
     for one, other, wanted in zip(
         jax.tree.leaves(tiny.params),
@@ -178,7 +178,7 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
     assert spread.params.layers[0].down.addressable_shards[1].data.shape == (192, 256)
     narrow = load("tiny", dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
     np.testing.assert_array_equal(narrow, tiny.params.layers[0].gate.astype(jnp.bfloat16))
-    assert load(mesh=parse_mesh(None, jax.devices()[:1])).rules is None
+    assert load("tiny", mesh=parse_mesh(None, jax.devices()[:1])).rules is None
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
@@ -198,7 +198,7 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
         hidden, _, _ = run(model.params, model.config, tokens, count, cache, window=length)
         return np.asarray(logits_of(model.params, hidden))
 
-    one, spread = logits(load(None, weights)), logits(load(None, weights, two(mesh)))
+    one, spread = logits(load("tiny", weights)), logits(load("tiny", weights, two(mesh)))
     assert np.abs(one - spread)[[0, 1], count - 1].max() <= 1e-5 * np.abs(one).max()
 
 
