@@ -226,12 +226,14 @@ def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
         one.context.close()
 
 
-@pytest.fixture(autouse=True)
-def _tiny_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _tiny_is_the_default() -> Iterator[None]:
     """Whether or not another model is installed."""
     from entropix_jax import loading
 
-    monkeypatch.setattr(loading, "default_model", lambda: loading.TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "default_model", lambda: loading.TINY)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
