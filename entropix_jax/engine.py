@@ -7,7 +7,10 @@ already runs the next.
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +182,32 @@ class Engine:
         else:  # whether another one waits says when the device is to come back
             self._fetch()
         if arrived:
-            self._prefill(arrived)
+            with self._decode_compiles():
+                self._prefill(arrived)
+
+    @contextmanager
+    def _decode_compiles(self) -> Iterator[None]:
+        """Meanwhile the first chunk's program is made, or read from the cache: the host is idle
+        while a prompt is read. Any error comes again, and is told, when it is called."""
+
+        def compile_decode() -> None:
+            with suppress(Exception):
+                decode.lower(*arguments, **static).compile()
+
+        if (
+            self.steps or self._model.rules is not None
+        ):  # made already; a mesh, whose layout differs
+            yield
+            return
+        arguments, static = self._call(self._slots)
+        # Prefilling donates the state: its shapes alone are looked at.
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        compiling = Thread(target=compile_decode)
+        compiling.start()
+        try:
+            yield
+        finally:
+            compiling.join()
 
     def _arrival(self, number: int) -> Arrival:
         row = self._rows[number]
@@ -256,24 +284,32 @@ class Engine:
     def _dispatch(self) -> _Chunk:
         """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
         slots = self._with_answers(self._slots)
+        steps = self._chunk_steps
+        arguments, static = self._call(slots)
+        state, records, log = decode(*arguments, **static)
+        self._slots = replace(slots, state=state)
+        return _Chunk(steps, tuple(self._rows), records, log)
+
+    def _call(self, slots: Slots) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `decode` for the next chunk: traced ones, and static ones."""
         number = len(self._rows)
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if self._next else 1
-        steps = self._chunk_steps
-        state, records, log = decode(
+        traced = (
             self._model.params,
             slots.sampler,
             slots.eos_ids,
             slots.state,
-            jnp.int32(steps),
+            jnp.int32(self._chunk_steps),
             jnp.int32(fewest),
-            config=self._model.config,
-            window=self._window(),
-            max_steps=MAX_STEPS,
-            recording=self._recording,
-            arms=self._arms,
         )
-        self._slots = replace(slots, state=state)
-        return _Chunk(steps, tuple(self._rows), records, log)
+        static = {
+            "config": self._model.config,
+            "window": self._window(),
+            "max_steps": MAX_STEPS,
+            "recording": self._recording,
+            "arms": self._arms,
+        }
+        return traced, static
 
     def _window(self) -> int:
         """Slots enough for the longest row as far as it is known, and no more: a row that is longer
