@@ -29,6 +29,7 @@ def transformers_config(config: ModelConfig) -> dict[str, object]:
     scaling = config.rope_scaling
     rope: dict[str, object] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if scaling is not None:
+        assert isinstance(scaling, RopeScaling)  # divisors have no place in such a file
         rope |= {
             "rope_type": "llama3",
             "factor": scaling.factor,
