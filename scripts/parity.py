@@ -1,11 +1,12 @@
 """Compares this model with `transformers` at a full shape: logits at every position, greedy tokens.
 
-    python scripts/parity.py [--model DIR | --families] [--prompt-tokens N] [--new-tokens N]
+    python scripts/parity.py [--model MODEL | --families] [--prompt-tokens N] [--new-tokens N]
 
-Needs the extra `parity`. DIR is a checkpoint; where it does not exist yet, `transformers` writes
-one there with random weights in Llama-3.2-1B's shape (2.5 GB), and the embedded model's tokenizer
-beside them, so that the commands run on it too. With `--families` a random model of each other
-family that is read, of 4 layers. Exits with 1 where the two do not agree.
+Needs the extra `parity`. MODEL is smollm2, tiny, a folder or a GGUF file; at a path where nothing
+is yet `transformers` writes a folder with random weights in Llama-3.2-1B's shape (2.5 GB), and the
+embedded model's tokenizer beside them, so that the commands run on it too. With `--families` a
+random model of each other family that is read, of 4 layers. Exits with 1 where the two do not
+agree.
 """
 
 import argparse
@@ -25,9 +26,8 @@ from rich.table import Table
 
 from entropix_jax.cache import init_cache
 from entropix_jax.commandline import EXIT_OK, run_command
-from entropix_jax.config import load_model_config
 from entropix_jax.generation import Generation
-from entropix_jax.loading import LanguageModel, load
+from entropix_jax.loading import SMOLLM2, TINY, LanguageModel, load, open_model, resolve_model
 from entropix_jax.model import forward, unembed
 from entropix_jax.resources import resource_folder
 from entropix_jax.results import Request
@@ -80,11 +80,12 @@ def write_random_checkpoint(folder: Path, family: str | None = None) -> None:
         shutil.copy(resource_folder("weights") / "tiny" / name, folder / name)
 
 
-def reference(folder: Path, prompt: np.ndarray, new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def reference(path: Path, prompt: np.ndarray, new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """`transformers`' float32 logits [T, V] over the prompt, and the tokens that it adds
     greedily."""
+    folder, file = (path.parent, path.name) if path.is_file() else (path, None)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
+        folder, gguf_file=file, dtype=torch.float32, local_files_only=True
     ).eval()
     ids = torch.tensor(prompt[None], dtype=torch.long)
     with torch.no_grad():
@@ -117,13 +118,11 @@ def all_logits(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def compare(
-    folder: Path, prompt: np.ndarray, new_tokens: int, title: str = ""
-) -> tuple[Table, bool]:
+def compare(path: Path, prompt: np.ndarray, new_tokens: int, title: str = "") -> tuple[Table, bool]:
     """The table of agreement, and whether everything agrees."""
-    logits, tokens = reference(folder, prompt, new_tokens)
+    logits, tokens = reference(path, prompt, new_tokens)
     gc.collect()
-    model = load(str(folder), "float32")
+    model = load(str(path), "float32")
     ours = all_logits(model, prompt)
     error = np.abs(ours - logits).max(axis=-1)
     best = np.partition(logits, -2, axis=-1)[:, -2:]
@@ -160,7 +159,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, help="a checkpoint; written there if missing")
+    what.add_argument("--model", help="a model; written there if missing")
     what.add_argument("--families", action="store_true", help="small models of Llama's kin")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -168,17 +167,20 @@ def main() -> int:
     passed = True
     with tempfile.TemporaryDirectory() as scratch:
         for family in FAMILIES if args.families else [None]:
-            folder = args.model or Path(scratch) / (family or "random-1b")
-            if not folder.exists():
-                write_random_checkpoint(folder, family)
+            path = Path(args.model or Path(scratch) / (family or "random-1b"))
+            if args.model in (SMOLLM2, TINY) or path.exists():
+                path = resolve_model(args.model)
+            else:
+                write_random_checkpoint(path, family)
                 gc.collect()
-            vocab = load_model_config(folder).vocab_size
+            vocab = open_model(path).config.vocab_size
             prompt = np.random.default_rng(0).integers(0, vocab, args.prompt_tokens)
             title = f"{family}, " if family else ""
-            table, agrees = compare(folder, prompt, args.new_tokens, title)
+            table, agrees = compare(path, prompt, args.new_tokens, title)
             Console(width=100).print(table)
             passed = passed and agrees
-    print(f"agreement: {'yes' if passed else 'NO'} (tolerance {LOGIT_TOLERANCE:g} of the largest logit)")
+    verdict = "yes" if passed else "NO"
+    print(f"agreement: {verdict} (tolerance {LOGIT_TOLERANCE:g} of the largest logit)")
     return EXIT_OK if passed else 1
 
 

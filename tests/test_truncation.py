@@ -109,7 +109,8 @@ def mirostat(logits: np.ndarray, temperature: float, mu: float) -> Outcome:
         return -logits, 1 if few else number, number if many else 1
     scale = np.log(number) if epsilon == 0 else (1 - float(number) ** -epsilon) / epsilon
     log_k = (mu * np.log(2) - np.log(scale)) / s
-    error = TOLERANCE * (1 + (abs(mu * np.log(2)) + abs(np.log(scale))) / s)
+    # The logarithm of a scale near 1 is rounded like the 1, not like its own small value.
+    error = TOLERANCE * (1 + (1 + abs(mu * np.log(2)) + abs(np.log(scale))) / s)
     fewest, most = (
         int(np.clip(np.round(np.exp(min(log_k + e, 50.0))), 1, number)) for e in (-error, error)
     )
@@ -232,6 +233,15 @@ def zipf(number: int, exponent: float) -> np.ndarray:
     """Logits that follow Zipf's law, in no order of ids."""
     ranks = np.random.default_rng(4).permutation(number) + 1
     return (-exponent * np.log(ranks)).astype(np.float32)
+
+
+def test_mirostat_of_all_but_even_tokens() -> None:
+    """Zipf's exponent is nearly 0, and a surprise of 0 bits lies at the limit: one or both."""
+    logits = np.array([np.finfo(np.float64).eps, 0.0], np.float32)
+    assert mirostat(logits.astype(np.float64), 0.3, 0.0)[1:] == (1, 2)
+    assert kept_of("mirostat", 0.0, logits, 0.3) in (1, 2)
+    assert kept_of("mirostat", -1.0, logits, 0.3) == 1
+    assert kept_of("mirostat", 1.0, logits, 0.3) == 2
 
 
 # Random rows
