@@ -110,7 +110,7 @@ def mirostat(logits: np.ndarray, temperature: float, mu: float) -> Outcome:
     scale = np.log(number) if epsilon == 0 else (1 - float(number) ** -epsilon) / epsilon
     log_k = (mu * np.log(2) - np.log(scale)) / s
     # The logarithm of a scale near 1 is rounded like the 1, not like its own small value.
-    error = TOLERANCE * (1 + (1 + abs(mu * np.log(2)) + abs(np.log(scale))) / s)
+    error = TOLERANCE * (1 + max(1, abs(mu * np.log(2)) + abs(np.log(scale))) / s)
     fewest, most = (
         int(np.clip(np.round(np.exp(min(log_k + e, 50.0))), 1, number)) for e in (-error, error)
     )
