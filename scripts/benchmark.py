@@ -1,17 +1,19 @@
-"""Measures speed at Llama-3.2-1B's shape with random weights, beside what the machine allows and
-what a user would run instead.
+"""Measures speed beside what the machine allows and what a user would run instead, at
+Llama-3.2-1B's shape with random weights or of a real model.
 
-    python scripts/benchmark.py [--only KIND ...] [--weights TYPE ...] [--batch B ...]
-                                [--context N ...] [--prefill N ...] [--steps N] [--repeats N]
-                                [--gpt-fast DIR] [--entropix DIR] [--json FILE]
-    python scripts/benchmark.py --start-up [--model DIR] [--new-tokens N] [--json FILE]
+    python scripts/benchmark.py [--model MODEL] [--only KIND ...] [--weights TYPE ...]
+                                [--batch B ...] [--context N ...] [--prefill N ...] [--steps N]
+                                [--repeats N] [--gpt-fast DIR] [--entropix DIR] [--json FILE]
+    python scripts/benchmark.py --start-up [--model MODEL] [--new-tokens N] [--json FILE]
 
 The first form measures the machine's bandwidth and matrix rate, then, in turns with each other,
 decoding with the full sampler (no branching) and greedily, prompts, the sampler alone, a step in a
 large cache, compiling and loading; and, in the same turns, the peers that are there:
-`transformers`, llama.cpp (a `llama-bench` on the path and the package `gguf`), and checkouts of
-gpt-fast and xjdr-alt/entropix. Figures are medians, spreads (max - min) / median, ratios medians
-of the rounds' ratios. At the end stand the goals that the project has set itself.
+`transformers`, llama.cpp (a `llama-bench` on the path), and checkouts of gpt-fast and
+xjdr-alt/entropix. Of a MODEL, which is a name, a folder, a GGUF file or a hub id, the peers are
+`transformers` and, where it is a GGUF file, llama.cpp with the weights in it. Figures are medians,
+spreads (max - min) / median, ratios medians of the rounds' ratios. At the end stand the goals that
+the project has set itself.
 
 The second form runs the command itself, with an empty compile cache and with a filled one, and
 watches the anonymous memory that it holds. Without --model it is `tiny`.
@@ -28,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from benchmarks.goals import goals_of, goals_table
+from benchmarks.goals import goals_at_1b, goals_of_model, goals_table
 from benchmarks.machine import copy_bandwidth, describe, matrix_rate, read_bandwidth
 from benchmarks.ours import Ours
-from benchmarks.peers import Peer, peers
+from benchmarks.peers import Peer, peers_at, peers_of
 from benchmarks.shape import LLAMA_3_2_1B
 from benchmarks.start_up import loading, start_up, write_random_model
 from benchmarks.timing import Timed, figures, ratio, take_turns
@@ -39,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.commandline import EXIT_OK, run_command
+from entropix_jax.loading import TINY, load
 
 KINDS = ("decode", "context", "prefill", "sampler", "capacity", "compile", "load")
 FULL, GREEDY = "entropix", "greedy"
@@ -83,7 +86,8 @@ class Benchmark:
 
     def of_weights(self, weights: str, scratch: Path) -> None:
         """All kinds with weights of one type."""
-        ours = Ours.random(LLAMA_3_2_1B, weights)
+        name = self.args.model
+        ours = Ours.of(load(name, dtype=weights)) if name else Ours.random(LLAMA_3_2_1B, weights)
         dtype = str(ours.precision.activations)
         rate, bandwidth = self.machine["matrix_rate"][dtype], self.machine["read_bandwidth"]
         args = self.args
@@ -100,15 +104,11 @@ class Benchmark:
 
         others: list[Peer] = []
         if {"decode", "context", "prefill"} & set(args.only):
-            others = list(
-                peers(
-                    LLAMA_3_2_1B,
-                    weights,
-                    scratch,
-                    gpt_fast=args.gpt_fast,
-                    entropix=args.entropix,
-                )
-            )
+            if ours.source is not None:
+                others = list(peers_of(ours.source, weights))
+            else:
+                checkouts = {"gpt_fast": args.gpt_fast, "entropix": args.entropix}
+                others = list(peers_at(ours.config, weights, scratch, **checkouts))
 
         def beside(measured: Callable[[Peer], Timed | None]) -> dict[str, Timed]:
             offered = {peer.name: measured(peer) for peer in others}
@@ -116,6 +116,8 @@ class Benchmark:
 
         points = [("decode", batch, args.context[0]) for batch in args.batch]
         points += [("context", 1, context) for context in args.context[1:]]
+        longest = ours.config.max_positions - args.steps
+        points = [point for point in points if point[2] <= longest]
         for kind, batch, context in points:
             if kind not in args.only:
                 continue
@@ -222,7 +224,7 @@ def table_of(benchmark: Benchmark) -> Table:
     return table
 
 
-def start_up_table(model: str | None, results: dict[str, dict[str, float]]) -> Table:
+def start_up_table(model: str, results: dict[str, dict[str, float]]) -> Table:
     """The figures for reading."""
     table = Table("", "first token, s", "whole run, s", "peak RssAnon, GB")
     table.title = model
@@ -249,7 +251,7 @@ def main() -> int:
         nargs="+",
         choices=[*both, "int8"],
         default=both if on_cpu else both[:1],
-        help="their types in memory; peers have none of 8 bits",
+        help="their types in memory; transformers has none of 8 bits here",
     )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
     parser.add_argument(
@@ -265,19 +267,25 @@ def main() -> int:
     parser.add_argument("--gpt-fast", type=Path, metavar="DIR", help="a checkout of it")
     parser.add_argument("--entropix", type=Path, metavar="DIR", help="a checkout of xjdr-alt's")
     parser.add_argument("--start-up", action="store_true", help="measure the command itself")
-    parser.add_argument("--model", default="tiny", help="of --start-up (default: tiny)")
+    parser.add_argument(
+        "--model", help="instead of the random one; the default of --start-up is the embedded one"
+    )
     parser.add_argument("--new-tokens", type=int, default=32, help="of --start-up")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     if args.start_up:
-        results: Any = start_up(args.model, args.new_tokens)
-        Console(width=110).print(start_up_table(args.model, results))
+        model = args.model or TINY
+        results: Any = start_up(model, args.new_tokens)
+        Console(width=110).print(start_up_table(model, results))
     else:
         benchmark = Benchmark(args)
         with tempfile.TemporaryDirectory() as scratch:
             for weights in args.weights:
                 benchmark.of_weights(weights, Path(scratch))
-        goals = goals_of(benchmark.machine, benchmark.rows)
+        if args.model:
+            goals = goals_of_model(benchmark.rows)
+        else:
+            goals = goals_at_1b(benchmark.machine, benchmark.rows)
         benchmark.console.print(table_of(benchmark))
         benchmark.console.print(goals_table(goals))
         results = {"machine": benchmark.machine, "rows": benchmark.rows, "goals": goals}

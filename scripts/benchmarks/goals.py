@@ -1,5 +1,6 @@
 """What the project wants to reach, held against what was measured."""
 
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -7,26 +8,49 @@ from rich.table import Table
 Row = dict[str, Any]
 
 
-def goals_of(machine: Row, rows: list[Row]) -> list[Row]:
-    """Each goal that the run has figures for: what, the wanted bound, the figure, whether it is
-    met."""
+def goals_of_model(rows: list[Row]) -> list[Row]:
+    """The goals for greedy decoding of one row of a real model, see `goals_at_1b`."""
+    goals: list[Row] = []
+    for weights, peer, wanted in (
+        ("bfloat16", "transformers", 3.0),
+        ("float32", "transformers", 3.0),
+        ("int8", "llama.cpp", 0.8),
+    ):
+        what = {"weights": weights, "batch": 1}
+        ours = _find(rows, "decode", "greedy", **what)
+        other = _find(rows, "decode", peer, **what)
+        found = ours and other and other["times_as_long"] / ours["times_as_long"]
+        name = other and other["engine"]
+        _add(goals, f"greedy, {weights}, batch 1: times as fast as {name}", wanted, found)
+    return goals
+
+
+def _find(rows: list[Row], kind: str, engine: str, **what: Any) -> Any:
+    """The row of an engine, whose name may go on after a comma, or None."""
+    for row in rows:
+        same = all(row.get(key) == value for key, value in what.items())
+        if row["kind"] == kind and same and engine in (row["engine"], row["engine"].split(",")[0]):
+            return row
+    return None
+
+
+def _add(
+    goals: list[Row], what: str, wanted: float, found: float | None, *, at_most: bool = False
+) -> None:
+    """One goal more, where there is a figure for it."""
+    if found is None:
+        return
+    met = found <= wanted if at_most else found >= wanted
+    sign = "at most" if at_most else "at least"
+    goals.append({"goal": what, "wanted": f"{sign} {wanted:g}", "found": found, "met": met})
+
+
+def goals_at_1b(machine: Row, rows: list[Row]) -> list[Row]:
+    """Each goal at Llama-3.2-1B's shape that the run has figures for: what, the wanted bound, the
+    figure, whether it is met."""
     cpu = machine["platform"] == "cpu"
     goals: list[Row] = []
-
-    def find(kind: str, engine: str, **what: Any) -> Any:
-        """A row, or None."""
-        for row in rows:
-            same = all(row.get(key) == value for key, value in what.items())
-            if row["kind"] == kind and row["engine"] == engine and same:
-                return row
-        return None
-
-    def add(what: str, wanted: float, found: float | None, *, at_most: bool = False) -> None:
-        if found is None:
-            return
-        met = found <= wanted if at_most else found >= wanted
-        sign = "at most" if at_most else "at least"
-        goals.append({"goal": what, "wanted": f"{sign} {wanted:g}", "found": found, "met": met})
+    find, add = partial(_find, rows), partial(_add, goals)
 
     def speed(peer: str, kind: str, **what: Any) -> float | None:
         row = find(kind, peer, **what)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from entropix_jax.decode_state import DecodeState, Recording, init_state
 from entropix_jax.engine import DECODE_WINDOW
 from entropix_jax.information import AttnStats
 from entropix_jax.linear import Weight, arranged, quantized
+from entropix_jax.loading import LanguageModel
 from entropix_jax.params import Params, init_params
 from entropix_jax.precision import INT8, Precision, choose_precision
 from entropix_jax.preparation import MAX_STEPS, PREFILL_WINDOW, bucket, for_rows
@@ -80,11 +82,17 @@ def _filled(state: DecodeState, length: jax.Array) -> DecodeState:
 
 @dataclass(frozen=True)
 class Ours:
-    """A model with random weights, and how it is run."""
+    """A model and how it is run: a loaded one, or one with random weights, whose `source` is
+    None."""
 
     config: ModelConfig
     params: Params
     precision: Precision
+    source: Path | None
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "Ours":
+        return cls(model.config, model.params, model.precision, model.folder)
 
     @classmethod
     def random(cls, config: ModelConfig, weights: str) -> "Ours":
@@ -96,7 +104,7 @@ class Ours:
             small = quantized(array) if weights == INT8 and array.ndim == 2 else array
             return arranged(small, precision.activations)
 
-        return cls(config, jax.tree.map(weight, params), precision)
+        return cls(config, jax.tree.map(weight, params), precision, None)
 
     def decode(
         self,

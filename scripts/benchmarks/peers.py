@@ -1,7 +1,8 @@
 """What a user would run instead: each peer at the same shape and precision, where it is there.
 
-Weights are random, and a context is filled with random keys and values where the peer lets one:
-neither changes what a step costs. llama.cpp reads a prompt instead, outside the clock.
+Weights are random, but those of a GGUF file in llama.cpp, and a context is filled with random keys
+and values where the peer lets one: neither changes what a step costs. llama.cpp reads a prompt
+instead, outside the clock.
 """
 
 import importlib
@@ -34,7 +35,16 @@ class Peer(Protocol):
     def prefill(self, batch: int, tokens: int) -> Timed | None: ...
 
 
-def peers(
+def peers_of(source: Path, weights: str) -> Iterator[Peer]:
+    """Those that are installed and read the model at `source`, a folder or a GGUF file; llama.cpp
+    has the weights of the file, whatever `weights` says."""
+    if weights != INT8 and _has_transformers():
+        yield Transformers(_config_at(source), weights)
+    if source.is_file() and shutil.which("llama-bench"):
+        yield LlamaCpp(f"llama.cpp, {source.stem.rpartition('.')[2]}", source)
+
+
+def peers_at(
     config: ModelConfig,
     weights: str,
     scratch: Path,
@@ -42,15 +52,19 @@ def peers(
     gpt_fast: Path | None,
     entropix: Path | None,
 ) -> Iterator[Peer]:
-    """Those that are installed, or that a checkout was pointed to; none has weights of 8 bits."""
+    """Those that are installed, or that a checkout was pointed to, with random weights; none has
+    weights of 8 bits."""
     if weights == INT8:
         return
-    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
-        yield Transformers(config, weights)
+    if _has_transformers():
+        from transformers import LlamaConfig
+
+        shape = LlamaConfig(**transformers_config(config))
+        yield Transformers(shape, weights)
         if _cuda():
-            yield Transformers(config, weights, compiled=True)
-    if weights == "bfloat16" and shutil.which("llama-bench") and importlib.util.find_spec("gguf"):
-        yield LlamaCpp(config, scratch)
+            yield Transformers(shape, weights, compiled=True)
+    if weights == "bfloat16" and shutil.which("llama-bench"):
+        yield LlamaCpp("llama.cpp", _random_gguf(config, scratch))
     if gpt_fast is not None:
         yield GptFast(config, weights, gpt_fast)
     if entropix is not None and weights == "float32":
@@ -60,25 +74,29 @@ def peers(
 class Transformers:
     """`transformers` on torch, a plain loop over its own cache; compiled, with a static cache."""
 
-    def __init__(self, config: ModelConfig, weights: str, *, compiled: bool = False) -> None:
+    def __init__(self, config: Any, weights: str, *, compiled: bool = False) -> None:
+        """
+        Args:
+            config: `transformers`' own; the weights are random.
+        """
         import torch
-        import transformers
+        from transformers import AutoModelForCausalLM
 
         self.name = "transformers, compiled" if compiled else "transformers"
-        self._torch, self._compiled = torch, compiled
+        self._torch, self._compiled, self._config = torch, compiled, config
         self._device = "cuda" if _cuda() else "cpu"
         torch.set_num_threads(os.cpu_count() or 1)
-        self._config = transformers.LlamaConfig(**transformers_config(config))
         self._dtype = getattr(torch, weights)
         with torch.device(self._device):
-            model = transformers.LlamaForCausalLM._from_config(self._config, dtype=self._dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
         self._model = model.eval()
 
     def decode(self, batch: int, context: int, steps: int) -> Timed | None:
         from transformers import DynamicCache, StaticCache
 
         torch, config = self._torch, self._config
-        heads, size = config.num_key_value_heads, config.head_dim
+        heads = config.num_key_value_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token = torch.zeros((batch, 1), dtype=torch.long, device=self._device)
         step = self._model
         if self._compiled:
@@ -132,13 +150,11 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through the `llama-bench` on the path, on a random bfloat16 model."""
+    """llama.cpp through the `llama-bench` on the path, which knows no batches."""
 
-    def __init__(self, config: ModelConfig, scratch: Path) -> None:
-        self.name = "llama.cpp"
-        self._file = scratch / "random.gguf"
-        if not self._file.exists():
-            _write_gguf(config, self._file)
+    def __init__(self, name: str, file: Path) -> None:
+        self.name = name
+        self._file = file
 
     def decode(self, batch: int, context: int, steps: int) -> Timed | None:
         if batch > 1 or context > 2048:
@@ -295,6 +311,19 @@ class Entropix:
         return None
 
 
+def _has_transformers() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("transformers", "torch"))
+
+
+def _config_at(source: Path) -> Any:
+    """A folder's or GGUF file's configuration, as `transformers` reads it."""
+    from transformers import AutoConfig
+
+    if source.is_file():
+        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    return AutoConfig.from_pretrained(source)
+
+
 def _cuda() -> bool:
     import torch
 
@@ -311,11 +340,15 @@ def _module(folder: Path, name: str) -> Any:
     return module
 
 
-def _write_gguf(config: ModelConfig, path: Path) -> None:
-    """A model file for llama.cpp: bfloat16 matrices, float32 norms, no vocabulary's texts."""
+def _random_gguf(config: ModelConfig, scratch: Path) -> Path:
+    """A model file for llama.cpp, written once: bfloat16 matrices, float32 norms, no vocabulary's
+    texts."""
     import ml_dtypes
 
     gguf: Any = importlib.import_module("gguf")
+    path = scratch / "random.gguf"
+    if path.exists():
+        return path
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.width)
@@ -358,3 +391,4 @@ def _write_gguf(config: ModelConfig, path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     os.sync()  # else the disk is busy with it while the clock runs
+    return path

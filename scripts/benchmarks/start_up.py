@@ -20,7 +20,7 @@ from entropix_jax.errors import UserError
 _SAMPLE_SECONDS = 0.02
 
 
-def start_up(model: str | None, new_tokens: int) -> dict[str, dict[str, float]]:
+def start_up(model: str, new_tokens: int) -> dict[str, dict[str, float]]:
     """Seconds to the first token and to the end, and the peak of anonymous memory, cold and
     warm."""
     with tempfile.TemporaryDirectory() as cache:
@@ -49,10 +49,10 @@ def loading(config: ModelConfig, folder: Path) -> dict[str, Timed]:
     return {"load": load, "read": read}
 
 
-def _command(model: str | None, new_tokens: int, cache: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "entropix_jax.main", "--prompt", "Once upon a time"]
+def _command(model: str, new_tokens: int, cache: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "entropix_jax.main", "--model", model]
+    command += ["--prompt", "Once upon a time"]
     command += ["--no-chat", "--ignore-eos", "--max-new-tokens", str(new_tokens)]
-    command += ["--model", model] if model else []
     trace = Path(cache) / "trace.jsonl"
     trace.unlink(missing_ok=True)
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
