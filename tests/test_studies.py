@@ -155,7 +155,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.status == EXIT_OK, result.err
     told = (folder / "out" / "summary.md").read_text().partition("\n![")[0]
     assert result.out == told + "\n"
-    assert result.err.splitlines()[1] == "tuning: 6 rows"
+    named = "model: tiny (a tiny one of an invented world)"
+    assert result.err.splitlines()[:2] == [named, "tuning: 6 rows"]
     return folder / "out"
 
 
