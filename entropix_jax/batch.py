@@ -148,7 +148,6 @@ def _main(arguments: Arguments) -> int:
     check_input(arguments.input)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.batches.run import BatchRun, Defaults, count_records
-    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.decode_state import Recording
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
@@ -181,7 +180,6 @@ def _main(arguments: Arguments) -> int:
     model = load(arguments.model, arguments.dtype, spread, check=arguments.check)
     # Processes that share a run must agree on the thresholds: none makes its own.
     thresholds: May = "read" if arguments.distributed else "make"
-    defaults = replace(defaults, sampler=calibrate_sampler(defaults.sampler, model, thresholds))
     run = BatchRun(
         model,
         defaults,
@@ -192,11 +190,11 @@ def _main(arguments: Arguments) -> int:
         name=str(arguments.model),
         thresholds=thresholds,
     )
-    for note in defaults.sampler.notes:
+    for note in run.sampler.notes:
         print(f"note: {note}", file=sys.stderr)
     # Long files take a while to read. Up to here there is nothing to lose: a signal ends it all.
     total = count_records(arguments.input, share)
-    identity = _identity(arguments, defaults, model, context)
+    identity = _identity(arguments, defaults, run.sampler.values, model, context)
     store = Store.open(output, identity, mix=arguments.mix)
     with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:
         _run(arguments, run, store, share, total)
@@ -339,7 +337,11 @@ def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") ->
 
 
 def _identity(
-    arguments: Arguments, defaults: "Defaults", model: "LanguageModel", context: int
+    arguments: Arguments,
+    defaults: "Defaults",
+    sampler_values: Mapping[str, Any],
+    model: "LanguageModel",
+    context: int,
 ) -> dict[str, Any]:
     """What makes two runs one: whatever their results depend on, and where their records are
     from."""
@@ -347,7 +349,7 @@ def _identity(
         "model": arguments.model,
         "model_fingerprint": model.fingerprint,
         "precision": model.precision.to_json(),
-        "sampler": dict(defaults.sampler.values),
+        "sampler": dict(sampler_values),
         "max_new_tokens": defaults.max_new_tokens,
         "context": context,
         "seed": defaults.seed,

@@ -87,13 +87,14 @@ def _main(arguments: Arguments) -> int:
     wanted = _wanted(arguments.wanted)
     texts = [read_text(Path(name)) for name in arguments.texts]
 
+    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.calibration.boxes import boxes_of
     from entropix_jax.calibration.output import write_text
     from entropix_jax.calibration.solver import solve
-    from entropix_jax.inspection import entropies_of
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
     from entropix_jax.sampler.presets import lineage, load_sampler
+    from entropix_jax.scoring import measure_entropies
 
     sampler = load_sampler(arguments.sampler)
     boxes = boxes_of(sampler)
@@ -113,9 +114,9 @@ def _main(arguments: Arguments) -> int:
         with telling(f"writing {arguments.self_tokens:,} tokens ..."):
             read += _own_texts(model, arguments.self_tokens, arguments.seed)
     # What the model's own thresholds are does not matter here, nor whether they can be read.
-    neutral = sampler.with_values({"thresholds.calibrated": False})
+    neutral = calibrate_sampler(sampler.with_values({"thresholds.calibrated": False}), model)
     with telling(f"reading {sum(map(len, read)):,} tokens ..."):
-        points = entropies_of(model, read, neutral, context=arguments.context or None)
+        points = measure_entropies(model, read, neutral, context=arguments.context or None)
     before = _thresholds(model, sampler)
     with telling("solving for the thresholds ..."):
         solution = solve(points, wanted, boxes, nearest=not arguments.strict)
@@ -175,20 +176,24 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     Raises:
         UserError: NaN or infinite logits, or a model that has no room for a token.
     """
+    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.calibration.own_text import start_of_text
     from entropix_jax.generation import Generation
     from entropix_jax.results import Request
     from entropix_jax.sampler.presets import load_sampler
 
     changes = {"base.temperature": 1.0, "thresholds.calibrated": False}
-    sampler = load_sampler("temperature").with_values(changes)
+    sampler = calibrate_sampler(load_sampler("temperature").with_values(changes), model)
     start = start_of_text(model)
     room = max(model.config.max_positions - len(start), 1)  # with none the run itself says so
     rounds, length = _rounds(tokens, room)
     texts = []
     for first in range(0, rounds * _OWN_ROWS, _OWN_ROWS):
-        requests = [Request(start, str(first + row), length) for row in range(_OWN_ROWS)]
-        rows = Generation(model, requests, sampler, seed=seed, ignore_eos=True).run()
+        requests = [
+            Request(start, sampler, max_new_tokens=length, row_id=str(first + row), seed=seed)
+            for row in range(_OWN_ROWS)
+        ]
+        rows = Generation(model, requests).run()
         if errors := [row.error for row in rows if row.error is not None]:
             raise UserError(f"--self: {errors[0]}")
         texts += [[*start, *(token.token_id for token in row.tokens)] for row in rows]
@@ -197,10 +202,10 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
 
 def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
     """What the thresholds are so far; none where a calibration is damaged."""
-    from entropix_jax.calibration.automatic import calibrate_sampler
+    from entropix_jax.calibration.automatic import fit_thresholds
 
     try:
-        values = calibrate_sampler(sampler, model, "reuse").values
+        values = fit_thresholds(sampler, model, "reuse").values
     except UserError as error:
         print(f"note: {error}", file=sys.stderr)
         return {}

@@ -12,24 +12,20 @@ Importing this module registers it as `entropix_jax`:
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from entropix_jax import __version__
 from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError, check_range, nearest
-from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
 from entropix_jax.memory import most_slots
 from entropix_jax.precision import WEIGHTS
-from entropix_jax.preparation import MIN_CAPACITY, bucket, sampler_params
-from entropix_jax.results import Request, Row
-from entropix_jax.running import RunningRow, budget_of
+from entropix_jax.preparation import MIN_CAPACITY, CalibratedSampler, bucket
+from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
-from entropix_jax.slots import padded_ids
+from entropix_jax.scoring import log_likelihoods
 from entropix_jax.vocabulary import REGIMES
 
 try:
@@ -59,9 +55,8 @@ _ARGUMENTS = (
     "max_length",
     "max_gen_toks",
 )
-# What a task may say of its generation and gets; the others say how to draw, which the sampler
-# does.
-_HEARD = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
+# What a task may set of its generation; the others say how to sample, which the sampler does.
+_USED = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
 
 
 @register_model("entropix_jax")
@@ -136,7 +131,6 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
             raise UserError(f"max_length {max_length}: the model has {positions} positions")
         self.tokenizer = self.model.tokenizer
         self.sampler = calibrate_sampler(chosen, self.model)
-        self._params = sampler_params(self.model, self.sampler)
         self._logged: set[str] = set()
         for note in self.sampler.notes:
             self._warn(note)
@@ -259,49 +253,36 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         the end of a chat's turn."""
         if not requests:
             return []
-        jobs = self._jobs(requests)
+        jobs = self._requests(requests)
         texts = [""] * len(requests)
-        capacity = bucket(max(len(job.prompt) + job.max_new_tokens for job, _ in jobs), 1)
-        capacity = max(capacity, MIN_CAPACITY)
-        engine = Engine(
-            self.model,
-            self._params,
-            self.sampler.arms,
-            slots=min(self._slots or self._auto_slots(capacity), bucket(len(jobs), 1)),
-            capacity=capacity,
-            recording=Recording(),
-        )
-        running: dict[int, RunningRow] = {}
-
-        def rows() -> Iterator[RunningRow]:
-            # The longest first: what does not fit into memory does not fit at once.
-            for number in sorted(range(len(jobs)), key=lambda n: -len(jobs[n][0].prompt)):
-                running[number] = self._row(number, *jobs[number])
-                yield running[number]
-
+        longest = max(len(job.prompt) + job.max_new_tokens for job in jobs)
+        capacity = bucket(longest, MIN_CAPACITY)
+        slots = min(self._slots or self._auto_slots(capacity), bucket(len(jobs), 1))
+        engine = Engine(self.model, slots=slots, capacity=capacity)
+        # The longest first: what does not fit into memory fails at once.
+        jobs.sort(key=lambda job: len(job.prompt), reverse=True)
         with _bar("generate_until", len(jobs), disable_tqdm) as bar:
-            for event in engine.run(rows()):
-                row = running[event.row].row
+            for event in engine.run(jobs):
+                row, number = event.row, event.row.request.tag
                 if row.finish_reason is None:
                     continue
                 if row.error is not None:
-                    raise UserError(f"request {event.row}: {row.error}")
-                texts[event.row] = row.text
-                self.cache_hook.add_partial("generate_until", requests[event.row].args, row.text)
-                del running[event.row]
+                    raise UserError(f"request {number}: {row.error}")
+                texts[number] = row.text
+                self.cache_hook.add_partial("generate_until", requests[number].args, row.text)
                 bar.update()
         return texts
 
-    def _jobs(self, requests: list["Instance"]) -> list[tuple[Request, list[str]]]:
-        """What each request asks the engine for, and its stop strings."""
+    def _requests(self, instances: list["Instance"]) -> list[Request]:
+        """The engine's requests, tagged with the index of their instances."""
         unused: dict[str, None] = {}
         times: Counter[str] = Counter()
         cut = 0
-        jobs = []
-        for instance in requests:
-            context, said = instance.args
-            unused |= dict.fromkeys(self._unused(said))
-            wanted = normalize_gen_kwargs(said, self.max_gen_toks)
+        requests = []
+        for number, instance in enumerate(instances):
+            context, settings = instance.args
+            unused |= dict.fromkeys(self._unused(settings))
+            wanted = normalize_gen_kwargs(settings, self.max_gen_toks)
             budget = _whole("max_gen_toks", wanted["max_gen_toks"], 1)
             room = self.max_length - budget
             if room < 1:
@@ -311,44 +292,42 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                 )
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             cut += len(tokens) > room
-            # A context that is asked for again, by `repeats`, gets other random numbers.
-            row_id = f"{times[context]}:{context}"
-            times[context] += 1
             stops = [stop for stop in wanted["until"] if stop]
-            jobs.append((Request(tokens[-room:], row_id, budget), stops))
-        self._warn_of_cut(cut, len(jobs))
+            requests.append(
+                Request(
+                    tokens[-room:],
+                    self.sampler,
+                    max_new_tokens=budget,
+                    # A context that is asked for again, by `repeats`, gets other random numbers.
+                    row_id=f"{times[context]}:{context}",
+                    seed=self._seed,
+                    eos_ids=self._end_ids(stops),
+                    stop=stops,
+                    tag=number,
+                )
+            )
+            times[context] += 1
+        self._warn_of_cut(cut, len(requests))
         if unused:
             self._warn(
                 f"not used: {', '.join(unused)}; sampler '{self.sampler.name}' draws the tokens "
                 "(model argument sampler)"
             )
-        return jobs
+        return requests
 
-    def _row(self, number: int, request: Request, stops: Sequence[str]) -> RunningRow:
-        model = self.model
-        # A stop string may be the name of a control token, which is no text.
-        named = (model.tokenizer.token_id(stop) for stop in stops)
-        special = (i for i in named if i is not None and i in model.tokenizer.special_ids)
-        # The end of a turn ends a plain text, too: no answer goes on after it.
-        ends = tuple(dict.fromkeys((*model.turn_end_ids, *special)))
-        padded_ids(ends)
-        return RunningRow(
-            number,
-            Row(request),
-            model,
-            self.sampler,
-            self._params,
-            budget=budget_of(model, request),
-            seed=self._seed,
-            eos_ids=ends,
-            stop=stops,
-        )
+    def _end_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
+        """The end of a turn ends a plain text, too: no answer goes on after it. So do stop strings
+        that name a control token, which is no text."""
+        tokenizer = self.model.tokenizer
+        named = (tokenizer.token_id(stop) for stop in stops)
+        special = (i for i in named if i is not None and i in tokenizer.special_ids)
+        return tuple(dict.fromkeys((*self.model.turn_end_ids, *special)))
 
-    def _unused(self, said: Mapping[str, Any]) -> Iterable[str]:
-        """What a task says of its generation and the sampler does not do."""
-        met = {"do_sample": False, "temperature": 0.0} if _is_greedy(self.sampler) else {}
-        for name, value in said.items():
-            if name not in _HEARD and not (name in met and value == met[name]):
+    def _unused(self, settings: Mapping[str, Any]) -> Iterable[str]:
+        """A task's settings that have no effect."""
+        greedy = {"do_sample": False, "temperature": 0.0} if _is_greedy(self.sampler) else {}
+        for name, value in settings.items():
+            if name not in _USED and not (name in greedy and value == greedy[name]):
                 yield f"{name}={value}"
 
     def _auto_slots(self, capacity: int) -> int:
@@ -364,13 +343,13 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
             )
 
     def _warn(self, message: str) -> None:
-        """Tells the log, and each thing once."""
+        """Logs each message once."""
         if message not in self._logged:
             self._logged.add(message)
             _LOG.warning(message)
 
 
-def _is_greedy(sampler: Sampler) -> bool:
+def _is_greedy(sampler: CalibratedSampler) -> bool:
     """Whether the likeliest token is all that the sampler ever takes."""
     return all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES)
 

@@ -35,7 +35,7 @@ from entropix_jax.errors import UserError, check_range
 from entropix_jax.vocabulary import REGIMES
 
 if TYPE_CHECKING:
-    from entropix_jax.inspection import InspectedToken
+    from entropix_jax.scoring import ScoredToken
 
 _COLUMNS = (
     ("entropy", "entropy"),
@@ -87,35 +87,35 @@ def _main(arguments: Arguments) -> int:
     text = _read_text(arguments)
     from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.decode_state import Recording
-    from entropix_jax.inspection import inspect
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
     from entropix_jax.sampler.presets import choose_sampler
+    from entropix_jax.scoring import score_tokens
     from entropix_jax.trace import header
 
     sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
     use_compilation_cache()
     name = model_name(arguments.model)
     model = load(name, arguments.dtype, check=arguments.check)
-    sampler = calibrate_sampler(sampler, model)
+    calibrated = calibrate_sampler(sampler, model)
     tokens = model.tokenizer.encode(text, add_bos=True)
-    inspected = inspect(
+    scored = score_tokens(
         model,
         tokens,
-        sampler,
+        calibrated,
         context=arguments.context or None,
         recording=Recording(top=arguments.top, layers=arguments.layers, check=arguments.check),
     )
-    for note in sampler.notes:
+    for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
-    tally = _Tally(inspected)
+    tally = _Tally(scored)
     if arguments.format == "json":
         start = header(
             model=name,
             model_config=model.config,
             precision=model.precision,
-            sampler=sampler.name,
-            sampler_values=sampler.values,
+            sampler=calibrated.name,
+            sampler_values=calibrated.values,
             seed=None,
             prompt=model.tokenizer.decode(tokens[:1], skip_special=False),
             prompt_tokens=tokens[:1],
@@ -149,12 +149,12 @@ def _read_text(arguments: Arguments) -> str:
 class _Tally:
     """Passes tokens through, and keeps what the summary needs."""
 
-    def __init__(self, tokens: "Iterator[InspectedToken]") -> None:
+    def __init__(self, tokens: "Iterator[ScoredToken]") -> None:
         self._tokens = tokens
         self._regimes: Counter[str] = Counter()
         self._nats = self._entropy = self._varentropy = 0.0
 
-    def __iter__(self) -> "Iterator[InspectedToken]":
+    def __iter__(self) -> "Iterator[ScoredToken]":
         for token in self._tokens:
             self._regimes[token.regime] += 1
             self._nats -= token.logprob

@@ -101,6 +101,10 @@ class LanguageModel:
         ids = (*self.generation.eos_ids, *(i for i in named if i is not None))
         return tuple(dict.fromkeys(ids))
 
+    def end_ids(self, *, chat: bool) -> tuple[int, ...]:
+        """The tokens that end a row, where the end of a chat's turn does or does not."""
+        return self.turn_end_ids if chat else tuple(self.generation.eos_ids)
+
 
 class ModelFolder:
     """What the files of a folder in the Hugging Face layout say of a model."""

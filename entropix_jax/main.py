@@ -40,9 +40,7 @@ from entropix_jax.status import StatusLine, is_terminal, telling
 if TYPE_CHECKING:
     from entropix_jax.decode_state import Recording
     from entropix_jax.generation import Generation
-    from entropix_jax.loading import LanguageModel
-    from entropix_jax.results import Event, Piece
-    from entropix_jax.running import Ask, Retrieve
+    from entropix_jax.results import Ask, Event, Piece, Retrieve
     from entropix_jax.terminal import Meter, TextScreen
     from entropix_jax.trace import TraceWriter
 
@@ -127,17 +125,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
+    from entropix_jax.api import stream
     from entropix_jax.calibration.automatic import calibrate_sampler
-    from entropix_jax.generation import Generation
     from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
-    from entropix_jax.results import Request
     from entropix_jax.sampler.presets import choose_sampler
-    from entropix_jax.trace import TraceWriter, footer
+    from entropix_jax.trace import TraceWriter
 
     # A mistake in these should not wait for the model.
     sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
-    prompt_text = _read_prompt(arguments)
+    prompt = _read_prompt(arguments)
     if arguments.trace is not None:
         _check_trace(Path(arguments.trace), arguments)
     if arguments.report is not None:
@@ -151,22 +148,25 @@ def _main(arguments: Arguments) -> int:
     name = model_name(arguments.model)
     with telling("loading the model ..."):
         model = load(name, arguments.dtype, check=arguments.check)
-        sampler = calibrate_sampler(sampler, model)
-    chat = _is_chat(arguments, model)
-    prompt = _encode(arguments, model, prompt_text, chat)
+        calibrated = calibrate_sampler(sampler, model)
     status = StatusLine()
-    generation = Generation(
+    generation = stream(
         model,
-        [Request(prompt, str(i), arguments.max_new_tokens) for i in range(arguments.samples)],
-        sampler,
+        prompt,
+        calibrated,
+        max_new_tokens=arguments.max_new_tokens,
+        samples=arguments.samples,
         seed=arguments.seed,
+        chat=True if arguments.chat else False if arguments.no_chat else None,
+        system=arguments.system,
         stop=list(itertools.chain(*arguments.stop)),
         ignore_eos=arguments.ignore_eos,
-        turn_end=chat,
         recording=_recording(arguments),
         retrieve=retriever,
         ask=_person(arguments, status),
     )
+    for note in calibrated.notes:
+        print(f"note: {note}", file=sys.stderr)
 
     def heard() -> None:
         waits = "step" if "first_token" in generation.timings else "compiler"
@@ -191,8 +191,7 @@ def _main(arguments: Arguments) -> int:
             for event in generation.interrupt():
                 if event.token is not None:
                     writer.write(event.token.to_json(retracted=event.retracted))
-            rows = [{"row": i, **row.to_json()} for i, row in enumerate(generation.rows)]
-            writer.write(footer(rows, generation.timings))
+            writer.write(generation.rows.footer())
             if arguments.report is not None:
                 write_report(trace, Path(arguments.report))
 
@@ -230,8 +229,6 @@ def _run(
 ) -> int:
     from entropix_jax.terminal import Meter, TextScreen, print_legend, summary
 
-    for note in generation.sampler.notes:
-        print(f"note: {note}", file=sys.stderr)
     screen = TextScreen(status) if arguments.format == "text" else None
     if screen is not None and screen.coloured:
         print_legend()
@@ -319,11 +316,11 @@ class _Output:
         if self._screen is not None:
             self._print(event, self._screen)
         if self._meter is not None:
-            row = event.row if self._screen is None else min(self._shown, len(self._rows) - 1)
-            self._meter.take(event, row)
+            shown = min(self._shown, len(self._rows) - 1)
+            self._meter.take(event, event.row.number if self._screen is None else shown)
 
     def _print(self, event: "Event", screen: "TextScreen") -> None:
-        self._waiting[event.row].extend(event.pieces)
+        self._waiting[event.row.number].extend(event.pieces)
         while self._shown < len(self._rows):
             for piece in self._waiting[self._shown]:
                 screen.show(piece.text, piece.token)
@@ -380,26 +377,14 @@ def _read_prompt(arguments: Arguments) -> Any:
     """The text of the prompt, or what a file of messages holds."""
     if arguments.messages is not None:
         try:
-            return json.loads(read_input(arguments.messages, "--prompt"))
+            messages = json.loads(read_input(arguments.messages, "--prompt"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
+        # A lone text would be taken for a prompt.
+        return [messages] if isinstance(messages, str) else messages
     if arguments.prompt_file is None:
         return arguments.prompt
     return read_input(arguments.prompt_file, "--prompt")
-
-
-def _is_chat(arguments: Arguments, model: "LanguageModel") -> bool:
-    if arguments.chat or arguments.messages is not None:
-        return True
-    return not arguments.no_chat and model.is_chat_model
-
-
-def _encode(arguments: Arguments, model: "LanguageModel", prompt: Any, chat: bool) -> list[int]:
-    from entropix_jax.preparation import encode_prompt
-
-    if arguments.messages is not None:
-        return model.tokenizer.apply_chat(prompt)
-    return encode_prompt(model, prompt, chat=chat, system=arguments.system)
 
 
 def _print_json(generation: "Generation") -> None:

@@ -1,6 +1,8 @@
-"""What the host prepares for compiled programs: few shapes, a prompt's tokens, parameters."""
+"""Host-side inputs of the compiled programs: shapes, prompts as token ids, sampler parameters."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, logits_epsilon
+from entropix_jax.sampler.arms import Arm
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.settings import Sampler
 
@@ -21,6 +24,39 @@ _MIN_CHUNK = 16
 _SCORES_BYTES = 1 << 28  # most memory for one layer's attention scores in one call
 
 Prompt = str | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class CalibratedSampler:
+    """A sampler as it runs on one model, see `calibration.automatic.calibrate_sampler`.
+
+    Attributes:
+        settings: with the model's thresholds.
+        params: the same as arrays, of one row.
+    """
+
+    settings: Sampler
+    params: SamplerParams
+
+    @property
+    def name(self) -> str:
+        """The preset's or file's name."""
+        return self.settings.name
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """All settings, read-only."""
+        return self.settings.values
+
+    @property
+    def arms(self) -> Mapping[str, Arm]:
+        """The arms that its regimes choose from."""
+        return self.settings.arms
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that a user should see."""
+        return self.settings.notes
 
 
 def bucket(length: int, smallest: int) -> int:
@@ -66,14 +102,18 @@ def encode_prompt(
     Raises:
         UserError: an empty prompt, a chat without a chat template, or a chat where none is wanted.
     """
-    if not prompt:
+    if prompt == "":
         raise UserError("the prompt is empty")
     if not chat and (system is not None or not isinstance(prompt, str)):
         what = "a system message" if isinstance(prompt, str) else "a conversation"
         raise UserError(f"{what} needs a chat (--chat)")
     if not chat:
         return model.tokenizer.encode(str(prompt), add_bos=True)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages: Any = prompt  # whatever a file of messages holds: `apply_chat` checks it
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, Sequence):
+        messages = list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
     return model.tokenizer.apply_chat(messages)

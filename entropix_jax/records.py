@@ -1,8 +1,7 @@
-"""From what the device recorded of a step to the records of a trace."""
+"""From the device's records of a chunk of steps to typed records on the host."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import jax
@@ -12,42 +11,72 @@ from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.branch import Branches
 from entropix_jax.sampler.state import Observation
-from entropix_jax.trace import plain
+from entropix_jax.trace import BranchRecord, TokenRecord, plain
 from entropix_jax.vocabulary import REGIMES
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 
 
-# The fields of a token's record, but for its text: that is known once nothing takes it back.
-Fields = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step did to one row."""
+    """What one step did to one row.
 
-    token: Fields  # mean nothing where the row waits or failed
-    finish: int  # see `decode_state`
-    may_return: bool  # the next step may take the token back
-    branch: int  # which record of the branch log belongs to it; -1: none
-    unsound: tuple[int, int]  # see `health.first_unsound`
+    Attributes:
+        slot: the row's.
+        tokens: the committed tokens, without their texts; several where a branch was committed.
+            Where the row waits for the host the one token holds the step's proposal, and where it
+            failed the failed position.
+        branches: where the row branched.
+        finish: see `decode_state`.
+        retractable: whether the next step may retract the last token.
+        unsound: see `health.first_unsound`.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Branching:
-    """What one row did where it branched."""
-
-    futures: list[dict[str, Any]]  # every branch, as the trace holds it
-    path: list[Fields]  # of the committed tokens, what differs from the step's own
-    close: bool  # the two best scores are closer than the margin
+    slot: int
+    tokens: list[TokenRecord]
+    branches: list[BranchRecord] | None
+    finish: int
+    retractable: bool
+    unsound: tuple[int, int]
 
 
 def outcomes(
+    numbers: Sequence[int],
+    records: StepRecord,
+    log: BranchLog | None,
+    recording: Recording,
+    decode: Decode,
+) -> Iterator[Outcome]:
+    """The outcomes of a chunk's steps, step by step and within a step slot by slot.
+
+    Args:
+        numbers: the row number of each slot, [B].
+        records: fields [steps, B, ...], NumPy.
+        log: what branched in these steps, NumPy; None where nothing did.
+    """
+    slots = np.nonzero(records.live)[1].tolist()
+    records = jax.tree.map(lambda x: x[records.live], records)
+    tokens = _step_tokens([numbers[slot] for slot in slots], records, recording, decode)
+    paths: dict[int, tuple[list[TokenRecord], list[BranchRecord] | None]] = {}
+    if log is not None:
+        paths.update(_branch_paths(tokens, np.asarray(records.branch), log, recording, decode))
+    ends = zip(
+        plain(records.finish),
+        plain(records.may_return),
+        map(tuple, plain(records.unsound)),
+        strict=True,
+    )
+    for i, (slot, token, end) in enumerate(zip(slots, tokens, ends, strict=True)):
+        path, branches = paths.get(i, ([], None))
+        yield Outcome(slot, path or [token], branches, *end)
+
+
+def _step_tokens(
     rows: Sequence[int], records: StepRecord, recording: Recording, decode: Decode
-) -> list[Outcome]:
-    """What became of `rows`, one number for each of the records, whose fields are [n, ...]."""
+) -> list[TokenRecord]:
+    """The token of each record, whose fields are [n, ...]."""
     choice, proposal = records.choice, records.choice.proposal
-    tokens = each(
+    fields = each(
         row=list(rows),
         position=plain(records.position),
         token_id=plain(choice.token),
@@ -62,68 +91,65 @@ def outcomes(
         **_observed(choice.observation),
         **extras_fields(records.extras, recording, decode),
     )
-    ends = each(
-        finish=plain(records.finish),
-        may_return=plain(records.may_return),
-        branch=plain(records.branch),
-        unsound=plain(records.unsound),
-    )
-    return [Outcome(token, **end) for token, end in zip(tokens, ends, strict=True)]
+    return [TokenRecord(text="", **one) for one in fields]
 
 
-def branchings(log: BranchLog, recording: Recording, decode: Decode) -> list[Branching]:
-    """What the log tells, in its order."""
-    number = int(log.count)
-    log = jax.tree.map(lambda x: x[:number], replace(log, count=log.committed))
-    branches, depths = log.branches, np.arange(log.branches.logprobs.shape[1])
-    taken = depths[None, :] < log.committed[:, None]  # [n, R]
-    best = branches.tokens[np.arange(number), branches.best]
+def _branch_paths(
+    tokens: Sequence[TokenRecord],
+    entries: np.ndarray,
+    log: BranchLog,
+    recording: Recording,
+    decode: Decode,
+) -> Iterator[tuple[int, tuple[list[TokenRecord], list[BranchRecord]]]]:
+    """For each index of `entries[n]` that names an entry of the log: the committed tokens of its
+    best branch, none where the row waits, and all its branches. `tokens[n]` are the steps' own."""
+    at = np.flatnonzero(entries >= 0)
+    used = jax.tree.map(lambda x: x[entries[at]], replace(log, count=log.committed))
+    branches, committed = used.branches, used.committed
+    taken = np.arange(branches.logprobs.shape[1]) < committed[:, None]  # [n, R]
+    best = branches.tokens[np.arange(len(at)), branches.best]
     observation, notes = jax.tree.map(lambda x: x[taken], (branches.observation, branches.notes))
-    tokens = iter(
+    fields = iter(
         each(
             token_id=plain(best[taken]),
             logprob=plain(branches.logprobs[taken]),
-            sequence_varentropy=plain(log.sequence_varentropy[taken]),
+            sequence_varentropy=plain(used.sequence_varentropy[taken]),
             **_observed(observation),
             **extras_fields(notes, recording, decode),
         )
     )
-    return [
-        Branching(
-            futures=_futures(jax.tree.map(lambda x: x[i], branches), decode),  # noqa: B023
-            path=list(islice(tokens, int(log.committed[i]))),
-            close=bool(branches.ambiguous[i]),
-        )
-        for i in range(number)
-    ]
+    for i, number in enumerate(at.tolist()):
+        all_ = _branches(jax.tree.map(lambda x: x[i], branches), decode)  # noqa: B023
+        first = tokens[number]
+        path = [
+            replace(first, **next(fields), position=first.position + depth)
+            for depth in range(committed[i])
+        ]
+        if path:
+            ambiguous = bool(branches.ambiguous[i]) and differ(all_)
+            path[0] = replace(path[0], branches=all_, ambiguous=ambiguous)
+        yield number, (path, all_)
 
 
-def branch_records(first: Fields, branching: Branching) -> list[Fields]:
-    """The committed tokens of a branch; the first one holds all branches. `first` is the step's."""
-    tokens = [
-        {**first, **fields, "position": first["position"] + depth}
-        for depth, fields in enumerate(branching.path)
-    ]
-    tokens[0]["branches"] = branching.futures
-    tokens[0]["ambiguous"] = branching.close and differ(branching.futures)
-    return tokens
-
-
-def _futures(branches: Branches, decode: Decode) -> list[dict[str, Any]]:
-    """One row's branches as the trace holds them."""
-    futures = []
+def _branches(branches: Branches, decode: Decode) -> list[BranchRecord]:
+    """One row's branches; the fields of `branches` are [W, ...]."""
+    records = []
     for i in np.flatnonzero(branches.length):
         ids = branches.tokens[i, : branches.length[i]].tolist()
-        score = branches.score[i]
-        futures.append(
-            {
-                "tokens": ids,
-                "text": decode(ids),
-                "score": plain(score) if np.isfinite(score) else None,
-                "chosen": bool(i == branches.best),
-            }
-        )
-    return futures
+        score = plain(branches.score[i]) if np.isfinite(branches.score[i]) else None
+        records.append(BranchRecord(ids, decode(ids), score, chosen=bool(i == branches.best)))
+    return records
+
+
+def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:
+    """The two branches with the highest scores, the better one first."""
+    scored = [(branch.score, branch) for branch in branches if branch.score is not None]
+    return [branch for _, branch in sorted(scored, key=lambda pair: -pair[0])[:2]]
+
+
+def differ(branches: Sequence[BranchRecord]) -> bool:
+    """Whether the two best branches are two texts."""
+    return len({branch.text for branch in two_best(branches)}) == 2
 
 
 def each(**columns: list[Any]) -> list[dict[str, Any]]:
@@ -133,20 +159,9 @@ def each(**columns: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def two_best(futures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The two futures with the highest scores, the better one first."""
-    scored = [future for future in futures if future["score"] is not None]
-    return sorted(scored, key=lambda future: -future["score"])[:2]
-
-
-def differ(futures: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the two best futures are two texts."""
-    return len({future["text"] for future in two_best(futures)}) == 2
-
-
 def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[str, list[Any]]:
-    """The fields `top` and `layers` of n tokens' records, empty where they were not asked for; the
-    fields of `extras` are [n, ...]."""
+    """The fields `top` and `layers` of n tokens' records, where they are recorded; the fields of
+    `extras` are [n, ...]."""
     fields: dict[str, list[Any]] = {}
     if recording.top:
         pairs = zip(plain(extras.top_ids), plain(extras.top_probs), strict=True)
@@ -159,7 +174,7 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
 
 
 def _observed(observation: Observation) -> dict[str, list[Any]]:
-    """The fields of tokens' records that tell of the distributions they came from."""
+    """The fields of n tokens' records that describe the distributions they were drawn from."""
     return {
         "regime": [REGIMES[regime] for regime in observation.regime],
         "loop": plain(observation.looping),

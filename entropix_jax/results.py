@@ -1,13 +1,14 @@
-"""What goes into a run and what comes out of it: requests, rows, and the events between."""
+"""What goes into a run and what comes out of it: requests, rows, and the events in between."""
 
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.trace import TokenRecord, TraceWriter, footer
 from entropix_jax.vocabulary import REGIMES
@@ -15,24 +16,53 @@ from entropix_jax.vocabulary import REGIMES
 _REPR_TEXT = 50  # characters of a text
 _REPR_ROWS = 10
 
+# The text of a row so far to the text to inject.
+Retrieve = Callable[[str], str]
+# A row's number and the texts of its two best branches to the index of the one to commit, or None.
+Ask = Callable[[int, Sequence[str]], int | None]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Request:
-    """One row: its prompt's tokens, how many may follow, and the id that names its randomness."""
+    """One row to generate.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampler: a sampler with the model's thresholds, see `calibrate_sampler`.
+        max_new_tokens: the budget.
+        row_id: with `seed`, the key of the row's random numbers.
+        seed: of the row's random numbers.
+        eos_ids: tokens that end the row.
+        stop: texts that end the row and are not part of its text.
+        retrieve: called with the row's text when a thought is due, returns the text to inject.
+            Where that is empty or exceeds the budget the sampler's own thought is injected; where
+            that exceeds it too, the row samples.
+        ask: called with the row's number and the texts of the two best branches, better one first,
+            when their scores are within the margin; returns the index of the branch to commit, or
+            None for the better one.
+        tag: the caller's own; the engine passes it through.
+    """
 
     prompt: Sequence[int]
-    row_id: str
-    max_new_tokens: int
+    sampler: CalibratedSampler
+    max_new_tokens: int = 256
+    row_id: str = "0"
+    seed: int = 0
+    eos_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    retrieve: Retrieve | None = None
+    ask: Ask | None = None
+    tag: Any = None
 
 
 @dataclass(repr=False)
 class Row:
-    """What came of a request. In a notebook it shows its text, coloured.
+    """The result of a request. A notebook shows its text, coloured by regime.
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
-    `retracted` counts the tokens that were taken back, `taken_back` holds them in order; each has
-    the position of the one that took its place.
+    `taken_back` holds the retracted tokens in order, each with the position of its replacement, and
+    `retracted` counts them. `number` is the row's index in its run.
     """
 
     request: Request
@@ -42,6 +72,10 @@ class Row:
     finish_reason: str | None = None
     error: str | None = None
     taken_back: list[TokenRecord] = field(default_factory=list)
+    number: int = 0
+    started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
+    first_token: float | None = field(default=None, compare=False)  # by the same clock
+    waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _REPR_TEXT else f"{self.text[:_REPR_TEXT]}..."
@@ -55,8 +89,8 @@ class Row:
         return html([self])
 
     def history(self) -> Iterator[tuple[TokenRecord, bool]]:
-        """The tokens as they came, and whether they were taken back: then they stand before the one
-        that took their place."""
+        """The tokens in the order of their events, each with whether it was retracted: a retracted
+        token comes before its replacement."""
         taken_back = deque(self.taken_back)
         for token in self.tokens:
             while taken_back and taken_back[0].position <= token.position:
@@ -82,9 +116,9 @@ class Row:
 
 
 class Rows(list[Row]):
-    """The rows of a run, a list. In a notebook it shows all texts, coloured.
+    """The rows of a run, a list. A notebook shows all texts, coloured by regime.
 
-    `header` is what a trace says of the run besides its tokens, `timings` are in seconds.
+    `header` is the header of the run's trace, `timings` are in seconds.
     """
 
     def __init__(
@@ -97,8 +131,12 @@ class Rows(list[Row]):
         self.header = header
         self.timings = timings if timings is not None else {}
 
+    def footer(self) -> dict[str, Any]:
+        """The footer of the run's trace."""
+        return footer([{"row": row.number, **row.to_json()} for row in self], self.timings)
+
     def save_trace(self, path: str | Path) -> None:
-        """Writes the run's trace, row by row, each as far as it came. `top` and `layers` are there
+        """Writes the run's trace, row by row, with the tokens so far. `top` and `layers` are there
         if the run recorded them.
 
         Raises:
@@ -111,8 +149,7 @@ class Rows(list[Row]):
             for row in self:
                 for token, retracted in row.history():
                     writer.write(token.to_json(retracted=retracted))
-            rows = [{"row": i, **row.to_json()} for i, row in enumerate(self)]
-            writer.write(footer(rows, self.timings))
+            writer.write(self.footer())
 
     def save_report(self, path: str | Path) -> None:
         """Writes the run as a page, one HTML file to open in a browser.
@@ -143,7 +180,7 @@ class Rows(list[Row]):
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a row's text that is final, and the token that it came with."""
+    """A stretch of a row's final text, and the token that it came with."""
 
     text: str
     token: TokenRecord
@@ -151,14 +188,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Event:
-    """What became known of a row: a token, and the text that may be shown now that it is here.
+    """One token of a row was committed or retracted, or the row ended without one.
 
-    `token` is None where the row ended without one: by an error, or interrupted. With `retracted`
-    it is one that was taken back, and the row's next event holds its replacement, or says that that
-    one was taken back too.
+    Attributes:
+        row: the row, with the event applied; `row.finish_reason` is set by its last event.
+        token: None where the row ended by an error or an interrupt.
+        pieces: the text that became final.
+        retracted: whether the token was retracted. The row's next event then has its replacement,
+            or retracts that one, too.
     """
 
-    row: int
+    row: Row
     token: TokenRecord | None
     pieces: tuple[Piece, ...]
     retracted: bool = False

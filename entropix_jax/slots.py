@@ -1,7 +1,7 @@
-"""Rows that come and go: a batch is a fixed number of slots, each of which takes row after row.
+"""Slots of a batch: `insert` puts a row into one, whatever the other slots hold.
 
-All that a row is lies in its slot of the `DecodeState` and of what the step is given besides, so
-that the rows in the other slots never notice.
+A row's entire state lives in its slot of the `DecodeState`, its sampler parameters and its end
+tokens, so rows are independent.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Value = jax.Array | np.ndarray | np.generic
 
 @struct.dataclass
 class Slots:
-    """A batch and what its step is given row by row."""
+    """A batch: its state, and the per-row arguments of its step."""
 
     state: DecodeState
     sampler: SamplerParams  # each leaf [B, ...]
@@ -37,9 +37,9 @@ class Slots:
 
 @struct.dataclass
 class Arrival:
-    """A row that takes a slot; `init_state` names the units of the fields."""
+    """A row to insert; see `init_state` for the fields."""
 
-    history: Value  # int32 [S], the prompt, then anything
+    history: Value  # int32 [S], the prompt, then padding
     prompt_length: Value  # int32
     budget: Value  # int32
     key: Value  # uint32 [2]
@@ -58,9 +58,9 @@ def empty_slots(
     dtype: jnp.dtype,
     rules: Rules | None = None,
 ) -> Slots:
-    """Slots without rows, spread over a mesh where `rules` say so; `sampler` is any one row's."""
-    nobody = np.zeros((number, 2), np.uint32)
-    state = init_state(config, [()] * number, [0] * number, nobody, capacity=capacity, dtype=dtype)
+    """Slots without rows, sharded by `rules`; `sampler` is any one row's, for its shapes."""
+    no_keys = np.zeros((number, 2), np.uint32)
+    state = init_state(config, [()] * number, [0] * number, no_keys, capacity=capacity, dtype=dtype)
     slots = Slots(
         state=replace(state, finish=jnp.full(number, FINISHED_LENGTH, jnp.int32)),
         sampler=jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), sampler),
@@ -81,7 +81,7 @@ def padded_ids(ids: Sequence[int]) -> np.ndarray:
 
 
 @partial(jax.jit, donate_argnames="slots")
-def admit(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
+def insert(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
     """Puts a row into slot `number`, nothing of its prompt cached yet. The slots are donated."""
     state = slots.state
 
@@ -115,8 +115,8 @@ def admit(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
 def share_prefix(
     state: DecodeState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> DecodeState:
-    """Gives the row in slot `target` the first `count` tokens that are cached of the one in slot
-    `source`, whose prompt begins with the same. Donates the state."""
+    """Copies the first `count` cached tokens of slot `source` to slot `target`, whose prompt begins
+    with the same. The state is donated."""
     target = here(target, state.finish.shape[0])
 
     def share(rows: jax.Array) -> jax.Array:

@@ -9,9 +9,9 @@ from rich.style import Style
 from rich.text import Text
 
 from entropix_jax.commandline import printable
-from entropix_jax.inspection import InspectedToken
 from entropix_jax.interrupts import undeferred_interrupts
 from entropix_jax.results import Event, Row
+from entropix_jax.scoring import ScoredToken
 from entropix_jax.status import StatusLine, is_terminal, same_file
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import MEANINGS, REGIMES
@@ -49,13 +49,13 @@ class TextScreen:
         """Whether text has colours: on a terminal that has some, unless NO_COLOR is set."""
         return self._colours is not None
 
-    def show(self, text: str, token: TokenRecord | InspectedToken) -> None:
+    def show(self, text: str, token: TokenRecord | ScoredToken) -> None:
         """Prints a piece of text in the colour of its token's regime."""
         if self._on_terminal:
             text = printable(text)
         self._write(self.paint(text, token), text)
 
-    def paint(self, text: str, token: TokenRecord | InspectedToken) -> str:
+    def paint(self, text: str, token: TokenRecord | ScoredToken) -> str:
         """Text in the colour of a token's regime, where there are colours."""
         # Not through the console, which would change tabs and take brackets for markup.
         return Style.parse(style_of(token)).render(text, color_system=self._colours)
@@ -73,7 +73,7 @@ class TextScreen:
         self._last = text[-1:] or self._last
 
 
-def style_of(token: TokenRecord | InspectedToken) -> str:
+def style_of(token: TokenRecord | ScoredToken) -> str:
     """The rich style of a token: its regime's colour, underlined where it was injected."""
     style = _STYLES[token.regime]
     injected = isinstance(token, TokenRecord) and token.action == "inject"
@@ -156,8 +156,8 @@ class Meter:
         if token is not None and not event.retracted:
             if not self._latest:
                 self._first = self._seconds()
-            self._latest[event.row] = token
-            self._counts[event.row] += 1
+            self._latest[event.row.number] = token
+            self._counts[event.row.number] += 1
         last = self._latest.get(row)
         if last is None or last is self._told:
             return

@@ -24,19 +24,27 @@ from entropix_jax.vocabulary import TRACE_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """One branch that was rolled out. `score` is None where its logits became NaN or infinite."""
+
+    tokens: list[int]
+    text: str
+    score: float | None
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRecord:
     """One committed token. Entropies are in bits, varentropies in bits^2, log-probabilities in
     nats.
 
-    `text` is what the token completes, so that the texts of a row, joined, are the row's text (and
-    go on through the stop string that ended it); it is empty in the middle of a character and for
-    control tokens. `forwards` counts the token positions of the row that were evaluated beyond its
-    prompt when the token was chosen. `top`, [token id, text, probability] of the likeliest tokens,
-    and `layers`, the attention entropy of each layer and head, are None unless asked for.
-    `branches` is None but for the first token of a branch: every branch that was rolled out, with
-    `tokens`, `text`, `score` (None where its logits became NaN or infinite) and whether it was
-    `chosen`; `ambiguous` says that the two best scores were closer than the margin and their texts
-    differ.
+    `text` is what the token completes, so that a row's texts, joined, are the row's text (including
+    the stop string that ended it); it is empty in the middle of a character and for control tokens.
+    `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
+    token was chosen. `top`, [token id, text, probability] of the likeliest tokens, and `layers`,
+    the attention entropy of each layer and head, are None unless recorded. `branches`, all branches
+    that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
+    their texts differ, are None except on the first token of a branch.
     """
 
     row: int
@@ -63,23 +71,25 @@ class TokenRecord:
     forwards: int
     loop: bool
     top: list[tuple[int, str, float]] | None = None
-    branches: list[dict[str, Any]] | None = None
+    branches: list[BranchRecord] | None = None
     layers: list[list[float]] | None = None
     ambiguous: bool | None = None
 
     def to_json(self, *, retracted: bool = False) -> dict[str, Any]:
-        """The object of a trace line: of a committed token, or of one that was taken back."""
+        """The object of a trace line: of a committed token, or of a retracted one."""
         fields = {name: getattr(self, name) for name in self.__slots__}
+        if self.branches is not None:
+            fields["branches"] = [asdict(branch) for branch in self.branches]
         kind = "retracted" if retracted else "token"
         return {"type": kind} | {k: v for k, v in fields.items() if v is not None}
 
 
 def plain(value: Any) -> Any:
-    """Arrays as Python numbers and lists; a float32 becomes the shortest decimal that means it."""
+    """Arrays as Python numbers and lists; a float32 becomes its shortest round-trip decimal."""
     array = np.asarray(value)
     if array.dtype.kind != "f":
         return array.tolist()
-    # Plus 0: a sum over nothing but certainty comes out as -0.
+    # Plus 0: the entropy of a certain distribution is computed as -0.
     return (array.astype(str).astype(np.float64) + 0.0).tolist()
 
 
@@ -94,7 +104,7 @@ def header(
     prompt: str,
     prompt_tokens: Sequence[int],
 ) -> dict[str, Any]:
-    """The header object; `seed` is None where nothing was drawn."""
+    """The header object; `seed` is None where nothing was sampled."""
     return {
         "type": "header",
         "format_version": TRACE_FORMAT,
@@ -122,7 +132,7 @@ def footer(rows: Sequence[Mapping[str, Any]], timings: Mapping[str, float]) -> d
 
 
 class TraceWriter:
-    """Writes a trace line by line as the run goes, so that an interrupted run leaves what it had.
+    """Writes a trace line by line as the run goes, so that an interrupted run leaves its tokens.
 
     A context manager, which closes the file.
     """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,10 +23,8 @@ from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import check_recording, encode_prompt, sampler_params
-from entropix_jax.results import Event, Request, Row
-from entropix_jax.running import RunningRow, budget_of
-from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.preparation import CalibratedSampler, check_recording, encode_prompt
+from entropix_jax.results import Request, Row
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import padded_ids
@@ -61,16 +58,6 @@ class Progress:
     tokens: int = 0  # committed in this run
 
 
-@dataclass
-class _Job:
-    """A record whose row runs."""
-
-    record: Record
-    row: RunningRow
-    first_token: float | None = None
-    events: list[Event] = field(default_factory=list)  # for its trace
-
-
 class BatchRun:
     """Runs records and hands each one's result out as soon as it is there."""
 
@@ -94,7 +81,7 @@ class BatchRun:
             recording: what the tokens of traces hold besides the usual.
             traces: a folder for a trace of each record.
             name: what traces call the model.
-            thresholds: how the samplers get the model's own, see `calibrate_sampler`.
+            thresholds: how the samplers get the model's own, see `fit_thresholds`.
 
         Raises:
             UserError: a sampler, a recording, end tokens or a way to put prompts that do not fit
@@ -105,8 +92,7 @@ class BatchRun:
         self._model = model
         self._defaults = defaults
         self._capacity = capacity
-        self._recording = recording or Recording()
-        check_recording(model, self._recording)
+        check_recording(model, recording or Recording())
         for ends in (model.generation.eos_ids, model.turn_end_ids):
             padded_ids(ends)
         self._chat = model.is_chat_model if defaults.chat is None else defaults.chat
@@ -114,13 +100,11 @@ class BatchRun:
         self._traces = traces
         self._name = name
         self._thresholds = thresholds
-        own = calibrate_sampler(defaults.sampler, model, thresholds)
-        self._own = (own, sampler_params(model, own))
-        self._sampler = functools.lru_cache(_SAMPLERS)(self._load_sampler)
-        self._jobs: dict[int, _Job] = {}
-        self.engine = Engine(
-            model, self._own[1], own.arms, slots=slots, capacity=capacity, recording=self._recording
+        self.sampler = self._calibrated(defaults.sampler)  # of records that name none
+        self._named_sampler = functools.lru_cache(_SAMPLERS)(
+            lambda name: self._calibrated(load_sampler(name))
         )
+        self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
     def run(
         self,
@@ -140,32 +124,27 @@ class BatchRun:
             looked: is called after each token and each record, and while nothing comes.
         """
         with Ahead(records) as ahead:
-            for event in self.engine.run(self._rows(ahead, write, is_done, looked)):
-                job = self._jobs[event.row]
-                if event.token is not None:
-                    if job.first_token is None:
-                        job.first_token = time.perf_counter()
-                    self.progress.tokens += 1 if not event.retracted else 0
-                    if self._traces is not None:
-                        job.events.append(event)
-                if not job.row.running:
-                    self._end(job, write)
+            for event in self.engine.run(self._requests(ahead, write, is_done, looked)):
+                self.progress.tokens += event.token is not None and not event.retracted
+                if event.row.finish_reason is not None:
+                    self._end(event.row, write)
                 looked()
 
     def stop(self) -> None:
-        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        """Asks the run to end after the current event. A signal handler may call it."""
         self._stopping = True
         self.engine.stop()
 
-    def _rows(
+    def _requests(
         self,
         records: Ahead[Record | BadRecord],
         write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
         is_done: Callable[[Record | BadRecord], bool],
         looked: Callable[[], None],
-    ) -> Iterator[RunningRow | None]:
-        """The rows of the records that have no result, None while the next one does not come."""
-        for number in itertools.count():
+    ) -> Iterator[Request | None]:
+        """The requests of the records that have no result, None while the next record does not
+        come."""
+        while True:
             looked()
             if self._stopping:
                 return
@@ -181,16 +160,16 @@ class BatchRun:
             try:
                 if isinstance(record, BadRecord):
                     raise UserError(record.error)
-                row = self._row(number, record)
+                request = self._request(record)
+                self.engine.check(request)
             except UserError as error:
                 self.progress.done += 1
                 self.progress.failed += 1
                 write(record, {"error": str(error), "finish_reason": "error"})
                 continue
-            self._jobs[number] = _Job(record, row)
-            yield row
+            yield request
 
-    def _row(self, number: int, record: Record) -> RunningRow:
+    def _request(self, record: Record) -> Request:
         model, own = self._model, self._defaults
         chat = self._chat or record.messages is not None
         if record.messages is None:
@@ -198,38 +177,33 @@ class BatchRun:
             prompt = encode_prompt(model, record.prompt, chat=chat, system=own.system)
         else:
             prompt = encode_prompt(model, record.messages, chat=True)
-        request = Request(prompt, record.id, record.max_new_tokens or own.max_new_tokens)
-        sampler, params = self._own if record.sampler is None else self._sampler(record.sampler)
-        ends = model.turn_end_ids if chat else model.generation.eos_ids
-        return RunningRow(
-            number,
-            Row(request),
-            model,
+        sampler = self.sampler if record.sampler is None else self._named_sampler(record.sampler)
+        return Request(
+            prompt,
             sampler,
-            params,
-            budget=budget_of(model, request, self._capacity),
+            max_new_tokens=record.max_new_tokens or own.max_new_tokens,
+            row_id=record.id,
             seed=own.seed if record.seed is None else record.seed,
-            eos_ids=() if own.ignore_eos else ends,
+            eos_ids=() if own.ignore_eos else model.end_ids(chat=chat),
             stop=own.stop,
+            tag=record,
         )
 
-    def _load_sampler(self, name: str) -> tuple[Sampler, SamplerParams]:
-        sampler = calibrate_sampler(load_sampler(name), self._model, self._thresholds)
-        return sampler, sampler_params(self._model, sampler)
+    def _calibrated(self, sampler: Sampler) -> CalibratedSampler:
+        return calibrate_sampler(sampler, self._model, self._thresholds)
 
     def _end(
-        self, job: _Job, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
+        self, row: Row, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
     ) -> None:
-        """Gives out the result of a record whose row has ended."""
-        row, started = job.row.row, job.row.started
-        assert started is not None
-        timings = {"seconds": time.perf_counter() - started}
-        if job.first_token is not None:
-            timings["first_token"] = job.first_token - started
+        """Writes the result of a record whose row has ended."""
+        record: Record = row.request.tag
+        assert row.started is not None
+        timings = {"seconds": time.perf_counter() - row.started}
+        if row.first_token is not None:
+            timings["first_token"] = row.first_token - row.started
         timings = {name: round(seconds, 4) for name, seconds in timings.items()}
         if self._traces is not None:
-            self._write_trace(self._traces, job, timings)
-        del self._jobs[job.row.number]
+            self._write_trace(self._traces / f"{file_name(record.id)}.jsonl", row, timings)
         self.progress.done += 1
         self.progress.failed += row.error is not None
         tokens = row.tokens
@@ -239,35 +213,31 @@ class BatchRun:
             if tokens
         }
         result = row.to_json() | means
-        if job.record.sampler is not None:  # a file's values may change from run to run
-            values = json.dumps(dict(job.row.sampler.values), sort_keys=True)
+        if record.sampler is not None:  # a file's values may change from run to run
+            values = json.dumps(dict(row.request.sampler.values), sort_keys=True)
             result["sampler_digest"] = f"{hash_of(values.encode()):015x}"
         ids = [token.token_id for token in tokens]
-        write(job.record, result | {"token_ids": ids, "timings": timings})
+        write(record, result | {"token_ids": ids, "timings": timings})
 
-    def _write_trace(self, folder: Path, job: _Job, timings: Mapping[str, float]) -> None:
+    def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
         """The trace of one record, which appears whole or not at all."""
-        sampler, request = job.row.sampler, job.row.row.request
-        path = folder / f"{file_name(job.record.id)}.jsonl"
+        request = row.request
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
             writer.write(
                 header(
                     model=self._name,
                     model_config=self._model.config,
                     precision=self._model.precision,
-                    sampler=sampler.name,
-                    sampler_values=sampler.values,
-                    seed=job.row.seed,
+                    sampler=request.sampler.name,
+                    sampler_values=request.sampler.values,
+                    seed=request.seed,
                     prompt=self._model.tokenizer.decode(request.prompt, skip_special=False),
                     prompt_tokens=request.prompt,
                 )
             )
-            for event in job.events:
-                assert event.token is not None
-                # A trace stands alone: its one row is row 0.
-                line = event.token.to_json(retracted=event.retracted) | {"row": 0}
-                writer.write(line)
-            writer.write(footer([{"row": 0, **job.row.row.to_json()}], timings))
+            for token, retracted in row.history():
+                writer.write(token.to_json(retracted=retracted))
+            writer.write(footer([{"row": 0, **row.to_json()}], timings))
 
 
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:

@@ -1,9 +1,9 @@
-"""Where a sampler's thresholds come from: the model's own calibration, else one that is made once,
-on first use, from text that the model writes itself.
+"""A sampler's thresholds for one model: the model's own calibration, else one made on first use
+from text that the model writes itself.
 
-That is kept in the user's cache folder, as a `calibration.json` whose name holds the model's
-fingerprint. It is the same each time and on each start, or it is not used: a model that takes too
-long on a machine is not tried there again.
+The latter is kept in the user's cache folder as a `calibration.json` whose name has the model's
+fingerprint. Thresholds must be the same on every start or not be used at all: a model that is too
+slow to calibrate on a machine is not tried there again.
 """
 
 import json
@@ -25,6 +25,7 @@ from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
 from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import CalibratedSampler, sampler_params
 from entropix_jax.programs import user_folder
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler, read_thresholds
@@ -38,29 +39,40 @@ _SLOW = "too_slow_on"
 
 @dataclass(frozen=True)
 class _Own:
-    """What was made for a model; without thresholds where that takes too long."""
+    """Thresholds made for a model; empty where that takes too long."""
 
     thresholds: dict[str, float]
     where: str = ""
     notes: tuple[str, ...] = ()
 
 
-May = Literal["make", "reuse", "read"]  # see `calibrate_sampler`
+May = Literal["make", "reuse", "read"]  # see `fit_thresholds`
 
 _of_models: WeakKeyDictionary[LanguageModel, _Own] = WeakKeyDictionary()
 
 
-def calibrate_sampler(sampler: Sampler, model: LanguageModel, may: May = "make") -> Sampler:
-    """A sampler with the model's own thresholds, where it asks for calibrated ones. A sampler that
-    has them already gets the same again.
+def calibrate_sampler(
+    sampler: Sampler, model: LanguageModel, may: May = "make"
+) -> CalibratedSampler:
+    """A sampler as it runs on a model: with the model's thresholds, and its parameters as arrays.
 
-    They come from the model's calibration file; without one from the cache folder; and where there
-    are none either they are made, if that takes less than ten seconds and if they can change the
-    text. Else those of the sampler's own file stay. What a user should know of it is in the notes.
+    Raises:
+        UserError: see `fit_thresholds` and `sampler_params`.
+    """
+    fitted = fit_thresholds(sampler, model, may)
+    return CalibratedSampler(fitted, sampler_params(model, fitted))
+
+
+def fit_thresholds(sampler: Sampler, model: LanguageModel, may: May = "make") -> Sampler:
+    """A sampler with the model's thresholds, if it asks for calibrated ones.
+
+    They come from the model's calibration file, else from the cache folder, else they are made, if
+    that takes less than ten seconds and they can change the text. Else those of the sampler's own
+    file stay. Its notes say which, where a user should know.
 
     Args:
-        may: "make", or else do no more than "reuse" what was made before, or "read" the model's
-            file, which is the same for all processes of a run.
+        may: "make"; or only "reuse" thresholds made before; or only "read" the model's file, which
+            is the same for all processes of a run.
 
     Raises:
         UserError: the model's file is damaged, or the bounds leave nothing between them.
@@ -77,20 +89,20 @@ def calibrate_sampler(sampler: Sampler, model: LanguageModel, may: May = "make")
         try:
             return sampler.with_thresholds(own.thresholds, own.where, own.notes if follows else ())
         except UserError as error:
-            # Nobody asked for these: what was set must go with the published ones alone.
+            # Nobody asked for these: a user's settings need to fit the published ones alone.
             published = f"{error}: the published thresholds are used"
     return sampler.with_thresholds({}, notes=(published,) if follows else ())
 
 
 def _own_thresholds(model: LanguageModel, *, make: bool) -> _Own | None:
-    """What was made for a model, or is made now; None where there is nothing."""
+    """Thresholds made for a model, before or now; None where there are none."""
     if (own := _of_models.get(model)) is not None:
         return own
     try:
-        path = _place(model)
-    except UserError:  # nothing to know the model by
+        path = _cache_file(model)
+    except UserError:  # no fingerprint
         return None
-    own = None if path is None else _kept(path)
+    own = None if path is None else _read_cached(path)
     if own is None and make:
         own = _make(model, path)
     if own is not None:
@@ -98,11 +110,11 @@ def _own_thresholds(model: LanguageModel, *, make: bool) -> _Own | None:
     return own
 
 
-def _place(model: LanguageModel) -> Path | None:
-    """Where a model's thresholds are kept; None where nothing can be.
+def _cache_file(model: LanguageModel) -> Path | None:
+    """The file of a model's thresholds; None where nothing can be kept.
 
     Raises:
-        UserError: the model cannot be told from others.
+        UserError: the model has no fingerprint.
     """
     name = f"{model.fingerprint}-{jnp.dtype(model.precision.weights).name}-{_FORMAT}.json"
     try:
@@ -112,9 +124,8 @@ def _place(model: LanguageModel) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _kept(path: Path) -> _Own | None:
-    """What is kept; None where that is nothing, damaged, or says of another machine that it is too
-    slow."""
+def _read_cached(path: Path) -> _Own | None:
+    """What the file holds; None where it is missing, damaged, or another machine was too slow."""
     try:
         if read_json_object(path).get(_SLOW) == _machine():
             return _Own({})
@@ -129,15 +140,15 @@ def _make(model: LanguageModel, path: Path | None) -> _Own:
     began = time.perf_counter()
     points = measure_own_text(model, _PATIENCE)
     if points is None:
-        _keep(path, json.dumps({_SLOW: _machine()}) + "\n")
+        _write_cached(path, json.dumps({_SLOW: _machine()}) + "\n")
         return _Own({})
     try:
         boxes = boxes_of(load_sampler("entropix"))
         thresholds = solve(points, WANTED, boxes, nearest=True).thresholds
-    except UserError:  # NaN, which the run itself will tell of
+    except UserError:  # NaN, which the run itself will report
         return _Own({})
     source = f"{len(points)} tokens of the model's own text"
-    where = _keep(path, calibration_text(thresholds, source))
+    where = _write_cached(path, calibration_text(thresholds, source))
     seconds = time.perf_counter() - began
     note = (
         f"the model has no calibration.json: thresholds were fitted to {source} in {seconds:.0f} s "
@@ -146,7 +157,7 @@ def _make(model: LanguageModel, path: Path | None) -> _Own:
     return _Own(thresholds, where or "the model's own text", (note,))
 
 
-def _keep(path: Path | None, text: str) -> str | None:
+def _write_cached(path: Path | None, text: str) -> str | None:
     """Where the text is kept; None where it cannot be."""
     try:
         if path is not None:

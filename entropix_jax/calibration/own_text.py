@@ -1,5 +1,7 @@
-"""What a model writes from nothing at temperature 1, and how uncertain it is about it: a loop that
-holds nothing of a sampler, and so compiles in a few seconds."""
+"""Entropy and varentropy of text that a model writes itself at temperature 1.
+
+The loop has no sampler in it, so it compiles in a few seconds.
+"""
 
 import os
 import time
@@ -18,8 +20,8 @@ from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, count_params
 from entropix_jax.sharding import weights_bytes
 
-# About 4,000 tokens: each share of a regime is then known to half a percentage point or so. In
-# texts as long as an answer, since a model is less certain where a text begins.
+# About 4,000 tokens give each regime's share to half a percentage point or so; in texts as long as
+# an answer, since a model is less certain where a text begins.
 TOKENS = 4096
 _LENGTH = 256  # tokens of a text
 _CHUNK = 16  # steps between two looks at the clock
@@ -28,8 +30,8 @@ _SEED = 0
 
 _Carry = tuple[KVCache, jax.Array]
 
-# What no machine of today does much better, to tell at once where there is no hope: one core of a
-# processor, and any other device.
+# Upper bounds of today's machines, to give up at once where calibration would take too long: of one
+# CPU core, and of any other device.
 _FLOPS_OF_A_CORE = 25e9  # per second, with so few rows
 _BYTES_OF_A_DEVICE = 4e12  # read per second
 _COMPILING = 1.5, 0.1  # seconds, and for each layer
@@ -38,8 +40,8 @@ _COMPILING = 1.5, 0.1  # seconds, and for each layer
 def start_of_text(model: LanguageModel) -> list[int]:
     """The tokens that a text begins with, at least one.
 
-    Where the tokenizer puts none: the one that the checkpoint names for it, one that ends a text
-    (in training it stood between two), or a new line.
+    Where the tokenizer adds none: the checkpoint's beginning-of-text token, an end token (training
+    puts it between two texts), or a line break.
     """
     tokenizer = model.tokenizer
     if start := tokenizer.encode("", add_bos=True):
@@ -75,7 +77,7 @@ def measure_own_text(model: LanguageModel, seconds: float) -> np.ndarray | None:
         )
         points.append(np.asarray(found).reshape(-1, 2))
         now = time.perf_counter()
-        # The first chunk's time tells little of the others': it compiles.
+        # The first chunk compiles, so its time says little about the others.
         pace = now - before if len(points) > 1 else 0.0
         if left and now - began + left * pace > seconds:
             return None
@@ -83,7 +85,7 @@ def measure_own_text(model: LanguageModel, seconds: float) -> np.ndarray | None:
 
 
 def least_seconds(model: LanguageModel) -> float:
-    """How long the model would take at least, compiling included."""
+    """A lower bound of the time that `measure_own_text` takes, compiling included."""
     device = jax.local_devices()[0]
     compiling = _COMPILING[0] + _COMPILING[1] * model.config.num_layers
     if device.platform == "cpu":
@@ -104,8 +106,8 @@ def _write(
     config: ModelConfig,
     steps: int,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """So many steps: the cache, the last tokens int32 [B], and entropy and varentropy of each step
-    float32 [steps, B, 2]."""
+    """Samples `steps` tokens: the cache, the last tokens int32 [B], and entropy and varentropy of
+    each step, float32 [steps, B, 2]."""
 
     def step(carry: _Carry, _: None) -> tuple[_Carry, jax.Array]:
         cache, tokens = carry

@@ -134,11 +134,11 @@ def _hint(token: TokenRecord, retracted: bool) -> str:
         f"p {math.exp(token.logprob):.3f}, temperature {token.temperature:.2f}",
         f"position {token.position}",
     ]
-    for future in token.branches or ():
-        text = repr(printable(future["text"]))[1:-1]
+    for branch in token.branches or ():
+        text = repr(printable(branch.text))[1:-1]
         text = text if len(text) <= _FUTURE else f"{text[:_FUTURE]}…"
-        score = "no score" if future["score"] is None else f"{future['score']:.2f}"
-        lines.append(f"{'→' if future['chosen'] else '  '} {score} {text}")
+        score = "no score" if branch.score is None else f"{branch.score:.2f}"
+        lines.append(f"{'→' if branch.chosen else '  '} {score} {text}")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from entropix_jax.batches.progress import ProgressView, Standing
-from entropix_jax.calibration.automatic import calibrate_sampler
+from entropix_jax.calibration.automatic import fit_thresholds
 from entropix_jax.commandline import EXIT_OK, model_name
 from entropix_jax.errors import check_range
 from entropix_jax.interrupts import deferred_interrupts, exit_status
@@ -55,7 +55,7 @@ def run_study(
         use_compilation_cache()
         return load(str(place), dtype)
 
-    sweep = plan(lambda sampler: calibrate_sampler(sampler, loaded()))
+    sweep = plan(lambda sampler: fit_thresholds(sampler, loaded()))
     # The cache of the hub names a snapshot's folder by its commit.
     name = place.resolve().name if Path(model).exists() else model
     study = Study(loaded(), sweep, folder, name=name, slots=slots)

@@ -24,10 +24,10 @@ import numpy as np
 from entropix_jax import __version__
 from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.store import Store
-from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
+from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.studies.digest import Digest, digest_of
 from entropix_jax.studies.figures import figures_of
 from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
@@ -175,7 +175,7 @@ class Study:
         number = sum(1 for _ in self._questions(phase)) * len(settings) * len(phase.seeds)
         self._run = TrialRun(self._model, settings, slots=slots, capacity=capacity)
         path = self._folder / f"{phase.name}.jsonl"
-        with Store.open(str(path), self._identity(phase, settings)) as store:
+        with Store.open(str(path), self._identity(phase, settings, self._run.samplers)) as store:
             # Each is looked at: what is done may have been another question's.
             if not all(store.is_done(trial.record) for trial in trials()) and not self._stopping:
                 with watch(phase.name, number, store, self._run) as looked:
@@ -191,7 +191,12 @@ class Study:
             judge[question.task.name][1][question.item.id] = question.item
         return judge
 
-    def _identity(self, phase: _Phase, settings: Sequence[Setting]) -> dict[str, Any]:
+    def _identity(
+        self,
+        phase: _Phase,
+        settings: Sequence[Setting],
+        samplers: Mapping[str, CalibratedSampler],
+    ) -> dict[str, Any]:
         model = self._model
         return {
             "model_fingerprint": model.fingerprint,
@@ -202,10 +207,7 @@ class Study:
             "items": phase.items,
             "seeds": list(phase.seeds),
             "max_new_tokens": self._sweep.max_new_tokens,
-            "settings": {
-                setting.name: dict(calibrate_sampler(setting.sampler, model).values)
-                for setting in settings
-            },
+            "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
             "version": __version__,
             **({"task_code": self._codes} if self._codes else {}),
         }
@@ -221,17 +223,19 @@ class Study:
         from entropix_jax.studies.plots import draw_plots
 
         sweep, folder = self._sweep, self._folder
+        assert self._run is not None
+        samplers = self._run.samplers
         bases = {s.name: s.base for s in settings if s.base is not None}
         base = next((s for s in settings if s.name in bases.values()), settings[0])
         watched = list(dict.fromkeys((base.name, sweep.baseline)))
         truth = []
         if _about_the_world(self._tasks) and speaks_of_the_world(self._model):
-            truth = hold_against_truth(self._model, base.sampler, texts=_TRUTH_TEXTS)
+            truth = hold_against_truth(self._model, samplers[base.name], texts=_TRUTH_TEXTS)
         findings = findings_of(digest, sweep.baseline, bases, sizes, watched, truth, tuned)
         varied = sorted({key for setting in settings for key in setting.varied})
         write_tables(results, varied, folder, "results")
         about = self._about(settings, len(results))
-        _write_json(folder / "study.json", about | {"settings": self._parameters(settings)})
+        _write_json(folder / "study.json", about | {"settings": _parameters(settings, samplers)})
         _write_json(folder / "findings.json", figures_of(findings), indent=None)
         lines = {name: as_text(value) for name, value in about.items()}
         pictures = draw_plots(findings, folder / "plots")
@@ -267,18 +271,19 @@ class Study:
             ),
         }
 
-    def _parameters(self, settings: Sequence[Setting]) -> dict[str, Any]:
-        """Each setting's sampler in full."""
-        return {
-            setting.name: {
-                "sampler": setting.sampler.name,
-                "varied": dict(setting.varied),
-                "parameters": dict(
-                    sorted(calibrate_sampler(setting.sampler, self._model).values.items())
-                ),
-            }
-            for setting in settings
+
+def _parameters(
+    settings: Sequence[Setting], samplers: Mapping[str, CalibratedSampler]
+) -> dict[str, Any]:
+    """Each setting's sampler in full."""
+    return {
+        setting.name: {
+            "sampler": setting.sampler.name,
+            "varied": dict(setting.varied),
+            "parameters": dict(sorted(samplers[setting.name].values.items())),
         }
+        for setting in settings
+    }
 
 
 def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting, Tuned]:

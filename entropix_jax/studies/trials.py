@@ -16,15 +16,11 @@ from entropix_jax.batches.index import hash_of
 from entropix_jax.batches.source import BadRecord, Record, read_records
 from entropix_jax.batches.store import Store
 from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import encode_prompt, sampler_params
+from entropix_jax.preparation import CalibratedSampler, encode_prompt
 from entropix_jax.results import Request, Row
-from entropix_jax.running import RunningRow, budget_of
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.settings import Sampler
 from entropix_jax.studies.measures import measures_of
 from entropix_jax.studies.sweep import Setting
 from entropix_jax.tasks.task import Item, Split, Task
@@ -113,7 +109,7 @@ def questions_of(
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise UserError(f"task '{task.name}': max_new_tokens = {most!r}: must be an integer > 0")
     chat = model.is_chat_model if task.chat is None else task.chat
-    ends = tuple(model.turn_end_ids if chat else model.generation.eos_ids)
+    ends = model.end_ids(chat=chat)
     found: set[str] = set()
     for item in _items_of(task, split, items, chat=chat):
         where = _where(task, item)
@@ -184,84 +180,73 @@ def capacity_of(model: LanguageModel, questions: Iterable[Question]) -> int:
 
 
 class TrialRun:
-    """Runs trials through one batch, whatever their settings, and stores what came of each."""
+    """Runs trials through one batch, whatever their settings, and stores the result of each."""
 
     def __init__(
         self, model: LanguageModel, settings: Sequence[Setting], slots: int, capacity: int
     ):
-        """Checks the samplers.
+        """Calibrates the samplers.
 
         Raises:
             UserError: a sampler that does not fit the model.
         """
         self._model = model
-        self._capacity = capacity
-        self._samplers = {setting.name: self._prepared(setting) for setting in settings}
-        notes = (note for sampler, _ in self._samplers.values() for note in sampler.notes)
+        self.samplers = {setting.name: self._calibrated(setting) for setting in settings}
+        notes = (note for sampler in self.samplers.values() for note in sampler.notes)
         self.notes = tuple(dict.fromkeys(notes))  # what a user should know of the samplers
-        sampler, params = next(iter(self._samplers.values()))
         self.tokens = 0
-        self.engine = Engine(
-            model, params, sampler.arms, slots=slots, capacity=capacity, recording=Recording()
-        )
+        self.engine = Engine(model, slots=slots, capacity=capacity)
 
     def run(
         self, trials: Iterable[Trial], store: Store, looked: Callable[[], None] = lambda: None
     ) -> None:
         """Runs the trials that the store has no result of. `looked` is called after each token."""
-        running: dict[int, tuple[Trial, RunningRow]] = {}
-
-        def rows() -> Iterator[RunningRow]:
-            for trial in trials:
-                if store.is_done(trial.record):
-                    continue
-                try:
-                    row = self._row(trial)
-                except UserError as error:  # a prompt that is too long
-                    nothing = Row(Request(trial.question.prompt, "", 1), finish_reason="error")
-                    nothing.error = str(error)
-                    store.write(trial.record, result_of(trial, nothing, 0.0))
-                    continue
-                running[trial.number] = trial, row
-                yield row
-
-        for event in self.engine.run(rows()):
+        for event in self.engine.run(self._requests(trials, store)):
             self.tokens += event.token is not None and not event.retracted
-            trial, row = running[event.row]
-            if not row.running:
+            row = event.row
+            if row.finish_reason is not None:
                 assert row.started is not None
                 seconds = time.perf_counter() - row.started
-                store.write(trial.record, result_of(trial, row.row, seconds))
-                del running[event.row]
+                trial: Trial = row.request.tag
+                store.write(trial.record, result_of(trial, row, seconds))
             looked()
 
     def stop(self) -> None:
-        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        """Asks the run to end after the current event. A signal handler may call it."""
         self.engine.stop()
 
-    def _prepared(self, setting: Setting) -> tuple[Sampler, SamplerParams]:
+    def _calibrated(self, setting: Setting) -> CalibratedSampler:
         try:
-            calibrated = calibrate_sampler(setting.sampler, self._model)
-            return calibrated, sampler_params(self._model, calibrated)
+            return calibrate_sampler(setting.sampler, self._model)
         except UserError as error:
             raise UserError(f"setting '{setting.name}': {error}") from None
 
-    def _row(self, trial: Trial) -> RunningRow:
+    def _requests(self, trials: Iterable[Trial], store: Store) -> Iterator[Request]:
+        for trial in trials:
+            if store.is_done(trial.record):
+                continue
+            request = self._request(trial)
+            try:
+                self.engine.check(request)
+            except UserError as error:  # a prompt that is too long
+                failed = Row(request, finish_reason="error", error=str(error))
+                store.write(trial.record, result_of(trial, failed, 0.0))
+                continue
+            yield request
+
+    def _request(self, trial: Trial) -> Request:
         question = trial.question
-        # The random numbers of an item are the same in all settings: what differs is the sampler.
+        # An item has the same random numbers in all settings: what differs is the sampler.
         name = f"{question.task.name}/{question.item.id}".encode("utf-8", "backslashreplace")
-        request = Request(question.prompt, name.decode(), question.max_new_tokens)
-        sampler, params = self._samplers[trial.setting.name]
-        return RunningRow(
-            trial.number,
-            Row(request),
-            self._model,
-            sampler,
-            params,
-            budget=budget_of(self._model, request, self._capacity),
+        return Request(
+            question.prompt,
+            self.samplers[trial.setting.name],
+            max_new_tokens=question.max_new_tokens,
+            row_id=name.decode(),
             seed=trial.seed,
             eos_ids=question.ends,
             stop=question.task.stop,
+            tag=trial,
         )
 
 

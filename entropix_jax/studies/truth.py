@@ -11,9 +11,9 @@ import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
-from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.preparation import CalibratedSampler
+from entropix_jax.scoring import score_tokens
 from entropix_jax.studies.statistics import Floats
 from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
@@ -48,7 +48,9 @@ class Truth:
         return float(np.abs(self.model_varentropy - self.true_varentropy).mean())
 
 
-def hold_against_truth(model: LanguageModel, sampler: Sampler, *, texts: int) -> list[Truth]:
+def hold_against_truth(
+    model: LanguageModel, sampler: CalibratedSampler, *, texts: int
+) -> list[Truth]:
     """Reads texts of the world that were not trained on; regimes with positions, in their order.
 
     Args:
@@ -69,7 +71,7 @@ def hold_against_truth(model: LanguageModel, sampler: Sampler, *, texts: int) ->
     for _ in range(texts):
         row = write_row(world, rng, _LENGTH)
         tokens = encode_row(row, ids)
-        for position, token in zip(row[1:], inspect(model, tokens, sampler), strict=True):
+        for position, token in zip(row[1:], score_tokens(model, tokens, sampler), strict=True):
             true = position.choice
             found[token.regime].append(
                 (true.entropy, token.entropy, true.varentropy, token.varentropy)
