@@ -15,8 +15,8 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 
 
-class Job(NamedTuple):
-    """What differs between the rows of most runs."""
+class Spec(NamedTuple):
+    """What differs between the requests of most runs."""
 
     prompt: Sequence[int]
     row_id: str = "0"
@@ -30,7 +30,7 @@ def calibrated(model: LanguageModel, sampler: Sampler | str = "entropix") -> Cal
 
 def requests(
     model: LanguageModel,
-    jobs: Sequence[Job],
+    specs: Sequence[Spec],
     sampler: Sampler | str = "entropix",
     *,
     stop: str | Sequence[str] = (),
@@ -41,27 +41,27 @@ def requests(
     fitted = calibrated(model, sampler)
     return [
         Request(
-            job.prompt,
+            spec.prompt,
             fitted,
-            max_new_tokens=job.max_new_tokens,
-            row_id=job.row_id,
+            max_new_tokens=spec.max_new_tokens,
+            row_id=spec.row_id,
             eos_ids=() if ignore_eos else model.end_ids(chat=turn_end),
             stop=[stop] if isinstance(stop, str) else stop,
             **options,
         )
-        for job in jobs
+        for spec in specs
     ]
 
 
-def generation(
+def run_specs(
     model: LanguageModel,
-    jobs: Sequence[Job],
+    specs: Sequence[Spec],
     sampler: Sampler | str = "entropix",
     *,
     recording: Recording | None = None,
     **options: Any,
 ) -> Generation:
-    return Generation(model, requests(model, jobs, sampler, **options), recording=recording)
+    return Generation(model, requests(model, specs, sampler, **options), recording=recording)
 
 
 def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int = 1) -> Request:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.calibration.automatic import calibrate_sampler
+from entropix_jax.calibration.automatic import fit_thresholds
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import (
@@ -40,7 +40,7 @@ EPSILON = 2.0**-7
 def calibrated(sampler: Sampler, folder: Path) -> Sampler:
     """The sampler as it is for a model of that folder, with the thresholds that lie there alone."""
     model: Any = SimpleNamespace(calibration_file=folder / CALIBRATION_FILE)
-    return calibrate_sampler(sampler, model, "read")
+    return fit_thresholds(sampler, model, "read")
 
 
 # No box holds anything: every step is MID, and MID a plain draw.

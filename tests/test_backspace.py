@@ -30,7 +30,7 @@ from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.params import Params
-from entropix_jax.results import Event, Request, Row
+from entropix_jax.results import Event, Row
 from entropix_jax.sampler import arms
 from entropix_jax.sampler.arms import ACTIONS, ARMS, Arm, Proposal
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
@@ -42,6 +42,7 @@ from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import REGIMES
 from tests.folders import token_ids, write_model
 from tests.reference import entropy_bits, log_softmax
+from tests.runs import Spec, run_specs
 from tests.samplers import EPSILON, Job, attn_stats, batch_of, params_of, start, tiny_model
 from tests.test_truncation import mirostat
 
@@ -720,7 +721,7 @@ PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
 
 def generation(model: LanguageModel, **options: Any) -> Generation:
     settings = {"ignore_eos": True, "recording": RECORDING, "sampler": RETRACTING, **options}
-    return Generation(model, [Request(PROMPT, "0", TOKENS)], **settings)
+    return run_specs(model, [Spec(PROMPT, "0", TOKENS)], **settings)
 
 
 @dataclass
@@ -879,8 +880,8 @@ def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) 
     """Left after any event: what the next step might have replaced ends the text of its row."""
 
     def three() -> Generation:
-        wanted = [Request(PROMPT, str(i), TOKENS) for i in range(3)]
-        return Generation(model, wanted, RETRACTING, ignore_eos=True)
+        wanted = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]
+        return run_specs(model, wanted, RETRACTING, ignore_eos=True)
 
     events = list(three())
     held = 0
@@ -888,13 +889,13 @@ def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) 
         one = three()
         shown = ["", "", ""]
         for event in [*islice(one, number), *one.interrupt()]:
-            shown[event.row] += "".join(piece.text for piece in event.pieces)
+            shown[event.row.number] += "".join(piece.text for piece in event.pieces)
         assert one.interrupt() == []
         for index, row in enumerate(one.rows):
             assert row.finish_reason == "interrupt"
             assert shown[index] == row.text == "".join(token.text for token in row.tokens)
-            seen = [e.token for e in events[:number] if e.row == index and not e.retracted]
-            following = next(e.token for e in events[number:] if e.row == index)
+            seen = [e.token for e in events[:number] if e.row.number == index and not e.retracted]
+            following = next(e.token for e in events[number:] if e.row.number == index)
             assert row.tokens in (seen, [*seen, following])
             held += len(row.tokens) - len(seen)
     assert held > 20

@@ -31,14 +31,13 @@ from entropix_jax.batches.store import Store
 from entropix_jax.checkpoint import fingerprint
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import poisoned, write_model
 from tests.patience import PATIENCE, wait_for
+from tests.runs import Spec, run_specs
 from tests.test_main import Json, Result
 
 ROOT = Path(__file__).parents[1]
@@ -126,8 +125,8 @@ def test_each_record_is_its_row_alone(
             prompt = model.tokenizer.apply_chat(record["messages"])
         else:
             prompt = model.tokenizer.apply_chat([{"role": "user", "content": record["prompt"]}])
-        request = Request(prompt, record["id"], record.get("max_new_tokens", 12))
-        (row,) = Generation(
+        request = Spec(prompt, record["id"], record.get("max_new_tokens", 12))
+        (row,) = run_specs(
             model,
             [request],
             record.get("sampler", "entropix"),
@@ -179,7 +178,7 @@ def test_one_prompt_many_times_on_two_devices(
     prompt = model.tokenizer.encode("Guests:", add_bos=True)
     found = {name: one["token_ids"] for name, one in read(output).items()}
     for i in range(6):
-        (row,) = Generation(model, [Request(prompt, f"r{i}", 12)], seed=i).run()
+        (row,) = run_specs(model, [Spec(prompt, f"r{i}", 12)], seed=i).run()
         assert found[f"r{i}"] == [token.token_id for token in row.tokens]
     assert len({tuple(ids) for ids in found.values()}) > 1
 

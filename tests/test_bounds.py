@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING
-from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.results import Request
 from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.params import MAX_ATTEMPTS, MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.vocabulary import BOXES, REGIMES
 from tests.folders import token_ids, write_model
+from tests.runs import Spec, run_specs
 from tests.samplers import Job, params_of
 from tests.test_schedules import BATCH, CAPACITY, Line, play
 
@@ -195,8 +194,8 @@ def test_a_hook_that_is_always_asked(model: LanguageModel, text: str, thought: s
     settings = {**ENDLESS, **everywhere("helv"), "inject.thought": thought}
     sampler = load_sampler("entropix").with_values({"thresholds.calibrated": False, **settings})
     prompt = [token_ids()["<|begin_of_text|>"], 60, 61]
-    generation = Generation(
-        model, [Request(prompt, "0", 20)], sampler, ignore_eos=True, retrieve=retrieve
+    generation = run_specs(
+        model, [Spec(prompt, "0", 20)], sampler, ignore_eos=True, retrieve=retrieve
     )
     (row,) = generation.run()
     assert len(row.tokens) == 20

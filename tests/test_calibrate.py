@@ -20,9 +20,9 @@ from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.calibration.boxes import boxes_of, occupancy
 from entropix_jax.calibration.own_text import start_of_text
 from entropix_jax.commandline import Count
-from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.scoring import measure_entropies
 from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import WORLD_SEED, create
@@ -90,10 +90,10 @@ def test_the_wanted_occupancy_holds_on_other_text(
         encode(Path(write(tmp_path / f"{i}.txt", seed=100 + i)).read_text(), add_bos=True)
         for i in range(4)
     ]
-    points = entropies_of(tiny, others, sampler)
+    points = measure_entropies(tiny, others, sampler)
     assert len(points) >= 20_000
     thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
-    reached = occupancy(points, thresholds, boxes_of(sampler))
+    reached = occupancy(points, thresholds, boxes_of(sampler.settings))
     for regime in REGIMES:
         share = wanted.get(regime, 1 - sum(wanted.values()))
         assert reached[regime] == pytest.approx(share, abs=0.02), reached

@@ -13,12 +13,12 @@ import pytest
 from verification import comparison
 from verification.comparison import ORDERS, Difference, compare, reordered
 
-from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.results import Request, Row
+from entropix_jax.results import Row
 from entropix_jax.sampler.presets import load_sampler
 from tests.folders import token_ids, write_model
 from tests.models import teacher_forced
+from tests.runs import Spec, run_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 PLACE = 5  # of the token that is off
@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def row(model: LanguageModel) -> Row:
-    request = Request([token_ids()["<|begin_of_text|>"], 7, 9], "0", 10)
-    (found,) = Generation(model, [request], load_sampler("temperature"), ignore_eos=True).run()
+    request = Spec([token_ids()["<|begin_of_text|>"], 7, 9], "0", 10)
+    (found,) = run_specs(model, [request], load_sampler("temperature"), ignore_eos=True).run()
     return found
 
 

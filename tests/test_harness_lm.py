@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from entropix_jax.likelihood import log_likelihoods
 
 import entropix_jax
 from entropix_jax import free_memory, harness
 from entropix_jax.errors import UserError
-from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.memory import plan_memory
 from entropix_jax.world.problems import problems
 

@@ -21,18 +21,16 @@ from entropix_jax.config import parse_model_config
 from entropix_jax.decode import _forward_branches
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
 from entropix_jax.health import NOWHERE, describe, earlier, first_unsound, unsound_entry
 from entropix_jax.information import AttnStats
-from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward
 from entropix_jax.params import Params
-from entropix_jax.results import Request
 from entropix_jax.rope import inverse_frequencies, rotations
-from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.scoring import score_tokens
 from tests.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
 from tests.models import LLAMA_3_2_1B
+from tests.runs import Spec, calibrated, run_specs
 from tests.test_sharding import two
 
 CHECK = Recording(check=True)
@@ -69,8 +67,8 @@ def overflowing(layer: int, name: str) -> Callable[[Params], Params]:
 
 
 def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any:
-    requests = [Request(prompt, "0", 20), Request([*PROMPT[:AT], 50], "1", 20)]
-    return Generation(model, requests, "entropix", ignore_eos=True, recording=recording).run()
+    requests = [Spec(prompt, "0", 20), Spec([*PROMPT[:AT], 50], "1", 20)]
+    return run_specs(model, requests, "entropix", ignore_eos=True, recording=recording).run()
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
@@ -103,7 +101,7 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
         with pytest.raises(
             UserError, match=rf"^NaN or infinity in the embedding at position {at}$"
         ):
-            list(inspect(model, prompt, load_sampler("entropix"), recording=CHECK))
+            list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
@@ -115,7 +113,7 @@ def test_a_token_on_the_way(tmp_path: Path) -> None:
     unchecked, _ = run_of(sound, PROMPT, Recording())
     ids = [t.token_id for t in whole.tokens]
     assert ids == [t.token_id for t in unchecked.tokens]
-    branched = {f for t in whole.tokens for one in t.branches or () for f in one["tokens"]}
+    branched = {f for t in whole.tokens for one in t.branches or () for f in one.tokens}
     at = next(i for i, t in enumerate(ids) if t not in PROMPT + ids[:i] and t not in branched)
     bad = load(str(write_model(tmp_path / "bad", poisoned(ids[at]))))
     (row, _) = run_of(bad, PROMPT, CHECK)

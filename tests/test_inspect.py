@@ -13,19 +13,18 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from entropix_jax.inspection import InspectedToken, entropies_of, inspect
 
 from entropix_jax import cache, inspection
 from entropix_jax import inspect as command_module
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
-from entropix_jax.inspection import InspectedToken, entropies_of, inspect
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import PREFILL_WINDOW
-from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.runs import Spec, run_specs
 from tests.test_main import Result
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
@@ -78,7 +77,7 @@ def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
 def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
     """Regimes and all, with the very bounds of the run."""
     sampler = load_sampler("temperature")
-    (row,) = Generation(model, [Request(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
+    (row,) = run_specs(model, [Spec(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
     tokens = [*row.request.prompt, *(token.token_id for token in row.tokens)]
     found = {token.position: token for token in inspect(model, tokens, sampler)}
     assert len({token.regime for token in row.tokens}) > 1

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from entropix_jax.likelihood import Likelihood, log_likelihoods
 
 from entropix_jax import cache, likelihood
 from entropix_jax.errors import UserError
-from entropix_jax.likelihood import Likelihood, log_likelihoods
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import PREFILL_WINDOW
 from entropix_jax.world.problems import problems

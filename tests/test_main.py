@@ -259,7 +259,7 @@ def test_the_end_of_a_turn_ends_a_chat_alone(
     init = Generation.__init__
 
     def spy(self: Generation, *arguments: Any, **options: Any) -> None:
-        seen.append(options["turn_end"])
+        seen.append(token_ids()["<|eot_id|>"] in arguments[1][0].eos_ids)
         init(self, *arguments, **options)
 
     monkeypatch.setattr(Generation, "__init__", spy)

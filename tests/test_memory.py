@@ -17,16 +17,15 @@ from entropix_jax.cache import init_cache
 from entropix_jax.decode_state import Recording, init_log
 from entropix_jax.errors import UserError
 from entropix_jax.free_memory import free_bytes
-from entropix_jax.generation import Generation
 from entropix_jax.loading import load
 from entropix_jax.memory import check_memory, most_slots, plan_memory
 from entropix_jax.params import init_params
 from entropix_jax.precision import choose_precision
 from entropix_jax.preparation import MAX_STEPS
-from entropix_jax.results import Request
 from entropix_jax.sharding import parse_mesh, place, rules_for, weights_bytes
 from tests.folders import config_of_folder
 from tests.models import random_params, tiny_config
+from tests.runs import Spec, run_specs
 
 
 def give(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
@@ -125,13 +124,13 @@ def test_every_run_looks_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch)
     """Whoever asks for rows: the engine refuses a cache that does not fit before it is there."""
     model = load("tiny")
     plan = plan_memory(model.config, model.precision, slots=64, capacity=4096)
-    requests = [Request([model.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
+    requests = [Spec([model.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
     give(monkeypatch, plan.cache + plan.logits)
-    Generation(model, requests)
+    run_specs(model, requests)
     give(monkeypatch, plan.cache + plan.logits - 1)
     with pytest.raises(UserError, match=r"64 rows side by side of 4096 tokens would not fit"):
-        Generation(model, requests)
-    Generation(model, requests[:63])
+        run_specs(model, requests)
+    run_specs(model, requests[:63])
     with pytest.raises(UserError, match=r"1000 rows .* fewer rows, or fewer tokens of each"):
         entropix_jax.generate(model, "Once", samples=1000, max_new_tokens=4000)
 

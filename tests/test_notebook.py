@@ -15,15 +15,15 @@ import pytest
 import entropix_jax
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.notebook.display import MOST_TOKENS, style
 from entropix_jax.report.page import run_page
 from entropix_jax.report.reading import TraceReader
-from entropix_jax.results import Request, Row, Rows
-from entropix_jax.trace import TokenRecord
+from entropix_jax.results import Row, Rows
+from entropix_jax.trace import BranchRecord, TokenRecord
 from entropix_jax.vocabulary import REGIMES
 from tests.folders import write_model
+from tests.runs import Spec, run_specs, unrun
 from tests.test_terminal import token
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ class Page(HTMLParser):
 
 def row_of(*tokens: TokenRecord, **fields: Any) -> Row:
     text = "".join(one.text for one in tokens)
-    return Row(Request([1], "0", 9), list(tokens), text, **fields)
+    return Row(unrun([1], "0", 9), list(tokens), text, **fields)
 
 
 def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any) -> TokenRecord:
@@ -104,8 +104,8 @@ def test_the_text_is_coloured_and_its_metrics_are_hints() -> None:
 
 def test_thoughts_branches_and_what_was_taken_back_are_marked() -> None:
     futures = [
-        {"tokens": [1], "text": EVIL * 9, "score": -0.51, "chosen": True},
-        {"tokens": [2], "text": "\n", "score": None, "chosen": False},
+        BranchRecord([1], EVIL * 9, -0.51, chosen=True),
+        BranchRecord([2], "\n", None, chosen=False),
     ]
     row = row_of(
         told(" Wait", "helv", "inject", position=1),
@@ -261,7 +261,7 @@ def test_a_result_writes_what_the_run_would_have(model: LanguageModel, tmp_path:
         wanted = [
             json.loads(json.dumps(event.token.to_json(retracted=event.retracted)))
             for event in events
-            if event.token is not None and event.row == row
+            if event.token is not None and event.row.number == row
         ]
         assert [line for line in lines if line["row"] == row] == wanted
     assert any(line["type"] == "retracted" for line in lines)
@@ -289,13 +289,13 @@ def test_numbers_of_numpy(model: LanguageModel, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written(model: LanguageModel, tmp_path: Path) -> None:
-    requests = [Request([1, 2], "0", 2), Request([1, 3], "1", 2)]
-    run = Generation(model, requests, "greedy")
+    requests = [Spec([1, 2], "0", 2), Spec([1, 3], "1", 2)]
+    run = run_specs(model, requests, "greedy")
     with pytest.raises(UserError, match="one run with one prompt"):
         run.rows.save_trace(tmp_path / "run.jsonl")
     with pytest.raises(UserError, match="one run with one prompt"):
         Rows().save_report(tmp_path / "page.html")
-    one = Generation(model, requests[:1], "greedy").rows
+    one = run_specs(model, requests[:1], "greedy").rows
     for path in (tmp_path, tmp_path / "no" / "page.html"):
         with pytest.raises(UserError, match="cannot be written"):
             one.save_report(path)

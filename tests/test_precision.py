@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from entropix_jax.cache import init_cache
-from entropix_jax.generation import Generation
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
 from entropix_jax.precision import INT8, choose_precision
-from entropix_jax.results import Request
 from tests.models import random_params, random_tokens, tiny_config
+from tests.runs import Spec, run_specs
 
 # Mean KL(float32 || narrow) of a token, nats, on the embedded model's own texts: some three times
 # what is measured.
@@ -36,8 +35,8 @@ def texts() -> np.ndarray:
     """What the embedded model writes at temperature 1: int32 [4, LENGTH]."""
     model = embedded("float32")
     start = model.tokenizer.encode("The ", add_bos=True)
-    requests = [Request(start, str(i), LENGTH - len(start)) for i in range(4)]
-    run = Generation(model, requests, "temperature", ignore_eos=True)
+    requests = [Spec(start, str(i), LENGTH - len(start)) for i in range(4)]
+    run = run_specs(model, requests, "temperature", ignore_eos=True)
     for _ in run:
         pass
     return np.asarray([[*start, *(token.token_id for token in row.tokens)] for row in run.rows])

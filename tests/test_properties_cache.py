@@ -22,7 +22,7 @@ from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import FINISHED_STOP, RUNNING, DecodeState, Recording
 from entropix_jax.params import Params
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.slots import Arrival, Slots, admit, empty_slots, padded_ids, share_prefix
+from entropix_jax.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
 from tests import reference
 from tests.examples import examples, tried
 from tests.models import fill_unused, logits_of, random_params, run, tiny_config
@@ -181,8 +181,8 @@ class House:
     def update(self, state: DecodeState) -> None:
         self.slots = replace(self.slots, state=state)
 
-    def admit(self, number: int, job: Job) -> None:
-        self.slots = admit(self.slots, jnp.int32(number), arrival(job))
+    def insert(self, number: int, job: Job) -> None:
+        self.slots = insert(self.slots, jnp.int32(number), arrival(job))
         self.tenants[number] = Tenant(job)
 
     def share(self, source: int, target: int) -> None:
@@ -259,7 +259,7 @@ def test_any_schedule_of_slots(seed: int, data: st.DataObject) -> None:
         for number in sorted({*range(BATCH)} - {*house.tenants}):
             if coming and draw(st.booleans()):
                 others = [n for n, tenant in house.tenants.items() if tenant.cached]
-                house.admit(number, coming.pop())
+                house.insert(number, coming.pop())
                 if others and draw(st.booleans()):
                     house.share(draw(st.sampled_from(others)), number)
         while behind := [n for n, one in house.tenants.items() if one.cached < one.wanted]:

@@ -17,13 +17,14 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.precision import choose_precision
 from entropix_jax.report.reading import TraceReader
-from entropix_jax.results import Request, Row
+from entropix_jax.results import Row
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import TokenRecord, TraceWriter, footer, header, plain
 from entropix_jax.vocabulary import REGIMES
 from tests.examples import examples, tried
 from tests.models import TINY
+from tests.runs import unrun
 from tests.traces import Trace, load_trace
 
 Json = dict[str, Any]
@@ -73,7 +74,7 @@ records = st.builds(
 @st.composite
 def rows(draw: st.DrawFn, number: int) -> Row:
     """A row of a run: tokens in order, of which some stand in the place of others."""
-    row = Row(Request([1, 2, 3], str(number), 8))
+    row = Row(unrun([1, 2, 3], str(number), 8))
     for i in range(draw(st.integers(0, 3))):
         for _ in range(draw(st.integers(0, 1))):
             taken_back = replace(draw(records), row=number, position=3 + i)

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from entropix_jax.results import Request, Row
+from entropix_jax.results import Row
 from entropix_jax.studies.digest import Digest, SettingDigest
 from entropix_jax.studies.measures import distinct, measures_of, repetition
 from entropix_jax.studies.plots import _reach
@@ -27,6 +27,7 @@ from entropix_jax.studies.statistics import (
     votes,
 )
 from entropix_jax.studies.summary import findings_of, markdown_table, summary
+from tests.runs import unrun
 
 Floats = NDArray[np.float64]
 STRATA = [0] * 7 + [1] * 3 + [4] * 5  # tasks of unlike size, one number left out
@@ -348,7 +349,7 @@ def row_of(tokens: Sequence[tuple[int, float, float, float]]) -> Row:
     records: list[Any] = [
         SimpleNamespace(token_id=i, entropy=h, varentropy=v, logprob=p) for i, h, v, p in tokens
     ]
-    return Row(Request((1,), "", 9), tokens=records)
+    return Row(unrun((1,), "", 9), tokens=records)
 
 
 def test_measures_of_a_row() -> None:

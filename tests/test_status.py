@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from entropix_jax.batches.progress import ProgressView, Standing
-from entropix_jax.results import Event, Piece, Request, Row
+from entropix_jax.results import Event, Piece, Row
 from entropix_jax.status import StatusLine
 from entropix_jax.terminal import Meter, TextScreen
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import REGIMES
 from tests.glass import Glass
+from tests.runs import unrun
 from tests.test_terminal import Screen, own_environment, token  # noqa: F401 (a fixture)
 
 
@@ -170,11 +171,11 @@ def measured(row: int = 0, position: int = 97, **changes: object) -> TokenRecord
 
 
 def event(one: TokenRecord, *, retracted: bool = False) -> Event:
-    return Event(one.row, one, (Piece(one.text, one),), retracted)
+    return Event(Row(unrun(), number=one.row), one, (Piece(one.text, one),), retracted)
 
 
 def rows(number: int) -> list[Row]:
-    return [Row(Request([1], str(i), 9)) for i in range(number)]
+    return [Row(unrun([1], str(i), 9)) for i in range(number)]
 
 
 class Clock:

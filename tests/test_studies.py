@@ -39,15 +39,13 @@ from entropix_jax.decode import decode
 from entropix_jax.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
-from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import encode_prompt
 from entropix_jax.records import Outcome
-from entropix_jax.results import Event, Request
+from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import RunningRow
 from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.scoring import score_tokens
 from entropix_jax.studies import command as studies_command
 from entropix_jax.studies import study, trials
 from entropix_jax.studies.plots import draw_plots
@@ -62,6 +60,7 @@ from entropix_jax.world.facts import WORLD_SEED, create
 from tests.folders import MAX_POSITIONS, write_model
 from tests.models import teacher_forced
 from tests.patience import PATIENCE, wait_for
+from tests.runs import Spec, calibrated, run_specs
 from tests.test_batch import own_cache  # noqa: F401 (a fixture)
 from tests.test_main import Json, Result
 
@@ -232,9 +231,9 @@ def test_each_row_is_its_generation_alone(done: Path, tiny: LanguageModel) -> No
     for row in rows_of(done)[::2]:
         task = find_task(row["task"])
         (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
-        request = Request(encode_prompt(tiny, item.prompt, chat=True), f"{task.name}/{item.id}", 14)
+        request = Spec(encode_prompt(tiny, item.prompt, chat=True), f"{task.name}/{item.id}", 14)
         sampler, seed = samplers[row["setting"]], int(row["seed"])
-        (own,) = Generation(tiny, [request], sampler, seed=seed, turn_end=True).run()
+        (own,) = run_specs(tiny, [request], sampler, seed=seed, turn_end=True).run()
         told = own.to_json()
         assert row["text"] == told["text"]
         assert row["finish_reason"] == told["finish_reason"]
@@ -1108,18 +1107,22 @@ class Reciter:
         self._model = model
         self.steps, self.used = 1, 1.0
 
-    def run(self, rows: Iterable[RunningRow]) -> Iterator[Event]:
+    def check(self, request: Request) -> None:
+        """Whatever it is."""
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Event]:
         tokenizer = self._model.tokenizer
-        waiting = list(rows)
+        waiting = [RunningRow(Row(request), self._model, 1024) for request in requests]
         time.sleep(WAIT)
         for row in waiting:
-            row.started = time.perf_counter()
-            ids = tokenizer.encode(self.texts[row.row.request.row_id], add_bos=False)
-            for number, token in enumerate([*ids, row.eos_ids[0]], 1):
+            row.row.started = time.perf_counter()
+            ids = tokenizer.encode(self.texts[row.request.row_id], add_bos=False)
+            for number, token in enumerate([*ids, row.request.eos_ids[0]], 1):
                 finish = FINISHED_LENGTH if number == row.budget else RUNNING
                 finish = FINISHED_EOS if number > len(ids) else finish
-                outcome = Outcome(self._record(row, number, token), finish, False, -1, (-1, -1))
-                yield from row.take(outcome, None, lambda: False)
+                tokens = [TokenRecord(**self._record(row, number, token), text="")]
+                outcome = Outcome(0, tokens, None, finish, False, (-1, -1))
+                yield from row.apply(outcome, lambda: False)
                 if not row.running:
                     break
 
@@ -1132,8 +1135,8 @@ class Reciter:
         plain = (name for name in names[:-4] if name != "text")  # the last ones may be None
         return {
             **dict.fromkeys(plain, 0.5),
-            "row": row.number,
-            "position": len(row.row.request.prompt) + number - 1,
+            "row": row.row.number,
+            "position": len(row.request.prompt) + number - 1,
             "token_id": token,
             "regime": "mid",
             "action": "sample",
@@ -1255,8 +1258,8 @@ def test_gsm8k_through_the_embedded_model(
         assert 0 < int(row["tokens"]) <= 8
         assert int(row["forwards"]) == int(row["tokens"]) - 1
         assert float(row["score"]) == float(task.extract(item, row["text"]) == item.answer)
-        request = Request(encode_prompt(tiny, item.prompt, chat=False), f"gsm8k/{item.id}", 8)
-        (alone,) = Generation(tiny, [request], "greedy", stop=task.stop).run()
+        request = Spec(encode_prompt(tiny, item.prompt, chat=False), f"gsm8k/{item.id}", 8)
+        (alone,) = run_specs(tiny, [request], "greedy", stop=task.stop).run()
         assert alone.text == row["text"]
     result = run(evaluate.main, *own, "--output", tmp_path / "small", "--model", small)
     assert result.status == EXIT_OK, result.err
@@ -1277,7 +1280,7 @@ def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_the_models_entropy_against_the_true_one(tiny: LanguageModel) -> None:
     """The same figures as from float64 sums over all the model's predictions."""
-    sampler = load_sampler("entropix")
+    sampler = calibrated(tiny)
     found = hold_against_truth(tiny, sampler, texts=2)
     ids = terminal_ids(build_tokenizer())
     world, rng = create(WORLD_SEED), Random("held against the truth 0")
@@ -1291,7 +1294,7 @@ def test_the_models_entropy_against_the_true_one(tiny: LanguageModel) -> None:
         top = logits.max(-1, keepdims=True)
         log_probs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
         parts.append(compare(row, log_probs, ids))
-        regimes += [token.regime for token in inspect(tiny, tokens, sampler)]
+        regimes += [token.regime for token in score_tokens(tiny, tokens, sampler)]
     whole = Comparison.join(parts)
     assert sum(one.number for one in found) == len(regimes) == 2 * 511
     assert [one.regime for one in found] == [name for name in REGIMES if name in regimes]
@@ -1328,7 +1331,7 @@ def test_the_truth_is_known_of_no_other_language(small: str, tmp_path: Path, kin
     path.write_text(json.dumps(raw))
     model = load(str(foreign))
     with pytest.raises(UserError, match="does not speak the tiny world's language") as caught:
-        hold_against_truth(model, load_sampler("entropix"), texts=1)
+        hold_against_truth(model, calibrated(model), texts=1)
     assert str(foreign) in str(caught.value)
     assert "\n" not in str(caught.value)
     result = run(

@@ -16,10 +16,11 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.interrupts import deferred_interrupts
-from entropix_jax.results import Request, Row
+from entropix_jax.results import Row
 from entropix_jax.terminal import TextScreen, ask_person, print_legend, style_of, summary
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import REGIMES
+from tests.runs import unrun
 from tests.test_trace import record
 
 ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
@@ -228,7 +229,7 @@ def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
 def test_the_summary_fits_a_line() -> None:
     def row(regimes: list[str], reason: str) -> Row:
         tokens = [token(r) for r in regimes]
-        return Row(Request([1], "0", 9), tokens, retracted=3, finish_reason=reason)
+        return Row(unrun([1], "0", 9), tokens, retracted=3, finish_reason=reason)
 
     rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
     assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (

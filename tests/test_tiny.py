@@ -10,12 +10,11 @@ import entropix_jax
 from entropix_jax import engine
 from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.engine import Engine
-from entropix_jax.generation import Generation
 from entropix_jax.loading import CALIBRATION_FILE, LanguageModel
-from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.vocabulary import REGIMES
 from tests.models import teacher_forced
+from tests.runs import Spec, run_specs
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +25,8 @@ def tiny() -> LanguageModel:
 def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     """10,000 tokens of the default sampler, from nothing: each regime at least 20 times."""
     start = tiny.tokenizer.encode("", add_bos=True)
-    requests = [Request(start, str(row), 500) for row in range(20)]
-    rows = Generation(tiny, requests, ignore_eos=True).run()
+    requests = [Spec(start, str(row), 500) for row in range(20)]
+    rows = run_specs(tiny, requests, ignore_eos=True).run()
     tokens = [token for row in rows for token in row.tokens]
     assert len(tokens) == 10_000
     counts = Counter(token.regime for token in tokens)
@@ -52,12 +51,12 @@ OFF = {
 def test_each_action_can_be_switched_off(tiny: LanguageModel, action: str) -> None:
     sampler = load_sampler("entropix")
     start = tiny.tokenizer.encode("", add_bos=True)
-    requests = [Request(start, str(i), 100) for i in range(4)]
+    requests = [Spec(start, str(i), 100) for i in range(4)]
     kept, without = (
         Counter(token.action for row in rows for token in row.tokens)
         for rows in (
-            Generation(tiny, requests, sampler, ignore_eos=True).run(),
-            Generation(tiny, requests, sampler.with_values(OFF[action]), ignore_eos=True).run(),
+            run_specs(tiny, requests, sampler, ignore_eos=True).run(),
+            run_specs(tiny, requests, sampler.with_values(OFF[action]), ignore_eos=True).run(),
         )
     )
     assert kept[action]
@@ -71,13 +70,13 @@ def test_the_same_run_whenever_the_host_looks(
     monkeypatch.setattr(engine, "DECODE_WINDOW", 128)
     prompts = ["Guests:", "Once upon a time", "12 + 7 ="]
     requests = [
-        Request(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)
+        Spec(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)
         for i, prompt in enumerate(prompts)
     ]
     runs = []
     for steps in (1, 7, 32):
         monkeypatch.setattr(Engine, "_pace", lambda self, waited, n=steps: _set(self, n))
-        generation = Generation(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
+        generation = run_specs(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
         runs.append([[token.to_json() for token in row.tokens] for row in generation.run()])
     assert max(len(row) for row in runs[0]) > 128
     assert runs[1] == runs[0]
@@ -122,15 +121,15 @@ def test_the_loop_guard_breaks_a_loop_and_leaves_others_alone(tiny: LanguageMode
     """Greedy rows, some of which say the same over and over; the guard alone makes them LEHV."""
     prompts = ["Guests:", "7 7 7 7", "12 + 7 =", "Once upon a time", "Dear diary"]
     requests = [
-        Request(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 240)
+        Spec(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 240)
         for i, prompt in enumerate(prompts)
     ]
     greedy = load_sampler("greedy").with_values(
         {"regimes.lehv": ["entropy < -1"], "arms.lehv": "resample"}
     )
     guarded = greedy.with_values({"loop.max_period": 32, "loop.repeats": 3})
-    plain = Generation(tiny, requests, greedy, ignore_eos=True).run()
-    broken = Generation(tiny, requests, guarded, ignore_eos=True).run()
+    plain = run_specs(tiny, requests, greedy, ignore_eos=True).run()
+    broken = run_specs(tiny, requests, guarded, ignore_eos=True).run()
     looped = 0
     for free, row in zip(plain, broken, strict=True):
         tokens, got = ([token.token_id for token in each.tokens] for each in (free, row))
