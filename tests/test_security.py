@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import pytest
-from verification.surfaces import SURFACES
 
 from entropix_jax import chat_template
 from entropix_jax.chat_template import render_chat
@@ -27,6 +26,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.loading import load
 from entropix_jax.programs import use_compilation_cache
 from tests.folders import config_of_folder, write_model
+from tests.surfaces import SURFACES
 from tests.test_report import Parsed
 
 CHAT = [{"role": "user", "content": "Why?"}]
