@@ -12,22 +12,18 @@ import numpy as np
 import pytest
 
 from entropix_jax import engine as module
-from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.config import GenerationConfig
 from entropix_jax.decode import decode, prefill
-from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.preparation import sampler_params
 from entropix_jax.results import Event, Request, Row
-from entropix_jax.running import RunningRow, budget_of
+from entropix_jax.running import check_request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
-from entropix_jax.slots import admit
+from entropix_jax.slots import insert
 from tests.comparison import difference
 from tests.folders import poisoned
+from tests.runs import Spec, calibrated, requests
 
 CAPACITY = 512
 SLOTS = 4  # one number for all, so that few programs are compiled
@@ -38,45 +34,25 @@ def tiny() -> LanguageModel:
     return load("tiny")
 
 
-def job(
+def of(
     model: LanguageModel,
-    number: int,
-    request: Request,
-    sampler: Sampler,
-    *,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    eos_ids: Sequence[int] = (),
-) -> RunningRow:
-    sampler = calibrate_sampler(sampler, model)
-    return RunningRow(
-        number,
-        Row(request),
-        model,
-        sampler,
-        sampler_params(model, sampler),
-        budget=budget_of(model, request, CAPACITY),
-        seed=seed,
-        eos_ids=eos_ids,
-        stop=stop,
+    prompt: Sequence[int],
+    row_id: str,
+    budget: int,
+    sampler: Sampler | str = "greedy",
+    **options: Any,
+) -> Request:
+    (request,) = requests(
+        model, [Spec(prompt, row_id, budget)], sampler, ignore_eos=True, **options
     )
+    return request
 
 
-def engine_of(model: LanguageModel, row: RunningRow, slots: int = SLOTS) -> Engine:
-    """An engine for rows like this one."""
-    return Engine(
-        model,
-        row.params,
-        row.sampler.arms,
-        slots=slots,
-        capacity=CAPACITY,
-        recording=Recording(),
-    )
-
-
-def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[Engine, list[Event]]:
-    """Runs rows; an engine that is asked for chunks without end is stuck."""
-    engine = engine_of(model, jobs[0], slots)
+def run(
+    model: LanguageModel, wanted: Sequence[Request], slots: int = SLOTS
+) -> tuple[Engine, list[Row], list[Event]]:
+    """Runs requests; an engine that is asked for chunks without end is stuck."""
+    engine = Engine(model, slots=slots, capacity=CAPACITY)
     dispatch, chunks = engine._dispatch, itertools.count()
 
     def counted() -> Any:
@@ -84,18 +60,22 @@ def run(model: LanguageModel, jobs: Sequence[RunningRow], slots: int) -> tuple[E
         return dispatch()
 
     engine._dispatch = counted  # type: ignore[method-assign]
-    return engine, list(engine.run(jobs))
+    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
+    return engine, rows, list(engine.run(rows))
 
 
-def again(row: RunningRow, slots: int, model: LanguageModel) -> Row:
+def again(row: Row, slots: int, model: LanguageModel) -> Row:
     """The row once more, from the beginning, in one of so many slots."""
-    same = job(model, row.number, row.row.request, row.sampler, seed=row.seed)
-    run(model, [same], slots)
-    return same.row
+    _, (same,), _ = run(model, [row.request], slots)
+    return same
 
 
-def records(row: RunningRow) -> list[dict[str, Any]]:
-    return [{**token.to_json(), "row": 0} for token in row.row.tokens]
+def records(row: Row) -> list[dict[str, Any]]:
+    return [{**token.to_json(), "row": 0} for token in row.tokens]
+
+
+def ids(row: Row) -> list[int]:
+    return [token.token_id for token in row.tokens]
 
 
 def texts(model: LanguageModel) -> list[list[int]]:
@@ -112,16 +92,17 @@ def texts(model: LanguageModel) -> list[list[int]]:
 PRESETS = ("entropix", "greedy", "document-001", "top-p", "mirostat")
 
 
-def jobs_of(model: LanguageModel, number: int) -> list[RunningRow]:
-    """Rows of all sorts: lengths, budgets, samplers, seeds."""
+def mixed(model: LanguageModel, number: int) -> list[Request]:
+    """Requests of all sorts: lengths, budgets, samplers, seeds."""
     rng = np.random.default_rng(5)
     prompts = texts(model)
     return [
-        job(
+        of(
             model,
-            i,
-            Request(prompts[i % len(prompts)], f"row {i}", int(rng.integers(1, 60))),
-            load_sampler(PRESETS[i % len(PRESETS)] if i % 3 else "entropix"),
+            prompts[i % len(prompts)],
+            f"row {i}",
+            int(rng.integers(1, 60)),
+            PRESETS[i % len(PRESETS)] if i % 3 else "entropix",
             seed=i % 2,
         )
         for i in range(number)
@@ -130,33 +111,29 @@ def jobs_of(model: LanguageModel, number: int) -> list[RunningRow]:
 
 def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
     """More rows than slots, each with its own sampler, seed and budget."""
-    together = jobs_of(tiny, 14)
-    engine, events = run(tiny, together, slots=SLOTS)
-    assert [row.row.finish_reason for row in together] == ["length"] * 14
-    actions = {token.action for row in together for token in row.row.tokens}
+    engine, together, events = run(tiny, mixed(tiny, 14))
+    assert [row.finish_reason for row in together] == ["length"] * 14
+    actions = {token.action for row in together for token in row.tokens}
     assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
     for row in together:
         alone = again(row, 1, tiny)
-        assert [t.token_id for t in row.row.tokens] == [t.token_id for t in alone.tokens]
+        assert ids(row) == ids(alone)
         runs = partial(again, row, 1), partial(again, row, SLOTS)
-        assert difference(tiny, alone, row.row, *runs) is None
-    # Every event of a row is told under its number, in order.
-    for row in together:
-        told = [e.token.position for e in events if e.row == row.number and e.token is not None]
+        assert difference(tiny, alone, row, *runs) is None
+        # Every event of a row names it, in order.
+        told = [e.token.position for e in events if e.row is row and e.token is not None]
         assert told == sorted(told)
-        assert told[0] == len(row.row.request.prompt)
-    assert engine.useful >= sum(
-        token.action != "branch" for r in together for token in r.row.tokens
-    )
+        assert told[0] == len(row.request.prompt)
+    assert engine.useful >= sum(t.action != "branch" for row in together for t in row.tokens)
 
 
 def test_the_rows_beside_it_and_its_slot_do_not_show(tiny: LanguageModel) -> None:
     """To the last digit, in one window: a run that is taken up again gives the results that it
     would have."""
-    forward, backward = jobs_of(tiny, 10), jobs_of(tiny, 10)
-    run(tiny, forward, slots=SLOTS)
-    run(tiny, backward[::-1], slots=SLOTS)
-    for one, other in zip(forward, backward, strict=True):
+    wanted = mixed(tiny, 10)
+    _, forward, _ = run(tiny, wanted)
+    _, backward, _ = run(tiny, wanted[::-1])
+    for one, other in zip(forward, backward[::-1], strict=True):
         assert records(one) == records(other), one.number
 
 
@@ -164,10 +141,8 @@ def test_a_free_slot_is_taken_at_once(tiny: LanguageModel, monkeypatch: pytest.M
     """Greedy rows commit a token a step, so that the count of steps is known."""
     monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
     budgets = [3, 17, 5, 9, 2, 30, 8, 6, 11, 4]
-    greedy = load_sampler("greedy")
     prompt = texts(tiny)[0]
-    jobs = [job(tiny, i, Request(prompt, str(i), n), greedy) for i, n in enumerate(budgets)]
-    engine, _ = run(tiny, jobs, slots=SLOTS)
+    engine, _, _ = run(tiny, [of(tiny, prompt, str(i), n) for i, n in enumerate(budgets)])
     finished = [0] * SLOTS
     for budget in budgets:  # each to the slot that is free first
         first = min(finished)
@@ -180,7 +155,7 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of one prompt, more of them than slots, one of which is far on when others come."""
-    prompts = texts(tiny)
+    prompt = texts(tiny)[1]
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -188,63 +163,55 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
         return prefill(*args, **kwargs)
 
     monkeypatch.setattr(module, "prefill", counted)
-
-    def jobs(text: int) -> list[RunningRow]:
-        sampler = load_sampler("top-p")
-        return [
-            job(tiny, i, Request(prompts[text], f"row {i}", 60 if i == 0 else 5), sampler)
-            for i in range(8)
-        ]
-
-    together = jobs(1)
-    run(tiny, together, slots=SLOTS)
+    wanted = [of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
+    _, together, _ = run(tiny, wanted)
     assert len(calls) == 1
     # Beside them, a row whose prompt only begins alike: it has its own.
-    longer = job(tiny, 8, Request([*prompts[1], 5], "longer", 9), load_sampler("top-p"))
-    run(tiny, [*jobs(1), longer], slots=SLOTS)
+    _, (*_, longer), _ = run(tiny, [*wanted, of(tiny, [*prompt, 5], "longer", 9, "top-p")])
     assert len(calls) == 3
     for row in [*together, longer]:
-        alone = job(tiny, row.number, row.row.request, row.sampler)
-        run(tiny, [alone], slots=1)
-        ours, theirs = row.row.tokens, alone.row.tokens
-        assert [t.token_id for t in ours] == [t.token_id for t in theirs], row.number
+        alone = again(row, 1, tiny)
+        assert ids(row) == ids(alone), row.number
         for name in ("entropy", "attn_entropy", "interaction_strength"):
-            wanted = [getattr(token, name) for token in theirs]
-            assert [getattr(token, name) for token in ours] == pytest.approx(wanted, abs=1e-5)
-    assert len({tuple(t.token_id for t in row.row.tokens[:5]) for row in together}) > 1
+            values = [getattr(token, name) for token in alone.tokens]
+            assert [getattr(t, name) for t in row.tokens] == pytest.approx(values, abs=1e-5)
+    assert len({tuple(ids(row)[:5]) for row in together}) > 1
 
 
-def test_rows_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
-    """An input of any length is held one row ahead, no more."""
-    jobs = jobs_of(tiny, 9)
-    fetched = 0
+def test_requests_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
+    """An input of any length is held one row ahead, no more. The engine makes the rows."""
+    wanted = mixed(tiny, 9)
+    fetched: list[Request] = []
+    ended = 0
 
-    def source() -> Iterator[RunningRow]:
-        nonlocal fetched
-        for row in jobs:
-            fetched += 1
-            yield row
+    def source() -> Iterator[Request]:
+        for request in wanted:
+            fetched.append(request)
+            yield request
 
-    engine = engine_of(tiny, jobs[0])
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
+    seen = []
     for event in engine.run(source()):
-        ended = sum(not row.running for row in jobs)
-        assert fetched <= ended + SLOTS + 1, event
-    assert fetched == 9
+        ended += event.row.finish_reason is not None
+        seen.append(event.row.request)
+        assert len(fetched) <= ended + SLOTS + 1, event
+    assert len(fetched) == ended == 9
+    assert {id(request) for request in seen} == {id(request) for request in wanted}
 
 
 def test_a_stop_string_frees_its_slot(tiny: LanguageModel) -> None:
-    greedy = load_sampler("greedy")
     prompts = texts(tiny)
-    whole = [job(tiny, i, Request(prompts[i % 5], str(i), 40), greedy) for i in range(9)]
-    run(tiny, whole, slots=SLOTS)
-    stop = whole[0].row.text[10:14]
-    stopped = [
-        job(tiny, i, Request(prompts[i % 5], str(i), 40), greedy, stop=[stop]) for i in range(9)
-    ]
-    run(tiny, stopped, slots=SLOTS)
-    assert {row.row.finish_reason for row in stopped} == {"stop", "length"}
+
+    def rows(**options: Any) -> list[Row]:
+        wanted = [of(tiny, prompts[i % 5], str(i), 40, **options) for i in range(9)]
+        return run(tiny, wanted)[1]
+
+    whole = rows()
+    stop = whole[0].text[10:14]
+    stopped = rows(stop=stop)
+    assert {row.finish_reason for row in stopped} == {"stop", "length"}
     for cut, full in zip(stopped, whole, strict=True):
-        assert cut.row.text == full.row.text.partition(stop)[0]
+        assert cut.text == full.text.partition(stop)[0]
 
 
 def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
@@ -253,30 +220,27 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
     """The device has run it to its budget, which fills the window, before the host saw the text."""
     monkeypatch.setattr(module, "DECODE_WINDOW", 64)
     monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
-    greedy = load_sampler("greedy")
     long, short = texts(tiny)[0], texts(tiny)[4][:2]
     budget = 65 - len(long)
 
-    def jobs(stop: Sequence[str]) -> list[RunningRow]:
-        requests = Request(long, "long", budget), Request(short, "short", 80)
-        return [job(tiny, i, one, greedy, stop=stop) for i, one in enumerate(requests)]
+    def rows(stop: Sequence[str] = ()) -> list[Row]:
+        wanted = ((long, "long", budget), (short, "short", 80))
+        return run(tiny, [of(tiny, *one, stop=stop) for one in wanted])[1]
 
-    whole = jobs([])
-    run(tiny, whole, slots=SLOTS)
-    text = whole[0].row.text
-    end = len(text) - len("".join(token.text for token in whole[0].row.tokens[-4:]))
+    whole = rows()
+    text = whole[0].text
+    end = len(text) - len("".join(token.text for token in whole[0].tokens[-4:]))
     (stop, *_) = (
         text[start:end]
         for start in range(end - 3, 0, -1)
-        if text.find(text[start:end]) == start and text[start:end] not in whole[1].row.text
+        if text.find(text[start:end]) == start and text[start:end] not in whole[1].text
     )
-    stopped = jobs([stop])
-    run(tiny, stopped, slots=SLOTS)
-    assert [row.row.finish_reason for row in stopped] == ["stop", "length"]
-    assert len(stopped[0].row.tokens) < budget
+    stopped = rows([stop])
+    assert [row.finish_reason for row in stopped] == ["stop", "length"]
+    assert len(stopped[0].tokens) < budget
     # Floats may differ: how far a step reads the cache follows the longest row beside it.
     runs = partial(again, stopped[1], 1), partial(again, stopped[1], SLOTS)
-    assert difference(tiny, whole[1].row, stopped[1].row, *runs) is None
+    assert difference(tiny, whole[1], stopped[1], *runs) is None
 
 
 def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
@@ -286,13 +250,9 @@ def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
     good, bad = texts(tiny)[0][:2]
     params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
     model = replace(tiny, params=params)
-    greedy = load_sampler("greedy")
-    jobs = [
-        job(model, 0, Request([good] * 63 + [bad], "fails", 9), greedy),
-        job(model, 1, Request([good], "other", 20), greedy),
-    ]
-    run(model, jobs, slots=SLOTS)
-    assert [row.row.finish_reason for row in jobs] == ["error", "length"]
+    wanted = [of(tiny, [good] * 63 + [bad], "fails", 9), of(tiny, [good], "other", 20)]
+    _, rows, _ = run(model, wanted)
+    assert [row.finish_reason for row in rows] == ["error", "length"]
 
 
 def test_a_run_that_does_not_move_is_an_error(
@@ -303,126 +263,116 @@ def test_a_run_that_does_not_move_is_an_error(
     prompt = texts(tiny)[2]
     assert len(prompt) > 65
     with pytest.raises(RuntimeError, match="no step is made"):
-        run(tiny, [job(tiny, 0, Request(prompt, "0", 9), load_sampler("greedy"))], slots=SLOTS)
+        run(tiny, [of(tiny, prompt, "0", 9)])
 
 
 def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
-    greedy = load_sampler("greedy")
-    prompt = texts(tiny)[0]
-    (whole,) = [job(tiny, 0, Request(prompt, "0", 20), greedy)]
-    run(tiny, [whole], slots=SLOTS)
-    ids = [token.token_id for token in whole.row.tokens]
-    ends: list[tuple[int, ...]] = [(), (ids[4],), (ids[9], ids[7])]
-    jobs = [
-        job(tiny, i, Request(prompt, "0", 20), greedy, eos_ids=own) for i, own in enumerate(ends)
-    ]
-    run(tiny, jobs, slots=SLOTS)
-    for row, own in zip(jobs, ends, strict=True):
-        at = min((ids.index(i) + 1 for i in own), default=20)
-        assert [token.token_id for token in row.row.tokens] == ids[:at]
-        assert row.row.finish_reason == ("eos" if own else "length")
+    request = of(tiny, texts(tiny)[0], "0", 20)
+    _, (whole,), _ = run(tiny, [request])
+    all_ = ids(whole)
+    ends: list[tuple[int, ...]] = [(), (all_[4],), (all_[9], all_[7])]
+    _, rows, _ = run(tiny, [replace(request, eos_ids=own) for own in ends])
+    for row, own in zip(rows, ends, strict=True):
+        at = min((all_.index(i) + 1 for i in own), default=20)
+        assert ids(row) == all_[:at]
+        assert row.finish_reason == ("eos" if own else "length")
 
 
 def test_one_program_for_all_rows(tiny: LanguageModel) -> None:
     """Rows come and go, samplers change: nothing is compiled but for another window."""
-    jobs = jobs_of(tiny, 14)
-    run(tiny, jobs, slots=SLOTS)
-    programs: Any = (decode, prefill, admit)
+    wanted = mixed(tiny, 14)
+    run(tiny, wanted)
+    programs: Any = (decode, prefill, insert)
     sizes = [program._cache_size() for program in programs]
-    again = [
-        job(
-            tiny,
-            i,
-            Request(row.row.request.prompt, f"other {i}", 9),
-            row.sampler.with_values({"base.temperature": 0.5 + 0.1 * i, "branch.width": 1 + i % 8}),
+    others = [
+        request.sampler.settings.with_values(
+            {"base.temperature": 0.5 + 0.1 * i, "branch.width": 1 + i % 8}
         )
-        for i, row in enumerate(jobs)
+        for i, request in enumerate(wanted)
     ]
-    run(tiny, again, slots=SLOTS)
+    run(
+        tiny,
+        [
+            replace(request, sampler=calibrated(tiny, other), max_new_tokens=9)
+            for request, other in zip(wanted, others, strict=True)
+        ],
+    )
     assert [program._cache_size() for program in programs] == sizes
 
 
-def test_a_run_without_rows(tiny: LanguageModel) -> None:
-    sampler = load_sampler("greedy")
-    engine = Engine(
-        tiny,
-        sampler_params(tiny, sampler),
-        sampler.arms,
-        slots=SLOTS,
-        capacity=CAPACITY,
-        recording=Recording(),
-    )
-    assert list(engine.run([])) == []
+def test_a_run_without_requests(tiny: LanguageModel) -> None:
+    engine, _, events = run(tiny, [])
+    assert events == []
     assert (engine.steps, engine.useful) == (0, 0)
 
 
-def test_rows_that_are_not_there_yet(tiny: LanguageModel) -> None:
+def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
+    other = load_sampler("greedy").with_arm("own", lambda *_: pytest.fail("never chosen"))
+    wanted = [of(tiny, [5], "0", 3), of(tiny, [5], "1", 3, other)]
+    with pytest.raises(UserError, match="must have the same arms"):
+        run(tiny, wanted)
+
+
+def test_requests_that_are_not_there_yet(tiny: LanguageModel) -> None:
     """Those that are go on, and the others come as if nothing had been."""
-    jobs = jobs_of(tiny, 6)
-    engine = engine_of(tiny, jobs[0])
+    rows = [Row(request) for request in mixed(tiny, 6)]
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
     told: list[Event] = []
 
-    def source() -> Iterator[RunningRow | None]:
-        for number, row in enumerate(jobs):
+    def source() -> Iterator[Row | None]:
+        yield None
+        for number, row in enumerate(rows):
             yield row
             end = len(told) + 5 * (number % 3)
-            while len(told) < end and any(row.running for row in jobs[: number + 1]):
+            while len(told) < end and any(r.finish_reason is None for r in rows[: number + 1]):
                 yield None
             yield None
 
     for event in engine.run(source()):
         told.append(event)
-    assert [row.row.finish_reason for row in jobs] == ["length"] * 6
-    starts = [row.started or 0.0 for row in jobs]
+    assert [row.finish_reason for row in rows] == ["length"] * 6
+    starts = [row.started or 0.0 for row in rows]
     assert starts == sorted(starts)
     assert starts[0] > 0
+    assert all((row.first_token or 0.0) >= (row.started or 0.0) for row in rows)
     # Once more, with the same engine.
-    for one, other in zip(again := jobs_of(tiny, 6), jobs, strict=True):
-        assert one.row.request == other.row.request
-    list(engine.run(again))
-    ids = [[[t.token_id for t in row.row.tokens] for row in rows] for rows in (jobs, again)]
-    assert ids[0] == ids[1]
-
-
-def test_a_run_that_is_asked_to_stop(tiny: LanguageModel) -> None:
-    jobs = jobs_of(tiny, 9)
-    engine = engine_of(tiny, jobs[0])
-    events = []
-    for event in engine.run(jobs):
-        events.append(event)
-        if len(events) == 25:
-            engine.stop()
-    extra = list(itertools.dropwhile(lambda event: event.retracted, events[24:]))
-    assert len(extra) <= 1, "the event that asks is the last"
-    assert any(row.running for row in jobs)
+    once_more = [Row(row.request) for row in rows]
+    list(engine.run(once_more))
+    assert [ids(row) for row in once_more] == [ids(row) for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("length", "budget", "capacity", "expected"),
+    ("prompt", "budget", "capacity", "expected"),
     [
-        (10, 5, 100, 5),
-        (10, 500, 100, 90),
-        (10, 10_000, None, 4086),
-        (99, 5, 100, 1),
-        (100, 5, 100, "the prompt has 100 tokens, a row has room for 100: at most 99 leave room"),
-        (4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
-        (4802, 5, 2048, "a row has room for 2048: at most 2047 leave room"),
-        (0, 5, 100, "the prompt is empty"),
-        (10, 0, 100, "max_new_tokens must be at least 1, not 0"),
+        ([5] * 10, 5, 100, 5),
+        ([5] * 10, 500, 100, 90),
+        ([5] * 10, 10_000, None, 4086),
+        ([5] * 99, 5, 100, 1),
+        ([5] * 100, 5, 100, "the prompt has 100 tokens, a row has room for 100: at most 99 leave"),
+        ([5] * 4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
+        ([5] * 4802, 5, 2048, "a row has room for 2048: at most 2047 leave room"),
+        ([], 5, 100, "the prompt is empty"),
+        ([5], 0, 100, "max_new_tokens must be at least 1, not 0"),
+        ([1, 10**6], 1, None, "holds 1000000, which is no token"),
+        ([-3], 1, None, "holds -3, which is no token"),
     ],
 )
 def test_budgets(
-    tiny: LanguageModel, length: int, budget: int, capacity: int | None, expected: int | str
+    tiny: LanguageModel,
+    prompt: list[int],
+    budget: int,
+    capacity: int | None,
+    expected: int | str,
 ) -> None:
-    request = Request([5] * length, "0", budget)
+    request = of(tiny, prompt, "0", budget)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            budget_of(tiny, request, capacity)
+            check_request(tiny, request, capacity)
     else:
-        assert budget_of(tiny, request, capacity) == expected
+        assert check_request(tiny, request, capacity) == expected
 
 
 def test_too_many_end_tokens(tiny: LanguageModel) -> None:
-    crowded = replace(tiny, generation=GenerationConfig(eos_ids=tuple(range(9))))
+    request = replace(of(tiny, [5], "0", 3), eos_ids=tuple(range(9)))
     with pytest.raises(UserError, match="9 end tokens, at most 8"):
-        Generation(crowded, [Request([5], "0", 3)])
+        Engine(tiny, slots=1, capacity=CAPACITY).check(request)

@@ -14,25 +14,26 @@ import pytest
 
 from entropix_jax import decode, decode_state
 from entropix_jax import engine as module
-from entropix_jax.api import generate
+from entropix_jax.api import generate, stream
 from entropix_jax.config import GenerationConfig
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
-from entropix_jax.loading import CALIBRATION_FILE, LanguageModel, load
+from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import Metrics
 from entropix_jax.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
-from entropix_jax.results import Request, Row
+from entropix_jax.results import Row
 from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.tokenizer import load_tokenizer
 from entropix_jax.vocabulary import BOXES
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.runs import Spec, run_specs
 from tests.test_tokenizer import byte_fallback, save
 
 TOKENS = 40  # of most runs: more than a chunk of steps
+RECORDING = Recording(top=MAX_TOP, layers=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
@@ -47,12 +48,12 @@ def ids(number: int, first: int = 60) -> list[int]:
     return [token_ids()["<|begin_of_text|>"], *range(first, first + number - 1)]
 
 
-def requests(prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Request]:
-    return [Request(prompt, str(i), tokens) for i, prompt in enumerate(prompts)]
+def requests(prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Spec]:
+    return [Spec(prompt, str(i), tokens) for i, prompt in enumerate(prompts)]
 
 
-def run(model: LanguageModel, wanted: Sequence[Request], **options: Any) -> list[Row]:
-    return Generation(model, wanted, **{"ignore_eos": True, **options}).run()
+def run(model: LanguageModel, wanted: Sequence[Spec], **options: Any) -> list[Row]:
+    return run_specs(model, wanted, **{"ignore_eos": True, **options}).run()
 
 
 def tokens_of(row: Row) -> list[int]:
@@ -122,7 +123,7 @@ def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.Monkey
 
 
 def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel) -> None:
-    engine = Generation(model, requests([ids(5)]))._engine
+    engine = run_specs(model, requests([ids(5)]))._engine
     assert engine._chunk_steps == 1
     for _ in range(9):
         engine._pace(0.0)
@@ -134,18 +135,10 @@ def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel)
     assert engine._chunk_steps == 1
 
 
-def test_samples_are_the_rows_alone(model: LanguageModel) -> None:
-    rows = run(model, requests([ids(20)] * 3))
-    assert len({row.text for row in rows}) == 3
-    for index, row in enumerate(rows):
-        (alone,) = run(model, [Request(ids(20), str(index), TOKENS)])
-        assert nearly(row, alone), index
-
-
 def test_ragged_rows_are_the_rows_alone(model: LanguageModel) -> None:
     prompts = [ids(1), ids(40), ids(7, 80)]
     budgets = [TOKENS, 3, 21]
-    wanted = [Request(p, str(i), b) for i, (p, b) in enumerate(zip(prompts, budgets, strict=True))]
+    wanted = [Spec(p, str(i), b) for i, (p, b) in enumerate(zip(prompts, budgets, strict=True))]
     rows = run(model, wanted)
     assert [len(row.tokens) for row in rows] == budgets
     for request, row in zip(wanted, rows, strict=True):
@@ -161,31 +154,9 @@ def test_a_prefill_in_chunks_is_one_prefill(
     assert nearly(whole, chunked)
 
 
-def test_a_shared_prompt_is_run_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    prefill = decode.prefill
-
-    def counted(
-        params: Any, state: Any, tokens: Any, count: Any, slots: Any, **options: Any
-    ) -> Any:
-        read.extend(slots.tolist())
-        return prefill(params, state, tokens, count, slots, **options)
-
-    monkeypatch.setattr(module, "prefill", counted)
-    shared = run(model, [Request(ids(20), str(i), 4 + i) for i in range(3)])
-    assert read == [0]
-    assert [len(row.tokens) for row in shared] == [4, 5, 6], "each row has its own budget"
-    # Another prompt in the third row is run beside it.
-    separate = run(
-        model, [*(Request(ids(20), str(i), 4 + i) for i in range(2)), *requests([ids(3)])]
-    )
-    assert read == [0, 0, 2]
-    assert all(map(nearly, shared[:2], separate[:2]))
-
-
 def test_the_seed_and_the_row_id_make_the_draws(model: LanguageModel) -> None:
     def texts(seed: int, row_id: str) -> str:
-        (row,) = run(model, [Request(ids(20), row_id, TOKENS)], seed=seed)
+        (row,) = run(model, [Spec(ids(20), row_id, TOKENS)], seed=seed)
         return row.text
 
     assert texts(0, "0") == texts(0, "0")
@@ -202,34 +173,23 @@ def test_a_row_ends_at_the_last_position(model: LanguageModel) -> None:
     assert row.finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "tokens", "message"),
-    [
-        ([], 5, "the prompt is empty"),
-        ([65] * MAX_POSITIONS, 5, f"has {MAX_POSITIONS} tokens, the model {MAX_POSITIONS}"),
-        ([65], 0, "max_new_tokens must be at least 1, not 0"),
-        ([65], -3, "max_new_tokens must be at least 1, not -3"),
-    ],
-)
-def test_requests_that_cannot_be_met(
-    model: LanguageModel, prompt: list[int], tokens: int, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        Generation(model, [Request(prompt, "0", tokens)])
-
-
 def test_samplers_and_recordings_that_do_not_fit(model: LanguageModel) -> None:
     wanted = requests([ids(5)])
     last = model.config.vocab_size - 1
     for ban, fits in ((last, True), (last + 1, False)):
         sampler = load_sampler("greedy").with_values({"draw.bans": [ban]})
         if fits:
-            Generation(model, wanted, sampler)
+            run_specs(model, wanted, sampler)
         else:
             with pytest.raises(UserError, match=f"draw.bans holds {ban}, which is no token"):
-                Generation(model, wanted, sampler)
-    with pytest.raises(UserError, match=f"the {last + 2} likeliest tokens are asked for"):
-        Generation(model, wanted, recording=Recording(top=last + 2))
+                run_specs(model, wanted, sampler)
+    for prompts, top, words in (
+        ([], 0, "no request"),
+        ([[1]], -1, "the -1 likeliest"),
+        ([[1]], last + 2, f"the {last + 2} likeliest tokens are asked for"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run_specs(model, requests(prompts), recording=Recording(top=top))
 
 
 def test_end_tokens(model: LanguageModel) -> None:
@@ -252,14 +212,12 @@ def test_end_tokens(model: LanguageModel) -> None:
 def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
     base = replace(model, generation=GenerationConfig(eos_ids=(7,)))
     turn_end = token_ids()["<|eot_id|>"]
-    for turn in (True, False):
-        generation = Generation(base, requests([ids(5)]), turn_end=turn)
-        (row,) = generation._running
-        assert (turn_end in row.eos_ids) == turn
-        assert 7 in row.eos_ids
-    crowded = replace(model, generation=GenerationConfig(eos_ids=tuple(range(9))))
-    with pytest.raises(UserError, match="9 end tokens, at most 8"):
-        Generation(crowded, requests([ids(5)]))
+    for chat in (True, False):
+        (row,) = stream(base, "Once", chat=chat).rows
+        assert (turn_end in row.request.eos_ids) == chat
+        assert 7 in row.request.eos_ids
+    (row,) = stream(base, "Once", ignore_eos=True).rows
+    assert row.request.eos_ids == ()
 
 
 def test_stop_strings(model: LanguageModel) -> None:
@@ -273,7 +231,7 @@ def test_stop_strings(model: LanguageModel) -> None:
         and whole.text.index(texts[i][1:] + texts[i + 1]) >= len("".join(texts[:i]))
     )
     stop = texts[first][1:] + texts[first + 1] + texts[first + 2][:1]
-    generation = Generation(model, requests([ids(5)]), stop=["never", stop], ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)]), stop=["never", stop], ignore_eos=True)
     shown = ""
     for event in generation:
         shown += "".join(piece.text for piece in event.pieces)
@@ -294,7 +252,7 @@ def test_a_row_that_met_its_stop_string_costs_nothing_more(
     whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
     stop = whole[1].text[2:5]
     wanted = requests([ids(5), ids(9, 70), ids(3)])
-    generation = Generation(model, wanted, ignore_eos=True, stop=[stop])
+    generation = run_specs(model, wanted, ignore_eos=True, stop=[stop])
     finishes: dict[bool, list[list[int]]] = {False: [], True: []}  # by whether the host knows
     step = decode.decode
 
@@ -315,7 +273,7 @@ def test_a_row_that_met_its_stop_string_costs_nothing_more(
 def test_text_that_was_held_back_comes_at_the_end(model: LanguageModel) -> None:
     (whole,) = run(model, requests([ids(5)]))
     stop = whole.text[-3:] + "and never this"
-    generation = Generation(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
     *_, last = generation
     assert "".join(piece.text for piece in last.pieces).endswith(whole.text[-3:])
     assert generation.rows[0].text == whole.text
@@ -347,10 +305,10 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
         if i > 3 and t not in seen[0] + seen[2] + seen[1][:i] + ids(20)
     )
     broken = load(str(write_model(tmp_path, poisoned(token))))
-    generation = Generation(broken, requests([ids(20)] * 3), ignore_eos=True, stop=[rows[1].text])
+    generation = run_specs(broken, requests([ids(20)] * 3), ignore_eos=True, stop=[rows[1].text])
     pieces = ["", "", ""]
     for event in generation:
-        pieces[event.row] += "".join(piece.text for piece in event.pieces)
+        pieces[event.row.number] += "".join(piece.text for piece in event.pieces)
     first, second, third = generation.rows
     assert second.finish_reason == "error"
     assert second.error == f"NaN or infinite logits at position {20 + at + 1}"
@@ -364,11 +322,11 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
 def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
     (whole,) = run(model, requests([ids(5)]))
     stop = whole.text[:-1] + "never"  # holds all text back
-    generation = Generation(model, requests([ids(5)] * 3), stop=[stop], ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)] * 3), stop=[stop], ignore_eos=True)
     for event in generation:
         if event.token is not None and event.token.position == 15:
             break
-    events = [event for event in generation.interrupt() if event.row == 0]
+    events = [event for event in generation.interrupt() if event.row.number == 0]
     row = generation.rows[0]
     assert row.finish_reason == "interrupt"
     assert row.text == "".join(token.text for token in row.tokens)
@@ -382,11 +340,11 @@ def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
 
 def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each step gives one token of each row, and nothing is taken back.
-    generation = Generation(model, requests([ids(5)] * 3), "document-001", ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)] * 3), "document-001", ignore_eos=True)
     events = 0
     for event in generation:
         events += 1
-        if event.token is not None and event.token.position == 15 and event.row == 1:
+        if event.token is not None and event.token.position == 15 and event.row.number == 1:
             generation.stop()
     assert events == 3 * 10 + 2, "the event that asks is the last"
     assert [row.finish_reason for row in generation.rows] == [None] * 3
@@ -394,22 +352,22 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
 
     # Where tokens come in bursts and some are held back, it is the last event all the same.
-    generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
     known = 0
     for event in generation:
         assert not generation._engine._stopping
         known += event.token is not None and not event.retracted
         token = None if event.retracted else event.token
-        if token is not None and token.position == 15 and event.row == 1:
+        if token is not None and token.position == 15 and event.row.number == 1:
             generation.stop()
     assert sum(len(row.tokens) for row in generation.rows) == known < 3 * TOKENS
     assert [row.finish_reason for row in generation.rows] == [None] * 3
 
     # After a token that was taken back, what took its place still belongs to the row.
-    generation = Generation(model, requests([ids(5)] * 3), ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
     position = None
     for event in generation:
-        if event.retracted and event.row == 1 and position is None:
+        if event.retracted and event.row.number == 1 and position is None:
             assert event.token is not None
             position = event.token.position
             generation.stop()
@@ -420,7 +378,7 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert (last.position, last.action) == (position, "backspace")
 
     # Asked while the prompt is read, it does not begin to decode.
-    generation = Generation(model, requests([ids(5)]), ignore_eos=True)
+    generation = run_specs(model, requests([ids(5)]), ignore_eos=True)
     prefill = decode.prefill
 
     def ask(*arguments: Any, **options: Any) -> Any:
@@ -433,16 +391,14 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
 
 
 def test_an_interrupt_before_the_first_token(model: LanguageModel) -> None:
-    generation = Generation(model, requests([ids(5)]))
+    generation = run_specs(model, requests([ids(5)]))
     assert [event.pieces for event in generation.interrupt()] == [()]
     assert generation.rows[0].to_json()["tokens"] == 0
     assert 0 <= generation.timings["total"] < 60
 
 
 def test_what_is_recorded_on_request(model: LanguageModel) -> None:
-    (row,) = run(
-        model, requests([ids(5)], 4), recording=Recording(top=3, layers=True), sampler="greedy"
-    )
+    (row,) = run(model, requests([ids(5)], 4), recording=RECORDING, sampler="greedy")
     for token in row.tokens:
         assert token.top is not None
         assert token.layers is not None
@@ -461,7 +417,7 @@ def test_what_is_recorded_on_request(model: LanguageModel) -> None:
 
 def test_what_is_recorded_of_branches_and_of_tokens_in_anothers_place(model: LanguageModel) -> None:
     """What was recorded is of the distribution that each token came from."""
-    rows = run(model, requests([ids(5)]), recording=Recording(top=3, layers=True))
+    rows = run(model, requests([ids(5)]), recording=RECORDING)
     tokens = [token for row in rows for token in row.tokens]
     assert {"branch", "backspace"} <= {token.action for token in tokens}
     found = 0
@@ -507,68 +463,30 @@ def test_prompts(model: LanguageModel) -> None:
             encode_prompt(model, prompt, chat=False, system=system)
 
 
-def test_generate(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn_end = token_ids()["<|eot_id|>"]
-    base = replace(model, generation=GenerationConfig(eos_ids=(token_ids()["<|end_of_text|>"],)))
+def test_generate(model: LanguageModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
     rows = generate(model, "Once", samples=3, **options)
     prompt = encode_prompt(model, "Once", chat=True)
     assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
     assert all(
-        map(same, rows, Generation(model, requests([prompt] * 3, 8), seed=3, ignore_eos=True).run())
+        map(same, rows, run_specs(model, requests([prompt] * 3, 8), seed=3, ignore_eos=True).run())
     )
     (row,) = generate(model, "Once", "greedy", chat=False, **options)
     assert list(row.request.prompt) == encode_prompt(model, "Once", chat=False)
     (row,) = generate(model, [{"role": "user", "content": "Once"}], **options)
     assert nearly(row, rows[0])
-    for chat in (True, False):
-        with monkeypatch.context() as patch:
-            patch.setattr(Generation, "run", lambda self: self._running[0].eos_ids)
-            ends: Any = generate(base, "Once", chat=chat)
-        assert (turn_end in ends) == chat
     with pytest.raises(UserError, match="samples must be at least 1, not 0"):
         generate(model, "Once", samples=0)
 
 
 def test_an_iteration_goes_on_where_it_was_left(model: LanguageModel) -> None:
     wanted = requests([ids(3)], 6)
-    left = Generation(model, wanted, ignore_eos=True)
+    left = run_specs(model, wanted, ignore_eos=True)
     for event in left:
         if event.token is not None and event.token.forwards == 2:
             break
     (row,) = left.run()
     assert same(row, run(model, wanted)[0])
-
-
-def test_a_sampler_object_is_calibrated_like_its_name(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thresholds = {"h1": 0.1, "h2": 0.2, "u1": 0.3, "u2": 0.4}
-    calibration = model.folder / CALIBRATION_FILE
-    before = calibration.read_bytes()
-    calibration.write_text(json.dumps({"thresholds": thresholds}), encoding="utf-8")
-    try:
-        for sampler in ("entropix", load_sampler("entropix")):
-            used = Generation(model, requests([ids(3)]), sampler).sampler.values
-            assert {k: used[f"thresholds.{k}"] for k in thresholds} == thresholds
-    finally:
-        calibration.write_bytes(before)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "options", "words"),
-    [
-        ([], {}, "no request"),
-        ([[1, 10**6]], {}, "holds 1000000, which is no token"),
-        ([[-3]], {}, "holds -3, which is no token"),
-        ([[1]], {"recording": Recording(top=-1)}, "the -1 likeliest"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_it_runs(
-    model: LanguageModel, wanted: list[list[int]], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UserError, match=words):
-        Generation(model, requests(wanted), **options)
 
 
 def test_one_stop_string_may_stand_alone(model: LanguageModel) -> None:
@@ -621,9 +539,9 @@ class Library:
     """Returns its texts one after the other, again and again, and checks what it is given."""
 
     def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
-        self.texts = texts
+        self.model, self.texts = model, texts
         self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
-        self.generation = Generation(
+        self.generation = run_specs(
             model, requests([ids(5)]), ignore_eos=True, retrieve=self.retrieve, **options
         )
         self.shown = ""
@@ -631,7 +549,7 @@ class Library:
     def retrieve(self, text: str) -> str:
         (row,) = self.generation.rows
         known = [*row.request.prompt, *tokens_of(row)]
-        assert text == self.generation.model.tokenizer.decode(known)
+        assert text == self.model.tokenizer.decode(known)
         assert self.shown == row.text
         answer = self.texts[len(self.found) % len(self.texts)]
         self.found.append((len(row.tokens), answer))
@@ -694,7 +612,7 @@ def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: P
     text, and drops it again."""
     spaced = replace(model, tokenizer=load_tokenizer(save(tmp_path, byte_fallback())))
     prompt = spaced.tokenizer.encode("a cat", add_bos=True)
-    wanted = [Request(prompt, "0", TOKENS)]
+    wanted = [Spec(prompt, "0", TOKENS)]
     for text in (" a cat", "a cat"):
         for sampler, options in (
             (ASKING.with_values({"inject.thought": text}), {}),
@@ -703,13 +621,13 @@ def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: P
             (row,) = run(spaced, wanted, sampler=sampler, **options)
             thoughts = [token.text for token in row.tokens if token.action == "inject"]
             assert "".join(thoughts).startswith(text * 2)
-    (row,) = run(spaced, wanted, sampler=FORKING, recording=Recording(top=MAX_TOP))
+    (row,) = run(spaced, wanted, sampler=FORKING, recording=RECORDING)
     own = spaced.tokenizer.token_id("▁a")
     likely = [(i, text) for token in row.tokens for i, text, _ in token.top or ()]
     assert {text for i, text in likely if i == own} == {" a"}
     branches = [branch for token in row.tokens for branch in token.branches or ()]
-    known = [branch for branch in branches if branch["tokens"][0] == own]
-    assert all(branch["text"].startswith(" a") for branch in known)
+    known = [branch for branch in branches if branch.tokens[0] == own]
+    assert all(branch.text.startswith(" a") for branch in known)
 
 
 def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
@@ -744,7 +662,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
 ) -> None:
     """The stop string is found when the device has gone on, to the next question even: that row
     gets no answer, and must not keep the others."""
-    wanted = requests([ids(5), ids(9, 70)])
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
     asked: list[str] = []
 
     def retrieve(text: str) -> str:
@@ -763,13 +681,11 @@ def test_a_row_that_waits_when_its_text_has_ended(
     for number in (4, 7, 8, 13):
         stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
         asked.clear()
-        generation = Generation(
-            model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop
-        )
+        generation = run_specs(model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop)
         calls = itertools.count()
         generation.run()
         assert next(calls) > 4
-        first, second = generation.rows
+        first, second, _ = generation.rows
         assert first.finish_reason == "stop"
         assert first.text == whole[0].text[: whole[0].text.index(stop)]
         cut = stop in whole[1].text
@@ -801,8 +717,12 @@ class Person:
     def __init__(self, model: LanguageModel, answer: int | None, **options: Any) -> None:
         self.answer = answer
         self.asked: list[tuple[int, list[str]]] = []
-        self.generation = Generation(
-            model, requests([ids(5)]), ignore_eos=True, ask=self.ask, **options
+        self.generation = run_specs(
+            model,
+            requests([ids(5)]),
+            ignore_eos=True,
+            ask=lambda row, texts: self.ask(row, texts),
+            **options,
         )
         self.shown = ""
 
@@ -825,7 +745,7 @@ def committed(row: Row, at: int) -> list[int]:
     """The tokens of the branch that begins at a token, as far as they were committed."""
     token = row.tokens[at]
     assert token.branches is not None
-    (chosen,) = [branch for branch in token.branches if branch["chosen"]]
+    (chosen,) = [branch for branch in token.branches if branch.chosen]
     number = next(
         (
             i
@@ -835,7 +755,7 @@ def committed(row: Row, at: int) -> list[int]:
         len(row.tokens) - at,
     )
     tokens = tokens_of(row)[at : at + number]
-    assert tokens == chosen["tokens"][:number]
+    assert tokens == chosen.tokens[:number]
     return tokens
 
 
@@ -854,11 +774,11 @@ def test_a_person_chooses_between_close_branches(
         branches = row.tokens[at].branches
         assert branches is not None
         assert row.tokens[at].ambiguous
-        best = sorted(branches, key=lambda branch: -branch["score"])
-        assert [branch["text"] for branch in best[:2]] == texts
-        assert [branch["chosen"] for branch in best].index(True) == (answer or 0)
+        best = sorted(branches, key=lambda branch: -(branch.score or 0.0))
+        assert [branch.text for branch in best[:2]] == texts
+        assert [branch.chosen for branch in best].index(True) == (answer or 0)
         tokens = committed(row, at)
-        assert len(tokens) == (len(best[answer or 0]["tokens"]) if whole else 1)
+        assert len(tokens) == (len(best[answer or 0].tokens) if whole else 1)
     where = [i for i, token in enumerate(row.tokens) if token.branches is not None]
     assert where == [at for at, _ in person.asked]
     assert len(row.tokens) == TOKENS
@@ -890,10 +810,10 @@ def test_without_a_person_a_close_choice_is_marked(model: LanguageModel) -> None
         branches = row.tokens[i].branches
         assert branches is not None
         assert row.tokens[i].ambiguous
-        assert max(branches, key=lambda branch: branch["score"])["chosen"]
+        assert max(branches, key=lambda branch: branch.score or 0.0).chosen
         assert len(branches) == 4
         for branch in branches:
-            assert branch["text"] == model.tokenizer.decode_within(branch["tokens"])
+            assert branch.text == model.tokenizer.decode_within(branch.tokens)
         committed(row, i)
     assert {token.ambiguous for i, token in enumerate(row.tokens) if i not in at} == {None}
     json.dumps([token.to_json() for token in row.tokens], allow_nan=False)
@@ -912,7 +832,7 @@ def test_the_time_in_which_a_person_thinks_does_not_count(
         lost += 3600.0
         return ask(row, texts)
 
-    person.generation._running[0].ask = slowly
+    person.ask = slowly  # type: ignore[method-assign]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + lost)
     person.run()
     assert lost == 4 * 3600
@@ -926,7 +846,7 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
     # Nearly all is MID: drawn at once, but not for good.
     bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
     sampler = load_sampler("entropix").with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
-    generation = Generation(model, requests([ids(20)]), sampler, ignore_eos=True)
+    generation = run_specs(model, requests([ids(20)]), sampler, ignore_eos=True)
     met = [event.token.token_id for event in generation if event.token is not None]
     (whole,) = generation.rows
     seen = tokens_of(whole)

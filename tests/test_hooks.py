@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +48,6 @@ def run(model: LanguageModel, sampler: Any, **options: Any) -> Row:
     return row
 
 
-def test_a_text_takes_the_thoughts_place(model: LanguageModel) -> None:
-    asked: list[str] = []
-
-    def retrieve(text: str) -> str:
-        asked.append(text)
-        return f" Number {len(asked)}."
-
-    row = run(model, THINKING, retrieve=retrieve)
-    assert len(asked) >= 2
-    for number, text in enumerate(asked, 1):
-        # The text so far, prompt and all; and what was given stands right after it.
-        assert (PROMPT + row.text).startswith(text)
-        assert (PROMPT + row.text)[len(text) :].startswith(f" Number {number}.")
-    injected = [token for token in row.tokens if token.action == "inject"]
-    ids = model.tokenizer.encode(" Number 1.", add_bos=False)
-    assert [token.token_id for token in injected[: len(ids)]] == ids
-    assert all(token.regime == "helv" for token in injected[:1])
-
-
 def test_other_documents_are_another_text(model: LanguageModel, tmp_path: Path) -> None:
     texts = []
     for answer in ("A time in Rome.", "A time in Oslo."):
@@ -88,28 +68,6 @@ def test_nothing_retrieved_is_the_samplers_own_thought(model: LanguageModel) -> 
     assert asked.tokens[-1].forwards > plain.tokens[-1].forwards
 
 
-def test_nothing_at_all_is_a_plain_draw(model: LanguageModel) -> None:
-    silent = THINKING.with_values({"inject.thought": ""})
-    row = run(model, silent, retrieve=lambda text: "")
-    assert {token.action for token in row.tokens} == {"argmax", "sample"}
-
-
-def test_a_text_that_does_not_fit_is_not_begun(model: LanguageModel) -> None:
-    row = run(model, THINKING, retrieve=lambda text: " word" * 100)
-    assert row.text == run(model, THINKING).text
-
-
-def test_the_cap_counts_what_was_retrieved(model: LanguageModel) -> None:
-    asked: list[str] = []
-
-    def retrieve(text: str) -> str:
-        asked.append(text)
-        return " So."
-
-    run(model, THINKING.with_values({"inject.per_row": 1}), retrieve=retrieve)
-    assert len(asked) == 1
-
-
 def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
     """As a function that forgot its `return` does."""
     with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
@@ -117,68 +75,6 @@ def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
     for answer in (2, -1, "first"):
         with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
             run(model, BRANCHING, ask=lambda row, texts, answer=answer: answer)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_person_chooses(model: LanguageModel, whole: bool) -> None:
-    shown: list[Sequence[str]] = []
-
-    def second(row: int, texts: Sequence[str]) -> int:
-        assert row == 0
-        shown.append(list(texts))
-        return 1
-
-    sampler = BRANCHING.with_values({"branch.commit_all": whole})
-    row = run(model, sampler, ask=second)
-    starts = [token for token in row.tokens if token.branches is not None]
-    assert len(starts) == len(shown) >= 3
-    for token, texts in zip(starts, shown, strict=True):
-        assert token.branches is not None
-        assert token.ambiguous
-        assert token.action == "branch"
-        ranked = sorted(token.branches, key=lambda b: -b["score"])
-        assert [b["text"] for b in ranked[:2]] == texts
-        assert [b["chosen"] for b in ranked] == [False, True] + [False] * (len(ranked) - 2)
-        at = row.tokens.index(token)
-        tokens = ranked[1]["tokens"][: None if whole else 1][: 40 - at]
-        assert [t.token_id for t in row.tokens[at : at + len(tokens)]] == tokens
-        assert {t.action for t in row.tokens[at : at + len(tokens)]} == {"branch"}
-
-
-def test_a_person_who_leaves_it_to_the_model(model: LanguageModel) -> None:
-    plain = run(model, BRANCHING)
-    asked = run(model, BRANCHING, ask=lambda row, texts: None)
-    assert asked.text == plain.text
-    for one, other in zip(asked.tokens, plain.tokens, strict=True):
-        assert (one.token_id, one.action, one.regime) == (
-            other.token_id,
-            other.action,
-            other.regime,
-        )
-        assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
-
-
-def test_the_other_rows_of_a_batch_go_on(model: LanguageModel) -> None:
-    """Each row asks for itself, and is what it is alone."""
-    rows = generate(
-        model,
-        PROMPT,
-        THINKING.with_values({"arms.mid": "sample"}),
-        samples=3,
-        max_new_tokens=40,
-        ignore_eos=True,
-        retrieve=lambda text: f" {len(text)}.",
-    )
-    assert len({row.text for row in rows}) == 3
-    (alone,) = generate(
-        model,
-        PROMPT,
-        THINKING.with_values({"arms.mid": "sample"}),
-        max_new_tokens=40,
-        ignore_eos=True,
-        retrieve=lambda text: f" {len(text)}.",
-    )
-    assert rows[0].text == alone.text
 
 
 # The command line

@@ -6,25 +6,27 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from entropix_jax.inspection import InspectedToken, entropies_of, inspect
 
-from entropix_jax import cache, inspection
+from entropix_jax import cache, scoring
 from entropix_jax import inspect as command_module
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import PREFILL_WINDOW
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import Sampler
+from entropix_jax.scoring import ScoredToken, measure_entropies, score_tokens
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
-from tests.runs import Spec, run_specs
+from tests.runs import Spec, calibrated, run_specs
 from tests.test_main import Result
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
@@ -48,11 +50,23 @@ def text_of(number: int, seed: int = 0) -> list[int]:
     return [token_ids()["<|begin_of_text|>"], *ids.tolist()]
 
 
+def scored(
+    model: LanguageModel, tokens: list[int], sampler: Sampler, **options: Any
+) -> Iterator[ScoredToken]:
+    return score_tokens(model, tokens, calibrated(model, sampler), **options)
+
+
+def entropies(
+    model: LanguageModel, texts: list[list[int]], sampler: Sampler, **options: Any
+) -> np.ndarray:
+    return measure_entropies(model, texts, calibrated(model, sampler), **options)
+
+
 def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
     """Every metric of every token in float64, from a pass over the whole text at once."""
     tokens = text_of(90)
     logits, attention = reference.forward(model.params, model.config, np.array(tokens))
-    found = list(inspect(model, tokens, ENTROPIX))
+    found = list(scored(model, tokens, ENTROPIX))
     assert [token.position for token in found] == list(range(1, 90))
     entropies: list[float] = []
     for token in found:
@@ -79,7 +93,7 @@ def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
     sampler = load_sampler("temperature")
     (row,) = run_specs(model, [Spec(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
     tokens = [*row.request.prompt, *(token.token_id for token in row.tokens)]
-    found = {token.position: token for token in inspect(model, tokens, sampler)}
+    found = {token.position: token for token in scored(model, tokens, sampler)}
     assert len({token.regime for token in row.tokens}) > 1
     for token in row.tokens:
         same = found[token.position]
@@ -93,14 +107,14 @@ def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
 def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, context: int) -> None:
     """Each token once, after at least half the context, and as a text of its own would say."""
     tokens = text_of(length)
-    found = list(inspect(model, tokens, ENTROPIX, context=context))
+    found = list(scored(model, tokens, ENTROPIX, context=context))
     assert [token.position for token in found] == list(range(1, length))
     for token in found:
         assert token.context < context
         assert token.context >= min(token.position, context - context // 2)
     for token in found[:: max(len(found) // 6, 1)]:
         alone = tokens[token.position - token.context : token.position + 1]
-        again = list(inspect(model, alone, ENTROPIX))[-1]
+        again = list(scored(model, alone, ENTROPIX))[-1]
         assert token.entropy == pytest.approx(again.entropy, abs=1e-4)
         assert token.logprob == pytest.approx(again.logprob, abs=1e-4)
         assert token.attn_entropy == pytest.approx(again.attn_entropy, abs=1e-4)
@@ -108,9 +122,9 @@ def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, cont
 
 def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = text_of(100)
-    expected = [token.entropy for token in inspect(model, tokens, ENTROPIX)]
-    monkeypatch.setattr(inspection, "chunk_size", lambda *arguments: 16)
-    found = [token.entropy for token in inspect(model, tokens, ENTROPIX)]
+    expected = [token.entropy for token in scored(model, tokens, ENTROPIX)]
+    monkeypatch.setattr(scoring, "chunk_size", lambda *arguments: 16)
+    found = [token.entropy for token in scored(model, tokens, ENTROPIX)]
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -126,30 +140,30 @@ def test_memory_does_not_grow_with_the_text(
         made.append(new.capacity)
         return new
 
-    monkeypatch.setattr(inspection, "init_cache", record)
-    list(inspect(model, text_of(700), ENTROPIX, context=64))
+    monkeypatch.setattr(scoring, "init_cache", record)
+    list(scored(model, text_of(700), ENTROPIX, context=64))
     assert len(made) > 10
     assert max(made) == PREFILL_WINDOW
-    entropies_of(model, [text_of(700)], ENTROPIX, context=64)
+    entropies(model, [text_of(700)], ENTROPIX, context=64)
     assert max(made) == PREFILL_WINDOW
 
 
 def test_texts_side_by_side(model: LanguageModel) -> None:
     """What calibration reads: the same numbers, text by text."""
     texts = [text_of(n, seed=n) for n in (30, 2, 75, 1, 12, 130, *range(20, 34))]
-    points = entropies_of(model, texts, ENTROPIX, context=50)
+    points = entropies(model, texts, ENTROPIX, context=50)
     expected = [
         (token.entropy, token.varentropy)
         for text in texts
         if len(text) > 1
-        for token in inspect(model, text, ENTROPIX, context=50)
+        for token in scored(model, text, ENTROPIX, context=50)
     ]
     np.testing.assert_allclose(points, expected, atol=1e-4)
 
 
 def test_what_is_recorded(model: LanguageModel) -> None:
     recording = Recording(top=3, layers=True)
-    for token in inspect(model, text_of(12), ENTROPIX, recording=recording):
+    for token in scored(model, text_of(12), ENTROPIX, recording=recording):
         assert token.top is not None
         probs = [p for *_, p in token.top]
         assert probs == sorted(probs, reverse=True)
@@ -165,33 +179,33 @@ def test_what_is_recorded(model: LanguageModel) -> None:
 
 def test_what_cannot_be_inspected(model: LanguageModel) -> None:
     with pytest.raises(UserError, match="too short"):
-        list(inspect(model, text_of(1), ENTROPIX))
+        list(scored(model, text_of(1), ENTROPIX))
     with pytest.raises(UserError, match=f"2 to {MAX_POSITIONS} tokens, not 121"):
-        list(inspect(model, text_of(5), ENTROPIX, context=MAX_POSITIONS + 1))
+        list(scored(model, text_of(5), ENTROPIX, context=MAX_POSITIONS + 1))
     with pytest.raises(UserError, match="likeliest tokens are asked for"):
-        list(inspect(model, text_of(5), ENTROPIX, recording=Recording(top=10**6)))
+        list(scored(model, text_of(5), ENTROPIX, recording=Recording(top=10**6)))
     with pytest.raises(UserError, match="no text has two tokens"):
-        entropies_of(model, [[1], []], ENTROPIX)
+        entropies(model, [[1], []], ENTROPIX)
 
 
 def test_numbers_that_are_none(tmp_path: Path) -> None:
     tokens = text_of(20)
     bad = load(str(write_model(tmp_path / "bad", poisoned(tokens[12]))))
     first = tokens.index(tokens[12])
-    found: list[InspectedToken] = []
+    found: list[ScoredToken] = []
     with pytest.raises(UserError, match=f"NaN or infinity in the embedding at position {first}"):
-        found.extend(inspect(bad, tokens, ENTROPIX))
+        found.extend(scored(bad, tokens, ENTROPIX))
     sound = [token for token in tokens if token != tokens[12]]
     told = f"^text 2: NaN or infinity in the embedding at position {first}$"
     with pytest.raises(UserError, match=told):
-        entropies_of(bad, [sound, tokens], ENTROPIX)
+        entropies(bad, [sound, tokens], ENTROPIX)
 
 
 def test_positions_past_the_end_are_no_errors(model: LanguageModel, tmp_path: Path) -> None:
     """The weights of a padding token do not count."""
     tokens = [t for t in text_of(20) if t != 0]
     bad = load(str(write_model(tmp_path / "bad", poisoned(0))))
-    assert len(list(inspect(bad, tokens, ENTROPIX))) == len(tokens) - 1
+    assert len(list(scored(bad, tokens, ENTROPIX))) == len(tokens) - 1
 
 
 # The command line
@@ -288,11 +302,11 @@ def test_bad_input(
 def test_the_same_regimes_as_generation_for_a_noise_floor(model: LanguageModel) -> None:
     """What the sampler would hear is what is measured."""
     quiet = ENTROPIX.with_values({"metrics.noise_floor": True})
-    loud = list(inspect(model, text_of(40), ENTROPIX))
-    heard = list(inspect(model, text_of(40), quiet))
+    loud = list(scored(model, text_of(40), ENTROPIX))
+    heard = list(scored(model, text_of(40), quiet))
     assert [t.logprob for t in loud] == [t.logprob for t in heard]
     sharp = load_sampler("entropix").with_values({"metrics.layers": "last"})
-    last = list(inspect(model, text_of(40), sharp))
+    last = list(scored(model, text_of(40), sharp))
     assert [t.attn_entropy for t in last] != [t.attn_entropy for t in loud]
     assert replace(last[0], text="") != replace(loud[0], text="")
     assert jnp.isfinite(jnp.asarray([t.entropy for t in heard])).all()

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from entropix_jax.likelihood import Likelihood, log_likelihoods
 
-from entropix_jax import cache, likelihood
+from entropix_jax import cache, scoring
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import PREFILL_WINDOW
+from entropix_jax.scoring import Likelihood, log_likelihoods
 from entropix_jax.world.problems import problems
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, write_model
@@ -112,25 +112,33 @@ def test_nothing_is_certain(model: LanguageModel) -> None:
 
 
 class Calls:
-    """What `_read` was given: rows, tokens of each, kinds of following tokens, and whether they
-    were scored."""
+    """The calls of `_score_chunk`: rows, tokens of each, tokens that may follow each, and whether
+    they were scored."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[int, int, int, bool]] = []
         self.capacities: list[int] = []
-        read, init = likelihood._read, cache.init_cache
+        score, init = scoring._score_chunk, cache.init_cache
 
-        def record(params: Any, slots: Any, tokens: Any, following: Any, *rest: Any, **named: Any):
+        def record(
+            params: Any,
+            sampler: Any,
+            slots: Any,
+            tokens: Any,
+            following: Any,
+            *rest: Any,
+            **named: Any,
+        ) -> Any:
             self.made.append((*tokens.shape, following.shape[-1], named["scored"]))
-            return read(params, slots, tokens, following, *rest, **named)
+            return score(params, sampler, slots, tokens, following, *rest, **named)
 
         def record_cache(*arguments: Any) -> Any:
             new = init(*arguments)
             self.capacities.append(new.capacity * new.length.shape[0])
             return new
 
-        monkeypatch.setattr(likelihood, "_read", record)
-        monkeypatch.setattr(likelihood, "init_cache", record_cache)
+        monkeypatch.setattr(scoring, "_score_chunk", record)
+        monkeypatch.setattr(scoring, "init_cache", record_cache)
 
 
 def test_memory_is_bounded(
@@ -139,15 +147,15 @@ def test_memory_is_bounded(
     """However many texts and however long, and with less of it the numbers are the same."""
     together = [n for n, _ in scores(model, pairs)]
     row = PREFILL_WINDOW * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
-    monkeypatch.setattr(likelihood, "_CACHE_BYTES", 5 * row)
-    monkeypatch.setattr(likelihood, "_LOGITS_BYTES", 4 * 16 * 4 * model.config.vocab_size)
+    monkeypatch.setattr(scoring, "_CACHE_BYTES", 5 * row)
+    monkeypatch.setattr(scoring, "_LOGITS_BYTES", 4 * 16 * 4 * model.config.vocab_size)
     calls = Calls(monkeypatch)
     np.testing.assert_allclose([n for n, _ in scores(model, pairs)], together, atol=1e-4)
     assert {rows for rows, *_ in calls.made} == {4}
     assert max(rows * size for rows, size, *_ in calls.made) == 4 * 16
     assert max(calls.capacities) == 4 * PREFILL_WINDOW
     # A batch that would not fit even once is read row by row.
-    monkeypatch.setattr(likelihood, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(scoring, "_CACHE_BYTES", 1)
     scores(model, pairs[:2])
     assert calls.made[-1][0] == 1
 
@@ -156,7 +164,7 @@ def test_what_is_not_asked_for_is_not_computed(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Choices of one token are one text; the logits of a long context are nobody's."""
-    monkeypatch.setattr(likelihood, "_MAX_CHUNK", 16)
+    monkeypatch.setattr(scoring, "_LIKELIHOOD_CHUNK", 16)
     calls = Calls(monkeypatch)
     context = ids(100)
     found = scores(model, [(context, [token]) for token in range(50, 54)])
@@ -181,7 +189,7 @@ def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 1 text"):
         log_likelihoods(model, [good], batch=0)
     broken = load(str(write_model(tmp_path / "bad", poisoned(5))))
-    with pytest.raises(UserError, match="pair 1: NaN or infinite logits"):
+    with pytest.raises(UserError, match="pair 1: NaN or infinity in the embedding at position 1"):
         scores(broken, [([1, 2], [3]), ([1, 5], [3])])
 
 
