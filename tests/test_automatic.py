@@ -13,21 +13,20 @@ import numpy as np
 import pytest
 
 from entropix_jax import api, batch, main
-from entropix_jax.batches.run import BatchRun, Defaults
 from entropix_jax.calibration import automatic, own_text
-from entropix_jax.calibration.automatic import calibrate_sampler
+from entropix_jax.calibration.automatic import May, fit_thresholds
 from entropix_jax.calibration.own_text import least_seconds, measure_own_text, start_of_text
 from entropix_jax.config import load_model_config
-from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.precision import choose_precision
-from entropix_jax.results import Request
+from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.sharding import parse_mesh
 from entropix_jax.vocabulary import REGIMES, THRESHOLDS
 from tests.folders import PUBLISHED, poisoned, token_ids, write_model
 from tests.models import write_config
+from tests.runs import Spec, run_specs
 
 ENTROPIX = load_sampler("entropix")
 
@@ -64,7 +63,7 @@ def thresholds_of(sampler: Sampler) -> dict[str, float]:
 
 def test_made_on_first_use_and_kept(folder: Path, kept: Path) -> None:
     """From the model's own text, in a file that is a calibration.json; the same each time."""
-    sampler = calibrate_sampler(ENTROPIX, load(str(folder)))
+    sampler = fit_thresholds(ENTROPIX, load(str(folder)))
     (path,) = kept.iterdir()
     stored = json.loads(path.read_text())
     assert stored["thresholds"] == thresholds_of(sampler) != PUBLISHED
@@ -73,11 +72,11 @@ def test_made_on_first_use_and_kept(folder: Path, kept: Path) -> None:
     assert note.startswith("the model has no calibration.json: thresholds were fitted to 4144")
     assert note.endswith(f"kept in {path}")
 
-    again = calibrate_sampler(ENTROPIX, load(str(folder)))
+    again = fit_thresholds(ENTROPIX, load(str(folder)))
     assert (thresholds_of(again), again.notes) == (stored["thresholds"], ())
     for damaged in ("{", "[]", '{"thresholds": {"h1": 1}}', json.dumps({"too_slow_on": "another"})):
         path.write_text(damaged)
-        anew = calibrate_sampler(ENTROPIX, load(str(folder)))
+        anew = fit_thresholds(ENTROPIX, load(str(folder)))
         assert thresholds_of(anew) == stored["thresholds"]
         assert len(anew.notes) == 1
         assert json.loads(path.read_text()) == stored
@@ -95,7 +94,7 @@ def test_what_is_measured_is_the_models_text(folder: Path) -> None:
     assert np.ptp(rows[0, 0], axis=0).max() < 1e-4
     assert np.ptp(rows[0, 1], axis=0).min() > 0.01
     start = model.tokenizer.encode("", add_bos=True)
-    (row,) = Generation(model, [Request(start, "0", 1)], "greedy").run()
+    (row,) = run_specs(model, [Spec(start)], "greedy").run()
     assert rows[0, 0, 0, 0] == pytest.approx(row.tokens[0].entropy, abs=1e-4)
     assert rows[0, 0, 0, 1] == pytest.approx(row.tokens[0].varentropy, abs=1e-4)
 
@@ -103,10 +102,11 @@ def test_what_is_measured_is_the_models_text(folder: Path) -> None:
 def test_one_run_makes_them_once(measured: list[LanguageModel], folder: Path) -> None:
     model = load(str(folder))
     with pytest.warns(UserWarning, match="thresholds were fitted"):
-        run = api.stream(model, "Once", max_new_tokens=1)
-    other = calibrate_sampler(run.sampler, model)
-    assert thresholds_of(other) == thresholds_of(run.sampler) != PUBLISHED
-    calibrate_sampler(load_sampler("document-004"), model)
+        (row,) = api.stream(model, "Once", max_new_tokens=1).rows
+    sampler = row.request.sampler.settings
+    other = fit_thresholds(sampler, model)
+    assert thresholds_of(other) == thresholds_of(sampler) != PUBLISHED
+    fit_thresholds(load_sampler("document-004"), model)
     assert measured == [model]
 
 
@@ -115,7 +115,7 @@ def test_another_model_and_another_type_have_their_own(
 ) -> None:
     other = write_model(tmp_path / "other", lambda p: replace(p, head=2 * p.head), calibrated=False)
     for place, dtype in ((folder, None), (folder, "bfloat16"), (other, None), (folder, "float32")):
-        calibrate_sampler(ENTROPIX, load(str(place), dtype))
+        fit_thresholds(ENTROPIX, load(str(place), dtype))
     assert len(measured) == 3
     assert len([*kept.iterdir()]) == 3
 
@@ -125,12 +125,12 @@ def test_too_slow_is_remembered(kept: Path, folder: Path, monkeypatch: pytest.Mo
     tried = []
     monkeypatch.setattr(automatic, "measure_own_text", lambda *_: tried.append(0))
     for _ in range(3):
-        sampler = calibrate_sampler(ENTROPIX, load(str(folder)))
+        sampler = fit_thresholds(ENTROPIX, load(str(folder)))
         assert thresholds_of(sampler) == PUBLISHED
         assert "never calibrated, the published thresholds are used" in sampler.notes[0]
     assert len(tried) == 1
     monkeypatch.setattr(automatic, "_machine", lambda: "another")
-    calibrate_sampler(ENTROPIX, load(str(folder)))
+    fit_thresholds(ENTROPIX, load(str(folder)))
     assert len(tried) == 2
 
 
@@ -165,7 +165,7 @@ def test_what_has_no_hope_is_not_tried(
     model = load(str(folder))
     assert least_seconds(model) < 9
     monkeypatch.setattr(automatic, "least_seconds", lambda _: least_seconds(large))
-    sampler = calibrate_sampler(ENTROPIX, model)
+    sampler = fit_thresholds(ENTROPIX, model)
     assert "published thresholds are used" in sampler.notes[0]
     assert (measured, [*kept.iterdir()]) == ([], [])
 
@@ -177,7 +177,7 @@ def test_without_a_cache_folder_they_last_as_long_as_the_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     model = load(str(folder))
     for _ in range(2):
-        (note,) = calibrate_sampler(ENTROPIX, model).notes
+        (note,) = fit_thresholds(ENTROPIX, model).notes
         assert note.endswith("are not kept")
     assert len(measured) == 1
 
@@ -185,9 +185,9 @@ def test_without_a_cache_folder_they_last_as_long_as_the_model(
 def test_a_cache_that_others_could_write_to_is_not_read(
     measured: list[LanguageModel], kept: Path, folder: Path
 ) -> None:
-    calibrate_sampler(ENTROPIX, load(str(folder)))
+    fit_thresholds(ENTROPIX, load(str(folder)))
     kept.chmod(0o777)
-    (note,) = calibrate_sampler(ENTROPIX, load(str(folder))).notes
+    (note,) = fit_thresholds(ENTROPIX, load(str(folder))).notes
     assert note.endswith("are not kept")
     assert len(measured) == 2
 
@@ -195,7 +195,7 @@ def test_a_cache_that_others_could_write_to_is_not_read(
 def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:
     start = token_ids()["<|begin_of_text|>"]
     model = load(str(write_model(tmp_path / "model", poisoned(start), calibrated=False)))
-    sampler = calibrate_sampler(ENTROPIX, model)
+    sampler = fit_thresholds(ENTROPIX, model)
     assert thresholds_of(sampler) == PUBLISHED
     assert [*kept.iterdir()] == []
 
@@ -224,30 +224,30 @@ def test_a_baseline_takes_what_is_there_and_makes_nothing(
     """Its trace tells regimes by the thresholds that a sampler that follows them would have."""
     baseline = load_sampler("min-p")
     model = load(str(folder))
-    sampler = calibrate_sampler(baseline, model)
+    sampler = fit_thresholds(baseline, model)
     assert (thresholds_of(sampler), sampler.notes, measured) == (PUBLISHED, (), [])
-    made = thresholds_of(calibrate_sampler(ENTROPIX, model))
+    made = thresholds_of(fit_thresholds(ENTROPIX, model))
     for one in (model, load(str(folder))):
-        sampler = calibrate_sampler(baseline, one)
+        sampler = fit_thresholds(baseline, one)
         assert (thresholds_of(sampler), sampler.notes) == (made, ())
 
 
 def test_the_models_own_file_comes_first(measured: list[LanguageModel], tmp_path: Path) -> None:
     model = load(str(write_model(tmp_path / "own", calibrated=False)))
-    made = calibrate_sampler(ENTROPIX, model)
+    made = fit_thresholds(ENTROPIX, model)
     own = {"h1": 0.5, "h2": 1.5, "u1": 0.25, "u2": 2.0}
     model.calibration_file.write_text(json.dumps({"thresholds": own}))
-    assert thresholds_of(calibrate_sampler(made, model)) == own
+    assert thresholds_of(fit_thresholds(made, model)) == own
 
 
 def test_thresholds_that_nobody_asked_for_stand_in_nobodys_way(
     measured: list[LanguageModel], folder: Path
 ) -> None:
     model = load(str(folder))
-    made = thresholds_of(calibrate_sampler(ENTROPIX, model))
+    made = thresholds_of(fit_thresholds(ENTROPIX, model))
     own = (made["h2"] + PUBLISHED["h2"]) / 2
     assert made["h2"] < own
-    sampler = calibrate_sampler(ENTROPIX.with_values({"thresholds.h1": own}), model)
+    sampler = fit_thresholds(ENTROPIX.with_values({"thresholds.h1": own}), model)
     assert thresholds_of(sampler) == {**PUBLISHED, "h1": own}
     (note,) = sampler.notes
     assert "is above thresholds.h2" in note
@@ -258,24 +258,24 @@ def test_processes_of_one_run_read_the_models_file_alone(
     measured: list[LanguageModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(str(folder))
-    calibrate_sampler(ENTROPIX, model)
-    assert thresholds_of(calibrate_sampler(ENTROPIX, model, "read")) == PUBLISHED
+    fit_thresholds(ENTROPIX, model)
+    assert thresholds_of(fit_thresholds(ENTROPIX, model, "read")) == PUBLISHED
     seen = []
 
     class Stopped(Exception):
         pass
 
-    def run(model: LanguageModel, defaults: Defaults, **options: Any) -> BatchRun:
-        seen.append((thresholds_of(defaults.sampler), options["thresholds"]))
+    def calibrate(sampler: Sampler, model: LanguageModel, may: May) -> CalibratedSampler:
+        seen.append(may)
         raise Stopped
 
-    monkeypatch.setattr("entropix_jax.batches.run.BatchRun", run)
+    monkeypatch.setattr("entropix_jax.batches.run.calibrate_sampler", calibrate)
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "Once"}\n')
     own = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--model", str(folder))
     with pytest.raises(Stopped):
         batch.main([*own, "--distributed", "--processes", "1", "--process", "0"])
-    assert seen == [(PUBLISHED, "read")]
+    assert seen == ["read"]
 
 
 @pytest.mark.parametrize(("sampler", "lines"), [("entropix", 2), ("greedy", 1), ("edt", 1)])

@@ -19,13 +19,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from entropix_jax.likelihood import log_likelihoods
 
 import entropix_jax
 from entropix_jax import free_memory, harness
 from entropix_jax.errors import UserError
 from entropix_jax.memory import plan_memory
+from entropix_jax.scoring import log_likelihoods
 from entropix_jax.world.problems import problems
+from tests.runs import Spec, run_specs
 
 if importlib.util.find_spec("lm_eval") is None:
     pytest.skip("lm_eval is not installed: pip install -e .[harness]", allow_module_level=True)
@@ -255,8 +256,7 @@ def test_a_long_prompt_leaves_room_for_the_answer(
     context = " ".join([*WORDS, SUMS[0].prompt])
     text, *_ = write(lm, (context, UNTIL), *three(UNTIL))
     kept = model.tokenizer.encode(context, add_bos=True)[-(40 - UNTIL["max_gen_toks"]) :]
-    request = entropix_jax.Request(kept, "0", UNTIL["max_gen_toks"])
-    (row,) = entropix_jax.Generation(model, [request], "greedy", stop=".").run()
+    (row,) = run_specs(model, [Spec(kept, "0", UNTIL["max_gen_toks"])], "greedy", stop=".").run()
     assert text == row.text
     assert "1 of 4 requests do not fit into the 40 tokens" in caplog.text
     with pytest.raises(UserError, match="max_gen_toks 40: the model sees 40 tokens"):
@@ -352,7 +352,7 @@ def test_numbers_that_are_none() -> None:
     lm.model = replace(lm.model, params=bad)
     with pytest.raises(UserError, match=r"^request 0: NaN or infinite logits at position"):
         write(lm, *three(UNTIL))
-    with pytest.raises(UserError, match="pair 0: NaN or infinite logits"):
+    with pytest.raises(UserError, match="pair 0: NaN or infinity in the embedding at position 0"):
         lm.loglikelihood(ask("loglikelihood", ("Anna", " has")), True)
 
 

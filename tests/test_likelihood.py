@@ -120,17 +120,10 @@ class Calls:
         self.capacities: list[int] = []
         score, init = scoring._score_chunk, cache.init_cache
 
-        def record(
-            params: Any,
-            sampler: Any,
-            slots: Any,
-            tokens: Any,
-            following: Any,
-            *rest: Any,
-            **named: Any,
-        ) -> Any:
+        def record(*arguments: Any, **named: Any) -> Any:
+            tokens, following = arguments[3:5]
             self.made.append((*tokens.shape, following.shape[-1], named["scored"]))
-            return score(params, sampler, slots, tokens, following, *rest, **named)
+            return score(*arguments, **named)
 
         def record_cache(*arguments: Any) -> Any:
             new = init(*arguments)

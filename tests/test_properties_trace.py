@@ -20,7 +20,7 @@ from entropix_jax.report.reading import TraceReader
 from entropix_jax.results import Row
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.trace import TokenRecord, TraceWriter, footer, header, plain
+from entropix_jax.trace import BranchRecord, TokenRecord, TraceWriter, footer, header, plain
 from entropix_jax.vocabulary import REGIMES
 from tests.examples import examples
 from tests.models import TINY
@@ -39,13 +39,12 @@ float32 = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sample
 measured = float32.map(lambda number: plain(np.float32(number)))
 tokens_ids = st.integers(0, 2**31 - 1)
 
-branches = st.fixed_dictionaries(
-    {
-        "tokens": st.lists(tokens_ids, min_size=1, max_size=3),
-        "text": texts,
-        "score": st.none() | measured,
-        "chosen": st.booleans(),
-    }
+branches = st.builds(
+    BranchRecord,
+    tokens=st.lists(tokens_ids, min_size=1, max_size=3),
+    text=texts,
+    score=st.none() | measured,
+    chosen=st.booleans(),
 )
 records = st.builds(
     TokenRecord,

@@ -13,7 +13,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
 from entropix_jax.sampler.state import init_sampler_state
 from entropix_jax.sharding import Rules, place, rules_for
-from entropix_jax.slots import Arrival, Slots, admit, empty_slots, padded_ids, share_prefix
+from entropix_jax.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
 from tests.models import tiny_config
 from tests.samplers import params_of
 from tests.test_sharding import collectives_of, two
@@ -96,7 +96,7 @@ def test_a_row_takes_its_slot(mesh: str | None, number: int) -> None:
     it was, and so do the other rows."""
     slots, row = full(mesh), arrival()
     before = leaves(slots)
-    after = leaves(admit(slots, jnp.int32(number), row))
+    after = leaves(insert(slots, jnp.int32(number), row))
     fresh = init_sampler_state(1, CONFIG.vocab_size)
     told = {
         ".state.history": row.history,

@@ -12,7 +12,7 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_writable
-from entropix_jax.trace import TokenRecord, TraceWriter, plain
+from entropix_jax.trace import BranchRecord, TokenRecord, TraceWriter, plain
 
 # The contract, in order. Three more fields stand among them: the agreement as published, which two
 # presets act on, the adaptive arm's confidence, and whether a branching was too close to call.
@@ -30,12 +30,14 @@ def record(**changes: object) -> TokenRecord:
 
 
 def test_fields_and_their_order() -> None:
-    branch = {"tokens": [1], "text": "a", "score": -0.5, "chosen": True}
+    branch = BranchRecord([1], "a", -0.5, chosen=True)
     full = record(top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False)
     keys = list(full.to_json())
     assert keys[0] == "type"
     assert [key for key in keys[1:] if key not in MORE] == PUBLISHED
     assert set(keys[1:]) - set(PUBLISHED) == MORE
+    told = {"tokens": [1], "text": "a", "score": -0.5, "chosen": True}
+    assert json.dumps(full.to_json()["branches"]) == json.dumps([told])
     assert not OPTIONAL & set(record().to_json())
 
 
