@@ -17,9 +17,7 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,22 +31,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from llama_1b import LLAMA_3_2_1B, transformers_config
+from llama_1b import LLAMA_3_2_1B
 from peers import Peer, find_peers, require_transformers
 from rich.console import Console
 from rich.table import Table
+from start_up import loading, run_generate, write_model
 from timing import Figures, Timed, describe_machine, seconds_of, take_turns
-from tiny.tokenizer import tokenizer_config, tokenizer_json
 
 from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.checkpoint import SINGLE_FILE, load_params, save_params
 from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import DecodeState, Recording, init_state
 from entropix_jax.engine import DECODE_WINDOW, Engine
-from entropix_jax.errors import UserError
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.loading import TINY, LanguageModel, default_model, load
 from entropix_jax.model import forward, unembed
@@ -70,6 +66,7 @@ from entropix_jax.vocabulary import BOXES
 
 RANDOM_1B = "1b"
 FULL, GREEDY, BARE = "entropix", "greedy", "forward + argmax"
+TYPES = ("bfloat16", "float32", INT8)
 NOBODY = jnp.full(1, -1, jnp.int32)  # no token ends a row
 
 
@@ -150,10 +147,14 @@ class Model:
             state = jax.block_until_ready(
                 replace(state, cache=_filled(state.cache, jnp.int32(context - 1)))
             )
-            return (
-                seconds_of(lambda: run(self.params, params, NOBODY, state, jnp.int32(steps)))
-                / steps
+            started = time.perf_counter()
+            _, records, _ = jax.block_until_ready(
+                run(self.params, params, NOBODY, state, jnp.int32(steps))
             )
+            elapsed = time.perf_counter() - started
+            ran = int(records.live.any(axis=1).sum())
+            assert ran == steps, f"{ran} of {steps} steps: the host was waited for"
+            return elapsed / steps
 
         return seconds
 
@@ -167,7 +168,7 @@ class Model:
             def step(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
                 token, cache = carry
                 count = jnp.ones_like(token)
-                hidden, _stats, cache = forward(
+                hidden, _attention, cache = forward(
                     params, config, token[:, None], count, cache, window=window
                 )
                 return jnp.argmax(unembed(params, hidden[:, 0]), -1).astype(jnp.int32), cache
@@ -401,7 +402,7 @@ def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
     static batches, which wait for their longest row."""
     if args.transformers:
         require_transformers()
-    model = load(args.model or TINY, args.weights and args.weights[0])
+    model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
     rng = np.random.default_rng(0)
     requests = [
         Request(
@@ -514,17 +515,17 @@ def measure_start(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any
         table.add_column(name)
     names = [args.model] if args.model else list(dict.fromkeys((TINY, default_model())))
     found: list[dict[str, Any]] = []
+    jax.config.update("jax_compilation_cache_dir", str(scratch / "own"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     for name in names:
         weights = args.weights[0] if args.weights else None
         model = Model.of(name, weights)
         folder = model.source
         if folder is None:
             folder = scratch / "random"
-            write_model(model, folder)
+            write_model(folder, model.params, model.config)
         load_seconds, read_seconds = loading(model.config, folder)
         cache = scratch / f"cache-{len(found)}"
-        jax.config.update("jax_compilation_cache_dir", str(cache / "own"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         for number, state in enumerate(("empty", "filled")):
             row: dict[str, Any] = {"model": name, "cache": state, "compiling": model.compile()}
             row |= run_generate(str(folder) if name == RANDOM_1B else name, weights, cache)
@@ -541,82 +542,11 @@ def measure_start(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any
     return found
 
 
-def run_generate(model: str, weights: str | None, cache: Path) -> dict[str, float]:
-    """Seconds of the command, to its first token and in all, and the most anonymous memory that it
-    held, in bytes (0 where /proc does not say)."""
-    trace = cache / "trace.jsonl"
-    cache.mkdir(parents=True, exist_ok=True)
-    trace.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "entropix_jax.main", "--model", model, "--no-chat"]
-    command += ["--prompt", "Once upon a time", "--ignore-eos", "--max-new-tokens", "32"]
-    command += ["--trace", str(trace), *(["--dtype", weights] if weights else [])]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    first, peak = None, 0
-    while process.poll() is None:
-        peak = max(peak, _anonymous_bytes(process.pid))
-        # The trace's second line is the first token.
-        if first is None and trace.exists() and trace.read_bytes().count(b"\n") > 1:
-            first = time.perf_counter() - started
-        time.sleep(0.02)
-    seconds = time.perf_counter() - started
-    if process.returncode:
-        said = process.communicate()[1].strip()
-        raise UserError(f"the command failed with status {process.returncode}: {said}")
-    return {"first_token": first or seconds, "seconds": seconds, "peak_bytes": peak}
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """The memory of a process that is not backed by a file (Linux's RssAnon)."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-def write_model(model: Model, folder: Path) -> None:
-    """A folder with random weights and the embedded model's tokenizer."""
-    folder.mkdir()
-    config = {**transformers_config(model.config), "eos_token_id": None}
-    texts = {
-        "config.json": json.dumps(config),
-        "tokenizer.json": tokenizer_json(),
-        "tokenizer_config.json": json.dumps(tokenizer_config(model.config.max_positions)),
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    save_params(folder, model.params, model.config)
-    os.sync()  # else the disk is busy with it while the clock runs
-
-
-def loading(config: ModelConfig, folder: Path) -> tuple[float, float]:
-    """Seconds to load a folder's weights and to read their file, 0 where it is not safetensors."""
-    file = folder / SINGLE_FILE
-    if not file.exists():
-        return 0.0, 0.0
-    seconds = take_turns(
-        {
-            "load": lambda: seconds_of(
-                lambda: jax.tree.leaves(load_params(folder, config, "bfloat16"))
-            ),
-            "read": lambda: seconds_of(file.read_bytes),
-        },
-        repeats=3,
-    )
-    return statistics.median(seconds["load"]), statistics.median(seconds["read"])
-
-
 def _parser() -> argparse.ArgumentParser:
     on_cpu = jax.default_backend() == "cpu"
-    both = ["bfloat16", "float32"]
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", help="see above")
-    common.add_argument("--weights", nargs="+", choices=[*both, INT8], help="types in memory")
+    common.add_argument("--weights", nargs="+", choices=TYPES, help="types in memory")
     common.add_argument("--repeats", type=int, default=5, help="rounds")
     common.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser = argparse.ArgumentParser(
@@ -627,12 +557,9 @@ def _parser() -> argparse.ArgumentParser:
         kinds.add_parser(name, parents=[common])
         for name in ("step", "prefill", "batch", "sweep", "start")
     )
-    default = both if on_cpu else both[:1]
-    step.set_defaults(weights=default)
-    prompt.set_defaults(weights=default)
     step.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="rows")
     step.add_argument(
-        *("--context",),
+        "--context",
         nargs="+",
         type=int,
         default=[128, 1024, 4096, 16000],
@@ -659,6 +586,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if args.kind in ("step", "prefill"):
             figures = Figures(args.repeats, describe_machine())
+            both = figures.machine["platform"] == "cpu"
+            args.weights = args.weights or TYPES[: 2 if both else 1]
             measure = measure_steps if args.kind == "step" else measure_prompts
             measure(args, figures, Path(scratch))
             figures.console.print(figures.table())
