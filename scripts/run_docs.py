@@ -3,10 +3,10 @@
     python scripts/run_docs.py [--list] [--quick] [--limit SECONDS] [FILE ...]
 
 Indented blocks are commands, run in the repository's folder. Fenced `python` is run by
-`.venv/bin/python`, and fenced `toml` is passed to `--sampler` or `ablate`, whichever it is for; both
-run in a scratch folder, one per file, which also stands in for /tmp. Fenced blocks without a
-language need a network, a cloud or an accelerator, and are only listed. --quick also leaves out
-what takes minutes. The exit status is 1 if a block failed.
+`.venv/bin/python`, fenced `toml` is passed to `--sampler` or `ablate`, whichever it is for: both in
+a scratch folder, one per file, which also stands in for /tmp. Fenced blocks without a language need
+a network, a cloud or an accelerator, and are only listed. --quick also leaves out what takes
+minutes. The exit status is 1 if a block failed.
 """
 
 import argparse

@@ -86,14 +86,17 @@ def run_text(monkeypatch: pytest.MonkeyPatch, root: Path, text: str, *words: str
     return run_docs.main()
 
 
+# In a scratch folder that another file also wrote to there would be two bytes.
+APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-docs) = 1\n"
+
+
 @pytest.mark.parametrize(
     ("text", "words", "status", "said"),
     [
         ("```python\nprint(1)\n```\n", (), 0, "README.md:2: print(1) (status 0"),
         ("```python\n1 / 0\n```\n", (), 1, "ZeroDivisionError"),
         ("\n    printf one && false\n    printf two\n", (), 1, "(status 1"),
-        ("\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-docs) = 1\n",)
-        + ((), 0, "page.md:2: "),
+        (APPENDS, (), 0, "page.md:2: "),
         ("\n    scripts/demo\n", ("--quick",), 0, "README.md:2: scripts/demo (takes minutes)"),
         ("\n    for i in 1; do sleep 60; done\n", ("--limit", "0.2"), 1, "(status 124,"),
         ("```python\n1 / 0\n```\n", ("--list",), 0, "docs/page.md:2: 1 / 0 (python)"),
