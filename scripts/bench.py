@@ -54,11 +54,9 @@ from entropix_jax.preparation import (
     MAX_STEPS,
     PREFILL_WINDOW,
     bucket,
-    sampler_params,
 )
 from entropix_jax.programs import use_compilation_cache
 from entropix_jax.results import Request, Row
-from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
@@ -366,35 +364,14 @@ class Ran:
         return sum(len(row.tokens) for row in self.rows)
 
 
-def run_rows(
-    model: LanguageModel, work: Sequence[tuple[Request, Sampler]], slots: int, capacity: int
-) -> Ran:
-    """Runs requests, each with a sampler."""
-    jobs = [
-        RunningRow(
-            number,
-            Row(request),
-            model,
-            sampler,
-            sampler_params(model, sampler),
-            budget=budget_of(model, request, capacity),
-            seed=0,
-        )
-        for number, (request, sampler) in enumerate(work)
-    ]
+def run_rows(model: LanguageModel, work: Sequence[Request], slots: int, capacity: int) -> Ran:
+    """Runs requests through so many slots."""
+    rows = [Row(request) for request in work]
     started = time.perf_counter()
-    first = jobs[0]
-    engine = Engine(
-        model,
-        first.params,
-        first.sampler.arms,
-        slots=slots,
-        capacity=capacity,
-        recording=Recording(),
-    )
-    for _ in engine.run(jobs):
+    engine = Engine(model, slots=slots, capacity=capacity)
+    for _ in engine.run(rows):
         pass
-    return Ran(time.perf_counter() - started, [job.row for job in jobs], engine.used)
+    return Ran(time.perf_counter() - started, rows, engine.used)
 
 
 def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
@@ -404,11 +381,13 @@ def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
         require_transformers()
     model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
     rng = np.random.default_rng(0)
+    greedy, full = (calibrate_sampler(load_sampler(name), model) for name in (GREEDY, FULL))
     requests = [
         Request(
             rng.integers(0, model.tokenizer.vocab_size, rng.integers(8, 513)).tolist(),
-            str(i),
-            int(rng.integers(4, 257)),
+            greedy,
+            row_id=str(i),
+            max_new_tokens=int(rng.integers(4, 257)),
         )
         for i in range(args.records)
     ]
@@ -420,14 +399,13 @@ def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
         rate = f"{tokens / seconds:.0f}"
         table.add_row(label, f"{seconds:.1f}", str(tokens), rate, f"{used:.1%}")
 
-    for name in (FULL, GREEDY):
-        sampler = calibrate_sampler(load_sampler(name), model)
+    for sampler in (full, greedy):
         for slots, some in ((args.slots, requests), (1, requests[:16])):
-            work = [(request, sampler) for request in some]
+            work = [replace(request, sampler=sampler) for request in some]
             run_rows(model, work, slots, 1024)  # compiles for each length
             ran = run_rows(model, work, slots, 1024)
             label = f"{slots} slots" if slots > 1 else f"{len(some)} one by one"
-            add(f"{name}, {label}", ran.seconds, ran.tokens, ran.used)
+            add(f"{sampler.name}, {label}", ran.seconds, ran.tokens, ran.used)
     if args.transformers:
         label = f"transformers, batches of {args.slots}"
         add(label, *_static_batches(model.folder, requests, args.slots))
@@ -466,11 +444,11 @@ def measure_sweep(args: argparse.Namespace) -> dict[str, Any]:
     model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
     prompt = model.tokenizer.encode("Once upon a time", add_bos=True)
     grid = itertools.product(np.linspace(0.05, 0.6, 8), np.linspace(0, 0.6, 8))
-    base, request = load_sampler(FULL), Request(prompt, "row", args.tokens)
-    work = []
+    base, work = load_sampler(FULL), []
     for h1, weight in grid:
         values = {"thresholds.h1": float(h1), "adaptive.temperature_logits": float(weight)}
-        work.append((request, calibrate_sampler(base.with_values(values), model)))
+        sampler = calibrate_sampler(base.with_values(values), model)
+        work.append(Request(prompt, sampler, max_new_tokens=args.tokens, row_id="row"))
     capacity = -(-(len(prompt) + args.tokens) // 64) * 64
     rows: dict[str, list[Row]] = {}
 

@@ -25,12 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.cache import init_cache
+from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.generation import Generation
 from entropix_jax.loading import SMOLLM2, TINY, LanguageModel, load, open_model, resolve_model
 from entropix_jax.model import forward, unembed
 from entropix_jax.resources import resource_folder
 from entropix_jax.results import Request
+from entropix_jax.sampler.presets import load_sampler
 
 try:
     import torch
@@ -129,8 +131,9 @@ def compare(path: Path, prompt: np.ndarray, new_tokens: int, title: str = "") ->
     clear = best[:, 1] - best[:, 0] > 2 * error
     same = ours.argmax(-1) == logits.argmax(-1)
 
-    request = Request(prompt.tolist(), "0", new_tokens)
-    row = Generation(model, [request], "greedy", ignore_eos=True).run()[0]
+    greedy = calibrate_sampler(load_sampler("greedy"), model)
+    request = Request(prompt.tolist(), greedy, max_new_tokens=new_tokens)
+    (row,) = Generation(model, [request]).run()
     generated = np.array([token.token_id for token in row.tokens])
     parted = np.flatnonzero(generated != tokens)
     agrees, verdict = True, f"all {new_tokens} equal"

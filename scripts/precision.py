@@ -29,7 +29,7 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
-from entropix_jax.preparation import for_rows, sampler_params
+from entropix_jax.preparation import for_rows
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
@@ -48,8 +48,12 @@ def texts_of(model: LanguageModel, args: argparse.Namespace) -> np.ndarray:
             raise UserError(f"{args.text}: fewer than {ROW} tokens")
         return np.asarray(ids[: min(rows, max(args.tokens // ROW, 1)) * ROW]).reshape(-1, ROW)
     start = model.tokenizer.encode("The ", add_bos=True)
-    requests = [Request(start, str(i), ROW - len(start)) for i in range(max(args.tokens // ROW, 1))]
-    written = Generation(model, requests, "temperature", ignore_eos=True).run()
+    sampler = calibrate_sampler(load_sampler("temperature"), model)
+    requests = [
+        Request(start, sampler, max_new_tokens=ROW - len(start), row_id=str(i))
+        for i in range(max(args.tokens // ROW, 1))
+    ]
+    written = Generation(model, requests).run()
     return np.asarray([[*start, *(t.token_id for t in row.tokens)] for row in written])
 
 
@@ -57,7 +61,7 @@ def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, 
     """Of one text after the other: log-probabilities float32 [ROW, V], and the regimes int32
     [ROW]."""
     config = model.config
-    one = sampler_params(model, calibrate_sampler(load_sampler("entropix"), model))
+    one = calibrate_sampler(load_sampler("entropix"), model).params
     params = for_rows(one, ROW)
 
     @jax.jit
@@ -91,11 +95,13 @@ def compare(exact: LanguageModel, model: LanguageModel, texts: np.ndarray) -> di
 
 def parting(model: LanguageModel, texts: np.ndarray, sampler: str) -> list[list[int]]:
     """What each text's first tokens are followed by, at one seed."""
+    calibrated = calibrate_sampler(load_sampler(sampler), model)
+    budget = min(NEW, model.config.max_positions - PROMPT)
     requests = [
-        Request(text[:PROMPT].tolist(), str(i), min(NEW, model.config.max_positions - PROMPT))
+        Request(text[:PROMPT].tolist(), calibrated, max_new_tokens=budget, row_id=str(i))
         for i, text in enumerate(texts)
     ]
-    rows = Generation(model, requests, sampler, ignore_eos=True).run()
+    rows = Generation(model, requests).run()
     return [[token.token_id for token in row.tokens] for row in rows]
 
 
