@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from entropix_jax.version import __version__ as __version__
 
 _MODULES = {
+    "Engine": "engine",
     "Event": "results",
-    "LanguageModel": "loading",
     "Recording": "decode_state",
     "Request": "results",
     "Retriever": "retrieval",
     "Row": "results",
     "Sampler": "sampler.settings",
     "UserError": "errors",
+    "calibrate_sampler": "calibration.automatic",
     "generate": "api",
     "load": "loading",
     "load_sampler": "sampler.presets",
@@ -31,14 +32,15 @@ _MODULES = {
     "use_compilation_cache": "programs",
 }
 __all__ = [
+    "Engine",
     "Event",
-    "LanguageModel",
     "Recording",
     "Request",
     "Retriever",
     "Row",
     "Sampler",
     "UserError",
+    "calibrate_sampler",
     "generate",
     "load",
     "load_sampler",
@@ -49,9 +51,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from entropix_jax.api import generate, score, stream
+    from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.decode_state import Recording
+    from entropix_jax.engine import Engine
     from entropix_jax.errors import UserError
-    from entropix_jax.loading import LanguageModel, load
+    from entropix_jax.loading import load
     from entropix_jax.programs import use_compilation_cache
     from entropix_jax.results import Event, Request, Row
     from entropix_jax.retrieval import Retriever

@@ -19,7 +19,8 @@ import pytest
 from jax.sharding import Mesh
 
 import entropix_jax
-from entropix_jax import LanguageModel, Recording, Retriever, Sampler, UserError, free_memory
+from entropix_jax import Recording, Retriever, Sampler, UserError, free_memory
+from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import encode_prompt
 from entropix_jax.results import Rows
 from entropix_jax.sampler.arms import SAMPLE, draw
