@@ -336,6 +336,11 @@ def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
     assert "".join(piece.text for event in events for piece in event.pieces) == row.text
     assert generation.interrupt() == []
     assert set(generation.timings) == {"first_token", "total"}
+    # Before the first token.
+    generation = run_specs(model, requests([ids(5)] * 3))
+    assert [event.pieces for event in generation.interrupt()] == [()] * 3
+    assert generation.rows[0].to_json()["tokens"] == 0
+    assert 0 <= generation.timings["total"] < 60
 
 
 def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,42 +395,22 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert list(generation) == []
 
 
-def test_an_interrupt_before_the_first_token(model: LanguageModel) -> None:
-    generation = run_specs(model, requests([ids(5)]))
-    assert [event.pieces for event in generation.interrupt()] == [()]
-    assert generation.rows[0].to_json()["tokens"] == 0
-    assert 0 <= generation.timings["total"] < 60
-
-
-def test_what_is_recorded_on_request(model: LanguageModel) -> None:
-    (row,) = run(model, requests([ids(5)], 4), recording=RECORDING, sampler="greedy")
-    for token in row.tokens:
-        assert token.top is not None
-        assert token.layers is not None
-        likeliest, text, probability = token.top[0]
-        assert likeliest == token.token_id, "greedy takes the first"
-        assert text == model.tokenizer.decode([likeliest])
-        probabilities = [p for _, _, p in token.top]
-        assert sorted(probabilities, reverse=True) == probabilities
-        assert probability == pytest.approx(2.718281828**token.logprob, rel=1e-4)
-        assert len(token.layers) == model.config.num_layers
-        assert {len(heads) for heads in token.layers} == {model.config.num_heads}
-        mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
-        assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
-    json.dumps([token.to_json() for token in row.tokens])
-
-
-def test_what_is_recorded_of_branches_and_of_tokens_in_anothers_place(model: LanguageModel) -> None:
-    """What was recorded is of the distribution that each token came from."""
-    rows = run(model, requests([ids(5)]), recording=RECORDING)
-    tokens = [token for row in rows for token in row.tokens]
+def test_what_is_recorded(model: LanguageModel) -> None:
+    """Of the distribution that each token came from, a branch's and a replacement's, too."""
+    (row,) = run(model, requests([ids(5)]), recording=RECORDING)
+    tokens = row.tokens
     assert {"branch", "backspace"} <= {token.action for token in tokens}
     found = 0
     for token in tokens:
         assert token.top is not None
         assert token.layers is not None
+        assert len(token.layers) == model.config.num_layers
+        assert {len(heads) for heads in token.layers} == {model.config.num_heads}
         mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
         assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
+        likeliest, text, _ = token.top[0]
+        assert text == model.tokenizer.decode_within([likeliest])
+        assert [p for *_, p in token.top] == sorted((p for *_, p in token.top), reverse=True)
         probabilities = {i: p for i, _, p in token.top}
         if token.token_id in probabilities:
             likelihood = 2.718281828**token.logprob
@@ -487,13 +472,6 @@ def test_an_iteration_goes_on_where_it_was_left(model: LanguageModel) -> None:
             break
     (row,) = left.run()
     assert same(row, run(model, wanted)[0])
-
-
-def test_one_stop_string_may_stand_alone(model: LanguageModel) -> None:
-    plain = generate(model, "Once", "greedy", max_new_tokens=20, ignore_eos=True)[0].text
-    stop = plain[6:9]
-    (row,) = generate(model, "Once", "greedy", max_new_tokens=20, ignore_eos=True, stop=stop)
-    assert row.text == plain[: plain.index(stop)]
 
 
 def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> None:
@@ -794,15 +772,12 @@ def test_a_person_chooses_between_close_branches(
     assert again.asked == person.asked
 
 
-def test_a_clear_choice_is_nobodys(model: LanguageModel) -> None:
-    person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
-    row = person.run()
-    assert person.asked == []
-    marks = [token.ambiguous for token in row.tokens if token.branches is not None]
-    assert marks == [False] * 4
-
-
 def test_without_a_person_a_close_choice_is_marked(model: LanguageModel) -> None:
+    person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
+    clear = person.run()
+    assert person.asked == []
+    marks = [token.ambiguous for token in clear.tokens if token.branches is not None]
+    assert marks == [False] * 4
     (row,) = run(model, requests([ids(5)]), sampler=FORKING)
     at = [i for i, token in enumerate(row.tokens) if token.branches is not None]
     assert len(at) == 4

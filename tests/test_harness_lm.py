@@ -194,13 +194,6 @@ def test_neither_order_nor_batch_changes_a_text() -> None:
     assert write(make(**hot, seed=1), *asked) != found
 
 
-def test_entropix_says_the_same_twice() -> None:
-    asked = [(text, {"max_gen_toks": 24}) for text in (*WORDS[:3], "Once upon a time")]
-    first = write(make(sampler="entropix", seed=7), *asked)
-    assert write(make(sampler="entropix", seed=7), *asked) == first
-    assert all(first)
-
-
 def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def slots(free: int | None, **arguments: Any) -> int:
         made = make(**{"batch_size": "auto", **arguments})

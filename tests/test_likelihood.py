@@ -1,11 +1,9 @@
-"""Log-likelihoods of given continuations: against float64, alone and side by side, and against
-`transformers` on the embedded model."""
+"""Log-likelihoods of given continuations: against float64, alone and side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import PREFILL_WINDOW
 from entropix_jax.scoring import Likelihood, log_likelihoods
-from entropix_jax.world.problems import problems
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, write_model
 
@@ -184,30 +181,3 @@ def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
     broken = load(str(write_model(tmp_path / "bad", poisoned(5))))
     with pytest.raises(UserError, match="pair 1: NaN or infinity in the embedding at position 1"):
         scores(broken, [([1, 2], [3]), ([1, 5], [3])])
-
-
-def test_transformers_says_the_same(torch: ModuleType, transformers: ModuleType) -> None:
-    """On the embedded model, each pair in a pass of its own there: sums to 1e-4, and the flags."""
-    ours = load(str(EMBEDDED))
-    theirs = transformers.LlamaForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
-    tokenizer = ours.tokenizer
-    pairs: list[Pair] = []
-    for problem in problems("sum", "test", 10, 0):
-        before = tokenizer.encode(problem.prompt, add_bos=True)
-        for answer in (problem.answer, problem.answer + 1):
-            pairs.append((before, tokenizer.encode(f" {answer}.", add_bos=False)))
-    for problem in problems("word", "test", 12, 0):
-        text = tokenizer.encode(problem.prompt, add_bos=True)
-        pairs.append((text[:1], text[1:]))
-    long = [i for p in pairs for i in (*p[0], *p[1])]
-    assert len(long) > 400
-    pairs += [(long[:1], long[1:]), (long[:-3], long[-3:])]
-    found = scores(ours, pairs)
-    assert {flag for _, flag in found} == {True, False}
-    for (before, after), (score, flag) in zip(pairs, found, strict=True):
-        with torch.no_grad():
-            logits = theirs(torch.tensor([[*before, *after[:-1]]])).logits[0, len(before) - 1 :]
-        wanted = torch.tensor(after)
-        of_tokens = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
-        assert score == pytest.approx(of_tokens.double().sum().item(), abs=1e-4)
-        assert flag == (logits.argmax(dim=-1) == wanted).all().item()
