@@ -136,23 +136,23 @@ class RunningRow:
         if pending is None or not self.running:
             return
         self._pending = None
-        text = self._stream.push(pending.token_id)
+        pending.text = self._stream.push(pending.token_id)
         if reason is not None:
-            text += self._stream.flush()
-        token = replace(pending, text=text)
-        row.tokens.append(token)
-        pieces = tuple(Piece(text, source) for text, source in self._stop.push(token.text, token))
+            pending.text += self._stream.flush()
+        row.tokens.append(pending)
+        shown = self._stop.push(pending.text, pending)
+        pieces = tuple(Piece(text, source) for text, source in shown)
         row.text += "".join(piece.text for piece in pieces)
         if self._stop.stopped or reason is not None:
             pieces += self._end("stop" if self._stop.stopped else str(reason)).pieces
-        yield self._token_event(token, pieces)
+        yield self._token_event(pending, pieces)
 
     def _retract(self, pending: TokenRecord) -> Event:
         self._pending = None
+        pending.text = self._stream.peek(pending.token_id)
         self.row.retracted += 1
-        token = replace(pending, text=self._stream.peek(pending.token_id))
-        self.row.taken_back.append(token)
-        return self._token_event(token, (), retracted=True)
+        self.row.taken_back.append(pending)
+        return self._token_event(pending, (), retracted=True)
 
     def _token_event(
         self, token: TokenRecord, pieces: tuple[Piece, ...], *, retracted: bool = False

@@ -33,7 +33,7 @@ class BranchRecord:
     chosen: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: the engine makes one for each token, and fills in its text
 class TokenRecord:
     """One committed token. Entropies are in bits, varentropies in bits^2, log-probabilities in
     nats.
