@@ -28,7 +28,7 @@ from entropix_jax.information import AttnStats
 from entropix_jax.linear import linear, product, rows
 from entropix_jax.params import LayerParams, Params
 from entropix_jax.rope import rotate, rotations
-from entropix_jax.sharding import gathered
+from entropix_jax.sharding import gather_logits
 
 _Slots = tuple[jax.Array, ...]  # the keys and values of one layer
 # Those, queries [B, T, N, H], keys and values [B, T, K, H] of new tokens to the mixed values
@@ -158,7 +158,7 @@ def forward_branches(
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """Logits of final hidden states: [..., D] to float32 [..., V]."""
-    return gathered(product(hidden, params.unembedding))
+    return gather_logits(product(hidden, params.unembedding))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

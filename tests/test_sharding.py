@@ -27,11 +27,11 @@ from entropix_jax.params import Params
 from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sharding import (
     ROWS,
+    broadcast_row,
     check_mesh,
     describe,
     parse_mesh,
     place,
-    row_of,
     rules_for,
     split_rows,
 )
@@ -211,7 +211,7 @@ def test_a_row_of_the_other_shard() -> None:
     @jax.jit
     @split_rows(rows={"rows": 1}, returns=ROWS)
     def shared(rows: jax.Array, number: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(row_of(rows, number), rows.shape)
+        return jnp.broadcast_to(broadcast_row(rows, number), rows.shape)
 
     values = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     values[[1, 4], 2] = np.nan
