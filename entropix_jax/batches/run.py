@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from entropix_jax.batches.ahead import Ahead
-from entropix_jax.batches.index import hash_of
-from entropix_jax.batches.places import local_path
-from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.batches.records import BadRecord, Record, content_hash, read_records
+from entropix_jax.batches.storage import local_path
 from entropix_jax.calibration.automatic import May, calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -34,7 +31,6 @@ from entropix_jax.slots import padded_ids
 from entropix_jax.trace import TraceWriter, footer, header
 
 _COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
-_PATIENCE = 0.02  # seconds to wait for a record while the device works, too
 _SAMPLERS = 256  # that records name are kept at hand
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
@@ -71,6 +67,10 @@ class _Job:
     events: list[Event] = field(default_factory=list)  # for its trace
 
 
+class _Stopped(Exception):
+    """Raised in a signal handler, to leave a blocked read of the input."""
+
+
 class BatchRun:
     """Runs records and hands each one's result out as soon as it is there."""
 
@@ -102,6 +102,7 @@ class BatchRun:
         """
         self.progress = Progress()
         self._stopping = False
+        self._reading = False
         self._model = model
         self._defaults = defaults
         self._capacity = capacity
@@ -135,45 +136,47 @@ class BatchRun:
         their way have none.
 
         Args:
-            records: are read in a thread of their own. While they do not come, what is there runs.
+            records: are read as slots become free.
             is_done: whether a record has its result already.
-            looked: is called after each token and each record, and while nothing comes.
+            looked: is called after each token and each record.
         """
-        with Ahead(records) as ahead:
-            for event in self.engine.run(self._rows(ahead, write, is_done, looked)):
-                job = self._jobs[event.row]
-                if event.token is not None:
-                    if job.first_token is None:
-                        job.first_token = time.perf_counter()
-                    self.progress.tokens += 1 if not event.retracted else 0
-                    if self._traces is not None:
-                        job.events.append(event)
-                if not job.row.running:
-                    self._end(job, write)
-                looked()
+        for event in self.engine.run(self._rows(iter(records), write, is_done, looked)):
+            job = self._jobs[event.row]
+            if event.token is not None:
+                if job.first_token is None:
+                    job.first_token = time.perf_counter()
+                self.progress.tokens += 1 if not event.retracted else 0
+                if self._traces is not None:
+                    job.events.append(event)
+            if not job.row.running:
+                self._end(job, write)
+            looked()
 
     def stop(self) -> None:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
         self._stopping = True
         self.engine.stop()
+        if self._reading:  # a read would go on after the handler
+            raise _Stopped
 
     def _rows(
         self,
-        records: Ahead[Record | BadRecord],
+        records: Iterator[Record | BadRecord],
         write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
         is_done: Callable[[Record | BadRecord], bool],
         looked: Callable[[], None],
-    ) -> Iterator[RunningRow | None]:
-        """The rows of the records that have no result, None while the next one does not come."""
+    ) -> Iterator[RunningRow]:
+        """The rows of the records that have no result yet."""
         for number in itertools.count():
             looked()
             if self._stopping:
                 return
             try:
-                record = records.get(_PATIENCE)
-            except queue.Empty:
-                yield None
-                continue
+                self._reading = True
+                record = next(records, None)
+                self._reading = False
+            except _Stopped:
+                return
             if record is None:
                 return
             if is_done(record):
@@ -241,7 +244,7 @@ class BatchRun:
         result = row.to_json() | means
         if job.record.sampler is not None:  # a file's values may change from run to run
             values = json.dumps(dict(job.row.sampler.values), sort_keys=True)
-            result["sampler_digest"] = f"{hash_of(values.encode()):015x}"
+            result["sampler_digest"] = content_hash(values.encode())
         ids = [token.token_id for token in tokens]
         write(job.record, result | {"token_ids": ids, "timings": timings})
 
