@@ -48,8 +48,8 @@ def plan_memory(
     capacity: int,
     mesh: Mesh | None = None,
 ) -> MemoryPlan:
-    """The least that `slots` rows with `capacity` cache positions each take per device of a mesh, or
-    of one device.
+    """The least that `slots` rows with `capacity` cache positions each take, per device of a mesh
+    or on one device.
 
     Raises:
         UserError: a model that the mesh cannot split.

@@ -206,7 +206,7 @@ def split_rows(
 
 
 def gather_logits(logits: jax.Array) -> jax.Array:
-    """All-gathers `logits[..., V]` over `model`, so that sampling needs no further communication."""
+    """All-gathers `logits[..., V]` over `model`: sampling then needs no communication."""
     if MODEL not in jax.sharding.get_abstract_mesh().auto_axes:
         return logits
     whole: jax.Array = lax.with_sharding_constraint(logits, P())

@@ -23,7 +23,7 @@ from verification.commands import COMMANDS
 from verification.outputs import left_in
 
 from entropix_jax import batch
-from entropix_jax.batches.store import Store, check_output
+from entropix_jax.batches.output import Store, check_output
 from entropix_jax.calibration.output import write_text
 from entropix_jax.commandline import run_command
 from entropix_jax.errors import UserError
