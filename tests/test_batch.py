@@ -141,7 +141,7 @@ def test_each_record_is_its_row_alone(
 
 
 def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_path: Path) -> None:
-    """Through 32 slots, and one by one on two devices: the same tokens, from a byte to thousands."""
+    """Through 32 slots, and one by one on two devices: the same tokens, of one byte to thousands."""
     results = []
     for slots in (32, 1):
         output = tmp_path / f"{slots}.jsonl"
@@ -352,7 +352,7 @@ def test_names_of_files() -> None:
         (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
         (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
         (["--no-chat", "--system", "x"], "a system message needs a chat"),
-        (["--slots", "100000000"], "do not fit into a device: weights"),
+        (["--slots", "100000000"], "do not fit into a device: at least"),
     ],
 )
 def test_mistakes(
