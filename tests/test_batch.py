@@ -141,7 +141,7 @@ def test_each_record_is_its_row_alone(
 
 
 def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_path: Path) -> None:
-    """Through 32 slots, and one by one on two devices: the same tokens, of one byte to thousands."""
+    """Through 32 slots, and one by one on two devices: the same tokens."""
     results = []
     for slots in (32, 1):
         output = tmp_path / f"{slots}.jsonl"

@@ -729,8 +729,8 @@ SPOILED: dict[str, tuple[Callable[[str], object], str]] = {
             out.replace("out", "in"), get(out.replace("out", "in")).rpartition(b"\n")[0]
         ),
         (
-            "{input}: 1 of 13 results in the 3 parts are of no record of it: is it the input that they"
-            " were made from?"
+            "{input}: 1 of 13 results in the 3 parts are of no record of it: is it the input that"
+            " they were made from?"
         ),
     ),
 }
