@@ -355,4 +355,3 @@ def test_an_interrupted_save_leaves_nothing(
     assert [p.name for p in tmp_path.iterdir()] == [SINGLE] * earlier
     if earlier:
         assert_same(load_params(tmp_path, CONFIG, "float32"), params)
-
