@@ -344,11 +344,6 @@ def test_names_of_files() -> None:
             "--trace s3://b/traces: traces need a folder on this machine",
         ),
         (["--trace", "."], "--trace .: in.jsonl lies there, whose name a record's trace could"),
-        (
-            ["--trace", "../{name}", "--input", "-"],
-            "--trace ../{name}: out.jsonl lies there, whose name a record's trace could have",
-        ),
-        (["--trace", ".", "--input", "-", "--output", "file://{folder}/out.jsonl"], "lies there"),
         (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
         (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
         (["--no-chat", "--system", "x"], "a system message needs a chat"),
@@ -364,16 +359,11 @@ def test_mistakes(
     expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    names = {"{name}": tmp_path.name, "{folder}": str(tmp_path)}
-    for name, value in names.items():
-        arguments = [argument.replace(name, value) for argument in arguments]
     if (output := arguments[-1]).endswith(("link", "link.jsonl")):
         (tmp_path / "elsewhere").mkdir()
         leads_to = "elsewhere/data" if output == "link.jsonl" else "../data.jsonl"
         (tmp_path / output).symlink_to(leads_to)
     before = {path.name for path in tmp_path.iterdir()} | {"in.jsonl"}
-    expected = expected.replace("{name}", tmp_path.name)
     own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
     write_input(tmp_path / "in.jsonl", records(1))
     given = [part for name, value in own.items() if name not in arguments for part in (name, value)]

@@ -193,24 +193,6 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
     assert ran.stderr == ""
 
 
-def test_what_the_hub_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    def refuse(kind: type[Exception]) -> None:
-        def download(*_: object, **__: object) -> None:
-            raise kind.__new__(kind, "refused")  # its __init__ asks for an answer of the hub's
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-
-    refuse(GatedRepoError)
-    with pytest.raises(UserError, match=r"owner/name: access is restricted.*hf auth login"):
-        resolve_model("owner/name")
-    refuse(RepositoryNotFoundError)
-    with pytest.raises(UserError, match="owner/name: neither a folder here nor a repository"):
-        resolve_model("owner/name")
-
-
 def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_device() -> None:
         raise RuntimeError("Unable to initialize backend 'bogus'")
