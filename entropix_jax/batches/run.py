@@ -1,4 +1,4 @@
-"""The run of a batch: records in, rows through the engine, results out."""
+"""Runs records through the engine and hands out their results."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from entropix_jax.slots import padded_ids
 from entropix_jax.trace import TraceWriter, footer, header
 
 _COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
-_SAMPLERS = 256  # that records name are kept at hand
+_SAMPLERS = 256  # named samplers that are cached
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds for a record that does not say otherwise, and what holds for all."""
+    """Settings of records that have none of their own, and of all records."""
 
     sampler: Sampler
     max_new_tokens: int = 256
@@ -50,16 +50,16 @@ class Defaults:
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """Counters of a run."""
 
-    done: int = 0  # records that have a result, those of earlier runs included
-    failed: int = 0  # of this run's, those whose result is an error
+    done: int = 0  # records with a result, those of earlier runs included
+    failed: int = 0  # records of this run whose result is an error
     tokens: int = 0  # committed in this run
 
 
 @dataclass
 class _Job:
-    """A record whose row runs."""
+    """A record whose row is running."""
 
     record: Record
     row: RunningRow
@@ -72,7 +72,7 @@ class _Stopped(Exception):
 
 
 class BatchRun:
-    """Runs records and hands each one's result out as soon as it is there."""
+    """Runs records; each result is written as soon as it is complete."""
 
     def __init__(
         self,
@@ -86,19 +86,18 @@ class BatchRun:
         name: str = "",
         thresholds: May = "make",
     ) -> None:
-        """Checks what can be checked before anything is computed.
+        """Checks everything that can be checked before computing.
 
         Args:
-            slots: rows that run side by side.
-            capacity: cache slots of a row: what its prompt and its new tokens may take together.
-            recording: what the tokens of traces hold besides the usual.
-            traces: a folder for a trace of each record.
-            name: what traces call the model.
-            thresholds: how the samplers get the model's own, see `calibrate_sampler`.
+            slots: rows that run concurrently.
+            capacity: cache positions of a row, for its prompt and new tokens.
+            recording: optional fields of tokens in traces.
+            traces: a folder for the records' traces.
+            name: the model's name in traces.
+            thresholds: how samplers get the model's calibration, see `calibrate_sampler`.
 
         Raises:
-            UserError: a sampler, a recording, end tokens or a way to put prompts that do not fit
-                the model.
+            UserError: a sampler, recording, end token or chat setting does not fit the model.
         """
         self.progress = Progress()
         self._stopping = False
@@ -130,15 +129,15 @@ class BatchRun:
         is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs the records and gives `write` each result as it comes, not in their order.
+        """Runs the records and passes each result to `write`, in order of completion.
 
-        A record that cannot be run has an `error` for its result. After `stop` rows that are on
-        their way have none.
+        A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
+        none.
 
         Args:
             records: are read as slots become free.
             is_done: whether a record has its result already.
-            looked: is called after each token and each record.
+            looked: called after each token and each record.
         """
         for event in self.engine.run(self._rows(iter(records), write, is_done, looked)):
             job = self._jobs[event.row]
@@ -153,7 +152,7 @@ class BatchRun:
             looked()
 
     def stop(self) -> None:
-        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        """Ends the run after the current event. Safe to call in a signal handler."""
         self._stopping = True
         self.engine.stop()
         if self._reading:  # a read would go on after the handler
@@ -223,7 +222,7 @@ class BatchRun:
     def _end(
         self, job: _Job, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
     ) -> None:
-        """Gives out the result of a record whose row has ended."""
+        """Writes the result of a record whose row has finished."""
         row, started = job.row.row, job.row.started
         assert started is not None
         timings = {"seconds": time.perf_counter() - started}
@@ -242,14 +241,14 @@ class BatchRun:
             if tokens
         }
         result = row.to_json() | means
-        if job.record.sampler is not None:  # a file's values may change from run to run
+        if job.record.sampler is not None:  # a file may have changed by the next run
             values = json.dumps(dict(job.row.sampler.values), sort_keys=True)
             result["sampler_digest"] = content_hash(values.encode())
         ids = [token.token_id for token in tokens]
         write(job.record, result | {"token_ids": ids, "timings": timings})
 
     def _write_trace(self, folder: Path, job: _Job, timings: Mapping[str, float]) -> None:
-        """The trace of one record, which appears whole or not at all."""
+        """Writes the trace of a record atomically."""
         sampler, request = job.row.sampler, job.row.row.request
         path = folder / f"{file_name(job.record.id)}.jsonl"
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
@@ -267,29 +266,28 @@ class BatchRun:
             )
             for event in job.events:
                 assert event.token is not None
-                # A trace stands alone: its one row is row 0.
+                # Each trace is a run by itself, with row 0.
                 line = event.token.to_json(retracted=event.retracted) | {"row": 0}
                 writer.write(line)
             writer.write(footer([{"row": 0, **job.row.row.to_json()}], timings))
 
 
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
-    """How many records a share of a file has, for a display; None where that would take long to
-    know. A pipe is left alone: it is read once."""
-    if address == "-":  # whatever files there are
+    """The number of records in a share of a local file, for the progress display; None for large
+    files, pipes and URLs."""
+    if address == "-":
         return None
     try:
         path = local_path(address)
         if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
             return None
-    except (OSError, ValueError):  # not a file of this machine
+    except (OSError, ValueError):
         return None
     return sum(1 for _ in read_records(address, share=share))
 
 
 def file_name(record_id: str) -> str:
-    """A name for a file that no other id has: the id, where it can be a name, with the other
-    characters as in a URL; a long one is cut and told apart by its hash."""
+    """A unique file name for an id: URL-quoted, and shortened with a hash if it is long."""
     name = quote(record_id, safe=" ,;=@+()[]{}!#$&'")
     name = name.replace(".", "%2E", 1) if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:
