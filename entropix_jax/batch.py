@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the imports, which take a while
     exit_at_once()
 
 import itertools
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -39,11 +38,10 @@ from entropix_jax.interrupts import deferred_interrupts, exit_status
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from entropix_jax.batches.output import Store
+    from entropix_jax.batches.records import BadRecord, Record
     from entropix_jax.batches.run import BatchRun, Defaults
-    from entropix_jax.batches.source import BadRecord, Record
-    from entropix_jax.batches.store import Store
     from entropix_jax.calibration.automatic import May
-    from entropix_jax.decode_state import Recording
     from entropix_jax.loading import LanguageModel
 
 _LARGEST = 2**31 - 1  # of what is counted
@@ -56,8 +54,8 @@ class Arguments:
 
     Input: JSON Lines, {"id", "prompt" or "messages", optional "sampler", "max_new_tokens",
     "seed"}, or CSV with a column "prompt". Output: one JSON object for each record, as they end. A
-    run that is started again goes on where it was. Addresses may be paths or whatever fsspec
-    knows, such as s3://bucket/key.
+    run that is started again resumes. Addresses are paths or URLs that fsspec knows, such as
+    s3://bucket/key.
     """
 
     input: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
@@ -109,24 +107,23 @@ class Arguments:
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the traces."""
     distributed: Flag = False
-    """Run one share of the records: this process is one of several, which find each other as a TPU
-    VM or Slurm tells them. Each writes its own part of the output."""
+    """Run one share of the records: this process is one of several, as a TPU VM or Slurm says. Each
+    writes its own part of the output."""
     coordinator: Annotated[
         str | None, tyro.conf.arg(metavar="HOST:PORT", constructor=str, help_behavior_hint="")
     ] = None
-    """Where process 0 is, where the environment does not say; without it a process whose number is
-    given goes on alone."""
+    """The address of process 0, where the environment does not say; without it a process whose
+    number is given runs alone."""
     processes: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """How many processes there are, where the environment does not say."""
     process: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
     """Which of them this is, from 0, where the environment does not say."""
     merge: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Run nothing: join the parts of N processes, once each record has its result."""
+    """Only join the outputs of N processes, once each record has its result."""
     strict: Flag = False
-    """End at the first record that cannot be run, instead of giving it an error for its result. One
-    that has an error from an earlier run is done."""
+    """End at the first record that cannot be run, instead of writing an error as its result."""
     mix: Flag = False
-    """Go on with an output whatever run it is of."""
+    """Resume an output even if another run wrote it."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.batch") -> int:
@@ -136,9 +133,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     _check(arguments)
-    from entropix_jax.batches.merging import merge, part_address
-    from entropix_jax.batches.source import check_input
-    from entropix_jax.batches.store import Store, check_output
+    from entropix_jax.batches.merge import merge, part_address
+    from entropix_jax.batches.output import Store, check_output
+    from entropix_jax.batches.records import check_input
 
     if arguments.merge is not None:
         number = merge(arguments.output, arguments.merge, input=arguments.input)
@@ -146,7 +143,7 @@ def _main(arguments: Arguments) -> int:
         print(f"{arguments.output}: {_records(number)} of {parts} joined", file=sys.stderr)
         return EXIT_OK
     check_input(arguments.input)
-    # JAX takes most of a second to import: not before the command line is known to be good.
+    # Importing JAX takes most of a second: only once the command line is known to be valid.
     from entropix_jax.batches.run import BatchRun, Defaults, count_records
     from entropix_jax.decode_state import Recording
     from entropix_jax.loading import load
@@ -175,10 +172,10 @@ def _main(arguments: Arguments) -> int:
     recording = Recording(
         top=arguments.trace_top, layers=arguments.trace_layers, check=arguments.check
     )
-    context = _check_memory(arguments, mesh, recording)
+    context = _check_memory(arguments, mesh)
     spread = mesh if mesh.size > 1 else None
     model = load(arguments.model, arguments.dtype, spread, check=arguments.check)
-    # Processes that share a run must agree on the thresholds: none makes its own.
+    # Processes that share a run must agree on the thresholds, so none calibrates its own.
     thresholds: May = "read" if arguments.distributed else "make"
     run = BatchRun(
         model,
@@ -192,7 +189,7 @@ def _main(arguments: Arguments) -> int:
     )
     for note in run.sampler.notes:
         print(f"note: {note}", file=sys.stderr)
-    # Long files take a while to read. Up to here there is nothing to lose: a signal ends it all.
+    # Reading long files takes a while, but nothing can be lost yet: a signal ends the process.
     total = count_records(arguments.input, share)
     identity = _identity(arguments, defaults, run.sampler.values, model, context)
     store = Store.open(output, identity, mix=arguments.mix)
@@ -213,7 +210,7 @@ def _run(
     total: int | None,
 ) -> None:
     from entropix_jax.batches.progress import ProgressView, Standing
-    from entropix_jax.batches.source import read_records
+    from entropix_jax.batches.records import read_records
 
     if arguments.trace is not None:
         _make_folder(Path(arguments.trace))
@@ -223,7 +220,7 @@ def _run(
         print(f"note: {_records(store.done)} done already", file=sys.stderr)
 
     def write(record: "Record | BadRecord", result: Mapping[str, Any]) -> None:
-        # A record that cannot be run is told from a row that failed by its having no text.
+        # A row that failed has a text beside its error; a record that cannot be run has none.
         if arguments.strict and "text" not in result:
             raise UserError(f"{arguments.input}: line {record.line}: {result['error']}")
         store.write(record, result)
@@ -251,7 +248,7 @@ def _records(number: int) -> str:
 
 
 def _check(arguments: Arguments) -> None:
-    """What can be told to be wrong from the command line alone."""
+    """Checks the command line by itself."""
     if arguments.chat and arguments.no_chat:
         raise UserError("give only one of --chat and --no-chat")
     check_range("--slots", arguments.slots, 1, _LARGEST)
@@ -274,18 +271,14 @@ def _check(arguments: Arguments) -> None:
 
 
 def _check_traces(folder: str | None, *others: str) -> None:
-    """Refuses a folder of traces in which one could take the place of the input or the output."""
-    from entropix_jax.batches.places import local_path
+    """Refuses a folder of traces in which a record's trace could overwrite the input or output."""
+    from entropix_jax.batches.storage import local_path
 
-    if folder is None:
-        return
-    traces = os.path.realpath(folder)
     for other in others:
-        named = local_path(other)
-        if named is None:
-            continue
-        for path in (named, named.resolve()):  # a trace would take the place of a link, or its file
-            if path.suffix == ".jsonl" and os.path.realpath(path.parent) == traces:
+        path = None if folder is None else local_path(other)
+        # Either a link itself or its target would be overwritten.
+        for place in () if path is None else (path, path.resolve()):
+            if place.suffix == ".jsonl" and place.parent.resolve() == Path(folder or "").resolve():
                 raise UserError(
                     f"--trace {folder}: {other} lies there, whose name a record's trace could "
                     "have: give another folder"
@@ -309,8 +302,8 @@ def _mesh(arguments: Arguments) -> "Mesh":
     return parse_mesh(arguments.mesh, jax.local_devices())
 
 
-def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") -> int:
-    """The cache slots of a row, once it is told and known that the batch fits."""
+def _check_memory(arguments: Arguments, mesh: "Mesh") -> int:
+    """Checks that the batch fits, says what it takes, and returns a row's cache positions."""
     from entropix_jax.loading import open_model, resolve_model, weights_dtype
     from entropix_jax.memory import check_memory
     from entropix_jax.precision import choose_precision
@@ -324,15 +317,14 @@ def _check_memory(arguments: Arguments, mesh: "Mesh", recording: "Recording") ->
         )
     context = arguments.context or min(config.max_positions, _MAX_CONTEXT)
     check_mesh(mesh, config, arguments.slots)
-    told = check_memory(
+    needs = check_memory(
         config,
         choose_precision(weights_dtype(files, arguments.dtype)),
         slots=arguments.slots,
         capacity=context,
         mesh=mesh,
-        recording=recording,
     )
-    print(told, file=sys.stderr)
+    print(needs, file=sys.stderr)
     return context
 
 
@@ -343,8 +335,7 @@ def _identity(
     model: "LanguageModel",
     context: int,
 ) -> dict[str, Any]:
-    """What makes two runs one: whatever their results depend on, and where their records are
-    from."""
+    """What defines a run: everything that its results depend on, and its input."""
     return {
         "model": arguments.model,
         "model_fingerprint": model.fingerprint,

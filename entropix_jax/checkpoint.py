@@ -1,10 +1,10 @@
 """Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
 
-Files are memory-mapped and each tensor goes straight into a JAX array, or its parts each to their
-device: the weights stand in memory once. Nothing is unpickled.
+Files are memory-mapped, and each tensor is copied straight into a JAX array, or its shards to their
+devices, so that the weights are in memory once. Nothing is unpickled.
 
-An index names files beside it, nothing else. Links are followed: the hub's own cache is made of
-them, and what they lead to is read as safetensors or refused, and never shown.
+An index may name only files beside it. Symbolic links are followed, since the hub's cache consists
+of them; their targets are read as safetensors or refused, and never shown.
 """
 
 import hashlib
@@ -33,14 +33,9 @@ from entropix_jax.precision import INT8
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_KINDS = (
-    ".gguf",
-    ".json",
-    ".jinja",
-    ".safetensors",
-    ".model",
-)  # of files that make a model what it is
-_SAMPLED_BYTES = 1 << 20  # of each end of a file of weights, for its fingerprint
+# Files that count for a fingerprint, and how much of each end of a file is hashed.
+_FINGERPRINTED = (".gguf", ".json", ".jinja", ".safetensors", ".model")
+_SAMPLED_BYTES = 1 << 20
 
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
@@ -52,13 +47,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 
 class StoredTensor(ABC):
-    """One tensor of a file, as a checkpoint in the Hugging Face layout has it.
-
-    Attributes:
-        path: the file.
-        name: in that layout.
-        shape: of its values.
-    """
+    """One tensor of a file, with its name and shape in the Hugging Face layout."""
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
         self.path = path
@@ -68,17 +57,17 @@ class StoredTensor(ABC):
     @property
     @abstractmethod
     def dtype(self) -> np.dtype:
-        """Of the values."""
+        """The dtype of the values."""
 
     @abstractmethod
     def values(self) -> np.ndarray:
         """The values, which may alias the file."""
 
     def check(self, spec: ParamSpec) -> None:
-        """Checks that the tensor fits its place.
+        """Checks the shape.
 
         Raises:
-            UserError: it has another shape.
+            UserError: it is not the expected one.
         """
         if self.shape != spec.shape:
             raise UserError(
@@ -87,9 +76,9 @@ class StoredTensor(ABC):
             )
 
     def read(self, dtype: jnp.dtype, sharding: Sharding | None) -> jax.Array:
-        """The values on the default device, or each part on its own."""
+        """The values as an array on the default device, or sharded."""
         values = self.values()
-        # Always a copy: an array that aliased the file would change, or crash, with the file.
+        # Always a copy: an array that aliases the file would change, or crash, with it.
         if sharding is None:
             return jnp.array(values, dtype=dtype, copy=True)
         array: jax.Array = jax.device_put(np.array(values, dtype=dtype), sharding)
@@ -97,19 +86,19 @@ class StoredTensor(ABC):
 
 
 def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
-    """The type that the folder's weights are stored in, by name.
+    """The dtype of a folder's weights, by name.
 
     Raises:
-        UserError: no weights are found, or a file is damaged.
+        UserError: no weights, or a damaged file.
     """
     return config.dtype or str(open_tensors(folder, config)[_embedding(config)].dtype)
 
 
 def check_format(folder: Path) -> None:
-    """Refuses a folder whose weights are pickles alone, which can run code when they are read.
+    """Refuses weights that exist only as pickles, which can run code when they are loaded.
 
     Raises:
-        UserError: it is one; the line says how to convert it.
+        UserError: the line says how to convert them.
     """
     if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return
@@ -130,12 +119,11 @@ def load_params(
     activations: jnp.dtype | None = None,
     check: bool = False,
 ) -> Params:
-    """Reads the weights of a folder into JAX arrays of type `dtype`.
+    """Loads the weights of a folder; arguments as of `read_params`.
 
     Raises:
-        UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
-            duplicate, or of another shape or type than the configuration says: named in the
-            message.
+        UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
+            or of another shape or dtype than the configuration says: named in the message.
     """
     return read_params(
         open_tensors(folder, config),
@@ -156,46 +144,51 @@ def read_params(
     activations: jnp.dtype | None = None,
     check: bool = False,
 ) -> Params:
-    """Reads the weights of a model into JAX arrays of type `dtype`.
+    """Loads the weights of a model.
 
     Args:
-        stored: each of the model's tensors by name.
+        stored: the model's tensors by name.
         dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
-        activations: the type of what the weights will be multiplied with, for which they are
-            `arranged`, where no sharding says how they lie. None: they are left as they are.
-        check: refuse a weight with an entry that is NaN or infinite.
-        shardings: where each weight goes, a tree of shardings: each device is sent its parts alone.
-            None: all go to the default device.
+        shardings: a tree of shardings; each device receives only its own shards. None: the default
+            device.
+        activations: the dtype that the weights will be multiplied with, for which unsharded
+            weights are `arranged`. None: the checkpoint's layout.
+        check: refuse NaN and infinity.
 
     Raises:
-        UserError: a tensor of another shape than the configuration says, or a weight that was
-            looked at and is not finite: named in the message.
+        UserError: a tensor of another shape than the configuration says, or one with NaN or
+            infinity: named in the message.
     """
+    # Checked before anything is read.
     specs, tree = jax.tree.flatten(param_specs(config))
     for spec in specs:
         stored[spec.name].check(spec)
-    places = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+    placed = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
 
-    def weight(spec: ParamSpec, place: Sharding | None) -> Weight:
+    # Each tensor by itself: read, checked, quantized, arranged.
+    def load(spec: ParamSpec, sharding: Sharding | None) -> Weight:
         tensor = stored[spec.name]
-        matrix = len(spec.shape) == 2
-        kept = tensor.dtype if matrix else np.float32
-        read = tensor.read(jnp.dtype(kept if dtype == INT8 else dtype), place)
+        is_matrix = len(spec.shape) == 2
+        stored_dtype = tensor.dtype if is_matrix else np.float32
+        read = tensor.read(jnp.dtype(stored_dtype if dtype == INT8 else dtype), sharding)
         if check and (entry := unsound_entry(read)) is not None:
             where = f"{tensor.path}: tensor '{tensor.name}'"
             raise UserError(f"{where} holds NaN or infinity, first at {list(entry)}")
-        array = quantized(read) if dtype == INT8 and matrix else read
-        return arranged(array, activations) if activations is not None and place is None else array
+        weight = quantized(read) if dtype == INT8 and is_matrix else read
+        if activations is None or sharding is not None:
+            return weight
+        return arranged(weight, activations)
 
-    params: Params = jax.tree.unflatten(tree, map(weight, specs, places))
+    params: Params = jax.tree.unflatten(tree, map(load, specs, placed))
     return params
 
 
 def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
-    """Writes `folder/model.safetensors`, whole or not at all: float weights, however they lie.
+    """Writes float weights to `folder/model.safetensors`, atomically.
 
     Raises:
-        UserError: weights of 8 bits, which have no place there, or the file cannot be written.
+        UserError: int8 weights, which the format of this package cannot hold, or the file cannot
+            be written.
     """
     specs = jax.tree.leaves(param_specs(config))
     weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns | Quantized))
@@ -231,11 +224,11 @@ class _SafeTensor(StoredTensor):
 
 
 def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
-    """All tensors of a folder by name, headers read and bodies mapped.
+    """Memory-maps all tensors of a folder, by name.
 
     Raises:
-        UserError: no weights, a truncated or garbage file, or a tensor that is missing, unmapped,
-            duplicate, or of another type than the configuration says: named in the message.
+        UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
+            or of another dtype than the configuration says: named in the message.
     """
     stored = _open_folder(folder)
     check_names(folder, stored, config)
@@ -277,11 +270,10 @@ def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
 
 
 def _open_file(path: Path) -> dict[str, _SafeTensor]:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # a pipe would block
         raise UserError(f"{path}: not a regular file")
     try:
-        # The library checks the header: offsets in range, none overlapping, sizes as the shapes
-        # say.
+        # The library validates the header: offsets in range, not overlapping, and matching shapes.
         with safe_open(path, framework="numpy"):
             pass
         with path.open("rb") as file:
@@ -307,21 +299,21 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _embedding(config: ModelConfig) -> str:
-    """The name of the tensor whose type stands for all: tensors that are read over may differ."""
+    """The tensor whose dtype is that of the model; tensors that are ignored may have others."""
     name: str = param_specs(config).embedding.name
     return name
 
 
 def check_names(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
-    """Checks that each weight of a model is there, and nothing that has no place in it.
+    """Checks that the tensors are those of the model.
 
     Raises:
-        UserError: a tensor is missing or unmapped; `path` is where they were looked for.
+        UserError: a tensor is missing from `path`, or unexpected.
     """
     wanted = {spec.name for spec in jax.tree.leaves(param_specs(config))}
     if missing := sorted(wanted - set(stored)):
         raise UserError(f"{path}: tensor '{missing[0]}' is missing ({len(missing)} in all)")
-    # A tied head may be stored all the same; older files also carry the rotary frequencies.
+    # Some files store a tied head, and older ones the rotary frequencies.
     extra = set(stored) - wanted
     if config.tied_head:
         extra.discard("lm_head.weight")
@@ -332,17 +324,17 @@ def check_names(path: Path, stored: Mapping[str, StoredTensor], config: ModelCon
 
 
 def fingerprint(path: Path) -> str:
-    """A hash that tells a model's folder, or GGUF file, from another: of its small files, and of
-    the size and both ends of each file of weights.
+    """A hash that identifies a model's folder or GGUF file: of the size and both ends of each file,
+    which for small ones is all of it.
 
     Raises:
         UserError: a file cannot be read.
     """
     hashed = hashlib.sha256()
     try:
-        path.stat()  # which tells one that is not there
+        path.stat()  # raises if there is none
         for one in sorted(path.iterdir()) if path.is_dir() else [path]:
-            if not one.is_file() or one.suffix.lower() not in _KINDS:
+            if not one.is_file() or one.suffix.lower() not in _FINGERPRINTED:
                 continue
             size = one.stat().st_size
             hashed.update(f"{one.name}\0{size}\0".encode())

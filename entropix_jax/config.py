@@ -1,11 +1,10 @@
-"""What a model's files say about the model: `config.json` and `generation_config.json`.
+"""Model configuration from `config.json` and `generation_config.json`.
 
-A key that changes the maths is implemented or refused by name; a key that is not known here is
-taken to change nothing, and is told (`unknown_keys`).
+A key that changes the maths is implemented or refused by name; an unknown key is assumed to change
+nothing, and reported (`unknown_keys`).
 
-A `ModelConfig` is frozen and hashable, so it is a static argument of every compiled function: all
-that is in it is architecture. Every number of the model comes from here; no maths function has a
-default.
+A `ModelConfig` holds only the architecture, and is frozen and hashable: a static argument of every
+compiled function. All numbers come from here; maths functions have no numeric defaults.
 """
 
 from collections.abc import Mapping
@@ -18,13 +17,13 @@ from entropix_jax.files import read_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-_MAX_LAYERS = 1024  # ten times the deepest Llama: a slip of the pen would take hours to refuse
+_MAX_LAYERS = 1024  # ten times the deepest Llama: more is a typing error, and would take hours
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's frequency scaling: long wavelengths are stretched by `factor`, short ones kept."""
+    """Llama 3's RoPE scaling: long wavelengths are stretched by `factor`, short ones kept."""
 
     factor: float
     low_freq_factor: float
@@ -34,23 +33,22 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeDivisors:
-    """What each pair's frequency is divided by, [H/2]: a scaling as GGUF files write it."""
+    """RoPE scaling as in GGUF files: a divisor for each pair's frequency, [H/2]."""
 
     divisors: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of a Llama model or of its close kin. Letters are the legend's (see
-    `entropix_jax.model`).
+    """The architecture of a Llama model or a relative. Letters: see the legend in
+    `entropix_jax.model`.
 
     Attributes:
-        max_positions: the longest context. Where layers have a sliding window it is at most that
-            window, within which they attend to all of the context.
+        max_positions: the longest context, at most the sliding window if there is one.
         qkv_bias: queries, keys and values have biases (Qwen2).
-        qk_norm: each head's queries and keys go through an RMS norm before RoPE (Qwen3).
-        layers_without_rope: their numbers (SmolLM3).
-        dtype: the type that the checkpoint's tensors are stored in, where the files name one.
+        qk_norm: each head's queries and keys are RMS-normalized before RoPE (Qwen3).
+        layers_without_rope: their indices (SmolLM3).
+        dtype: of the checkpoint's tensors, where the files say.
     """
 
     vocab_size: int  # V
@@ -73,12 +71,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Where a text ends: the ids of the end tokens, in the folder's order (possibly none)."""
+    """Ids of the end-of-text tokens, possibly none."""
 
     eos_ids: tuple[int, ...]
 
 
-_ORIGINAL = "original_max_position_embeddings"  # in the object that scales RoPE, or beside it
+_ORIGINAL = "original_max_position_embeddings"  # inside the RoPE object, or beside it
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 # Keys that are read.
@@ -110,7 +108,7 @@ _READ = {
     "eos_token_id",
 }
 
-# Keys that would change the maths, with the only values under which they do not.
+# Keys that change the maths, with the values that are implemented.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": (None, "silu", "swish"),
@@ -151,7 +149,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0,),
 }
 
-# Keys that concern training, bookkeeping or other tasks, and never the logits.
+# Keys of training, bookkeeping or other tasks, which do not affect the logits.
 _HARMLESS = {
     "architectures",
     "attention_dropout",
@@ -206,6 +204,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     Raises:
         UserError: as `load_model_config`.
     """
+    # What changes the maths and is not implemented.
     check_own_code(raw, path)
     family = raw.get("model_type", "llama")
     if family not in MODEL_TYPES:
@@ -216,11 +215,12 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         if key in raw and raw[key] not in values:
             raise UserError(f"{path}: '{key}': {raw[key]!r} is not implemented")
 
+    # Shapes, and whether they are consistent.
     width = _positive_int(raw, "hidden_size", path)
     num_heads = _positive_int(raw, "num_attention_heads", path)
     num_layers = _num_layers(raw, path)
-    # Absent or null, these two follow from the others: the layout's own rule for Llama. Of its kin
-    # each class has a number of its own there, which no published file leaves out.
+    # For Llama these two default to values that follow from the others. The other families' classes
+    # have defaults of their own, which no published file relies on.
     num_kv_heads = num_heads
     if family != "llama" or raw.get("num_key_value_heads") is not None:
         num_kv_heads = _positive_int(raw, "num_key_value_heads", path)
@@ -240,6 +240,8 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     if head_dim % 2:
         raise UserError(f"{path}: head_dim {head_dim} is odd, rotary embedding needs pairs")
     rope_theta, rope_scaling = _rope(raw, path)
+
+    # How the weights are stored.
     tied_head = raw.get("tie_word_embeddings", family == "smollm3")
     if not isinstance(tied_head, bool):
         raise UserError(f"{path}: 'tie_word_embeddings' must be true or false, not {tied_head!r}")
@@ -271,15 +273,15 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
 
 
 def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
-    """The keys of a decoded `config.json` that nobody knows here, sorted."""
+    """Unknown keys of a decoded `config.json`, sorted."""
     return sorted(set(raw) - _READ - _HARMLESS - set(_FIXED))
 
 
 def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuses a file that names Python code of the folder's own; `path` is only named in errors.
+    """Refuses a model that needs Python code from its folder; `path` is only named in errors.
 
     Raises:
-        UserError: it does.
+        UserError: the file has an `auto_map`.
     """
     if raw.get("auto_map"):
         raise UserError(
@@ -289,8 +291,7 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """The end tokens: from `generation_config.json`, or from `config.json` where that file is
-    absent.
+    """Reads the end tokens from `generation_config.json`, else from `config.json`.
 
     Raises:
         UserError: a file is not JSON, or the ids are no integers.
@@ -315,7 +316,7 @@ def parse_generation_config(raw: Mapping[str, Any], path: Path) -> GenerationCon
 
 
 def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
-    """The positions within which every layer sees the whole context."""
+    """The longest context that every layer attends to entirely."""
     positions = _positive_int(raw, "max_position_embeddings", path)
     kinds = raw.get("layer_types")
     known = ("full_attention", "sliding_attention")
@@ -327,7 +328,7 @@ def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
         raise UserError(f"{path}: 'use_sliding_window' must be true or false, not {slides!r}")
     if kinds is not None:
         slides = "sliding_attention" in kinds
-    if family == "mistral":  # whose class has a window of its own, and reads none of the others
+    if family == "mistral":  # its class only reads `sliding_window`, which has a default
         slides = True
         if "sliding_window" not in raw:
             raise UserError(f"{path}: 'sliding_window' is missing (null for none)")
@@ -337,7 +338,7 @@ def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
 
 
 def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
-    """SmolLM3's: from a list with 0 for each of them, or every n-th."""
+    """SmolLM3's: a list with 0 for each of them, or every n-th."""
     rotated = raw.get("no_rope_layers")
     if rotated is None:
         interval = _positive_int(raw, "no_rope_layer_interval", path)
@@ -352,7 +353,7 @@ def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) ->
 
 
 def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """Both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters` that holds the two."""
+    """Reads both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with both."""
     spellings = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     if not spellings:
         return _rope_theta(raw, path), None
@@ -395,9 +396,9 @@ def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, R
 def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
     if "rope_theta" in raw:
         return _positive_float(raw, "rope_theta", path)
-    if raw.get("model_type") == "smollm3":  # whose class has another default
+    if raw.get("model_type") == "smollm3":  # its class has another default
         raise UserError(f"{path}: 'rope_theta' is missing")
-    return 10000.0  # the layout's own
+    return 10000.0  # the layout's default
 
 
 def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:

@@ -41,13 +41,13 @@ from entropix_jax.sharding import (
     ONCE,
     ROWS,
     STEPS,
-    anywhere,
-    everywhere,
-    here,
-    ours,
+    any_shard,
+    apply_if_any,
+    global_index,
+    local_index,
+    local_rows,
     split_rows,
-    total,
-    where_any,
+    sum_shards,
 )
 
 _ARMS = tuple(ARMS.values())
@@ -208,8 +208,8 @@ def decode(
         running, stopped = state.finish == RUNNING, state.finish == FINISHED_STOP
         return (
             (done < jnp.minimum(steps, max_steps))
-            & (total(jnp.sum(running)) >= jnp.maximum(fewest, 1))
-            & ~anywhere(
+            & (sum_shards(jnp.sum(running)) >= jnp.maximum(fewest, 1))
+            & ~any_shard(
                 jnp.any(state.finish >= WAITS_FOR_TEXT)
                 | (jnp.max(jnp.where(stopped, 0, state.cache.length)) >= window)
                 | (log.count + batch > log.committed.shape[0])
@@ -225,8 +225,8 @@ def decode(
         return done + 1, state, records, log
 
     _, state, records, log = lax.while_loop(unfinished, body, (jnp.int32(0), state, records, log))
-    records = replace(records, branch=everywhere(records.branch, log.committed.shape[0]))
-    return state, records, replace(log, count=total(log.count))
+    records = replace(records, branch=global_index(records.branch, log.committed.shape[0]))
+    return state, records, replace(log, count=sum_shards(log.count))
 
 
 @partial(jax.jit, static_argnames=("config", "window", "check"), donate_argnames="state")
@@ -265,10 +265,10 @@ def prefill(
         return grown, unsound
 
     if slots is None:
-        tokens, count = ours((tokens, count), whole.length.shape[0])
+        tokens, count = local_rows((tokens, count), whole.length.shape[0])
         cache, unsound = cached(whole, state.unsound)
         return replace(state, cache=cache, unsound=unsound)
-    slots = here(slots, whole.length.shape[0])
+    slots = local_index(slots, whole.length.shape[0])
 
     def picked(rows: jax.Array) -> jax.Array:
         return jnp.take(lax.slice_in_dim(rows, 0, window, axis=2), slots, axis=0, mode="clip")
@@ -292,7 +292,7 @@ def prefill(
         return grown, unsound.at[slots].set(found, mode="drop")
 
     ours_here = slots < whole.length.shape[0]
-    cache, unsound = where_any(ours_here, read, (whole, state.unsound))
+    cache, unsound = apply_if_any(ours_here, read, (whole, state.unsound))
     return replace(state, cache=cache, unsound=unsound)
 
 
@@ -316,7 +316,7 @@ def answer(
         action: int32, index into ACTIONS, which the tokens carry.
         cooldown: int32, tokens until a thought may be injected, for a row without tokens.
     """
-    row = here(row, state.finish.shape[0])
+    row = local_index(row, state.finish.shape[0])
     steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     target = jnp.where(steps < count, state.cache.length[row] + 1 + steps, state.history.shape[1])
     tally = state.sampler.tally

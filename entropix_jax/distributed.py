@@ -1,12 +1,11 @@
-"""Several hosts: who is who among the processes of one run.
+"""Multi-host runs: the index of this process, and the number of processes.
 
-Rows do not meet across hosts, so JAX's multi-controller runtime is needed for one thing alone: it
-tells each process its number and, on TPUs, connects the hosts' devices as the hardware wants it.
-After that each process works by itself, and one that dies takes no other with it.
+Rows on different hosts are independent, so JAX's multi-controller runtime is needed only to assign
+process indices and, on TPUs, to initialize the hosts' devices together. After that each process
+runs by itself, and survives the death of others.
 
-Where others do not come JAX ends the whole process, and devices that were made as part of a whole
-look for the others for good. So the processes meet through children of theirs, but for those with
-TPUs, which meet over their own wires.
+If a process is missing, JAX kills the others, and devices that were initialized in a cluster keep
+looking for it. So without TPUs the rendezvous runs in child processes.
 """
 
 import importlib.util
@@ -20,32 +19,33 @@ from pathlib import Path
 
 from entropix_jax.errors import UserError, check_range
 
-PATIENCE = 300  # seconds to wait for the others
+PATIENCE = 300  # seconds to wait for the other processes
 
 
 def join(
     coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> tuple[int, int]:
-    """Meets the other processes of the run: this one's number, and how many there are.
+    """Waits for the other processes of the run; returns this one's index and their number.
 
-    Must come before anything else asks JAX for a device. A process that is told its number and how
-    many there are, but no coordinator, meets nobody, and can be started again by itself; with TPUs
-    all must come.
+    Must be called before anything initializes a JAX device. Given both numbers but no coordinator,
+    a process waits for nobody, so that it can be restarted by itself; with TPUs all must start.
 
     Args:
-        coordinator: host and port of process 0; None, as for the other two: as the environment says
-            it (a TPU VM, Slurm, ...).
+        coordinator: host and port of process 0. None, here and below, is what the environment
+            says (a TPU VM, Slurm, ...).
+        processes: how many there are.
+        process: the index of this one.
 
     Raises:
-        UserError: the environment says nothing, or the others do not come.
+        UserError: the environment says nothing, or processes are missing after `PATIENCE` seconds.
     """
     try:
         if _has_tpu():
-            return _meet(coordinator, processes, process, PATIENCE)
+            return _rendezvous(coordinator, processes, process, PATIENCE)
         if coordinator is None and processes is not None and process is not None:
             return process, processes
         print("note: waiting for the other processes", file=sys.stderr)
-        return _sent(coordinator, processes, process, PATIENCE)
+        return _rendezvous_in_child(coordinator, processes, process, PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"--distributed: the processes do not meet: {_first_line(error)} (outside a TPU VM or "
@@ -54,10 +54,10 @@ def join(
 
 
 def check_place(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Looks whether what a user says of the processes can be; arguments as of `join`.
+    """Checks the options of `join` by themselves.
 
     Raises:
-        UserError: it cannot.
+        UserError: one is invalid.
     """
     if coordinator is not None:
         match = re.fullmatch(r"(?:[^\s:]+|\[[^\s\]]+\]):([0-9]{1,5})", coordinator)
@@ -71,10 +71,10 @@ def check_place(coordinator: str | None, processes: int | None, process: int | N
         raise UserError(f"--process must be at least 0{most}, not {process}")
 
 
-def _meet(
+def _rendezvous(
     coordinator: str | None, processes: int | None, process: int | None, patience: int
 ) -> tuple[int, int]:
-    """The meeting, in this process."""
+    """The rendezvous in this process."""
     import jax
 
     jax.distributed.initialize(coordinator, processes, process, initialization_timeout=patience)
@@ -83,37 +83,37 @@ def _meet(
     return place
 
 
-def _sent(*arguments: str | int | None) -> tuple[int, int]:
-    """The meeting, in a child process, which ends with this one, whatever ends it.
+def _rendezvous_in_child(*arguments: str | int | None) -> tuple[int, int]:
+    """The rendezvous in a child process, which ends with this one.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: it failed.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", "entropix_jax.distributed", json.dumps(arguments)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,  # left open: it ends with this process
+        stdin=subprocess.PIPE,  # the child ends when it is closed
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     with child:
         try:
             assert child.stdout is not None
-            told = child.stdout.read()
+            answer = child.stdout.read()
         except BaseException:
             child.kill()
             raise
-    if not told:
+    if not answer:
         raise RuntimeError(f"not all had come after {arguments[-1]} s, or one was lost")
-    place = json.loads(told)
+    place = json.loads(answer)
     if isinstance(place, str):
         raise RuntimeError(place)
     index, count = place
     return index, count
 
 
-def _attend() -> None:
-    """What the child does: says on standard output who it is, or why that is not known."""
+def _run_child() -> None:
+    """The child: prints its index and the number of processes, or an error, as JSON."""
 
     def end_with_parent() -> None:
         os.read(0, 1)
@@ -122,7 +122,7 @@ def _attend() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     place: tuple[int, int] | str
     try:
-        place = _meet(*json.loads(sys.argv[1]))
+        place = _rendezvous(*json.loads(sys.argv[1]))
     except (ValueError, RuntimeError) as error:
         place = _first_line(error)
     print(json.dumps(place), flush=True)
@@ -134,7 +134,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _has_tpu() -> bool:
-    """Whether JAX would take a TPU. To ask JAX itself would take it."""
+    """Whether JAX would use a TPU. Asking JAX itself would claim it."""
     if importlib.util.find_spec("libtpu") is None:
         return False
     wanted = os.environ.get("JAX_PLATFORMS") or "tpu"
@@ -143,4 +143,4 @@ def _has_tpu() -> bool:
 
 
 if __name__ == "__main__":
-    _attend()
+    _run_child()

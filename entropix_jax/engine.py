@@ -103,8 +103,7 @@ class Engine:
         self._recording = recording or Recording()
         self._arms: tuple[Arm, ...] = ()
         self._rows: list[RunningRow | None] = [None] * slots
-        self._source: Iterator[Request | Row | None] = iter(())
-        self._more = True  # whether the source may have another request
+        self._source: Iterator[Request | Row] = iter(())
         self._next: RunningRow | None = None
         self._chunk_steps = 1
         self._stopping = False
@@ -132,23 +131,22 @@ class Engine:
             if row is not None:
                 yield from row.interrupt()
 
-    def run(self, requests: Iterable[Request | Row | None]) -> Iterator[Event]:
+    def run(self, requests: Iterable[Request | Row]) -> Iterator[Event]:
         """Runs requests to their ends and yields the events, step by step.
 
         Args:
             requests: fetched one by one, when a slot is free or soon will be. A `Row` is a request
-                whose row the caller made. None says that the next request is not there yet: the
-                running rows go on and `requests` is asked again, so it should block for a moment.
+                whose row the caller made.
 
         Raises:
             UserError: a request that `check` refuses, or samplers whose arms differ.
         """
-        self._source, self._more = iter(requests), True
+        self._source = iter(requests)
         self._rows = [None] * len(self._rows)
-        while self._fetch() is None:
-            if self._stopping or not self._more:
-                return
-        sampler = self._next.request.sampler  # type: ignore[union-attr] # it was fetched
+        first = self._fetch()
+        if first is None:
+            return
+        sampler = first.request.sampler
         self._arms = tuple(sampler.arms.values())
         self._slots = empty_slots(
             self._model.config,
@@ -170,28 +168,21 @@ class Engine:
             self._insert_arrivals()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
-            if in_flight:
-                before, moved = moved, (yield from self._read_back(in_flight.popleft()))
-                # One chunk may make no step: the one before it ended rows, or filled the window.
-                # The next one was dispatched after that.
-                if not (moved or before):
-                    raise RuntimeError("rows are running, but no step is made")
-            elif not self._more:
+            if not in_flight:
                 return
+            before, moved = moved, (yield from self._read_back(in_flight.popleft()))
+            # One chunk may make no step: the one before it ended rows, or filled the window. The
+            # next one was dispatched after that.
+            if not (moved or before):
+                raise RuntimeError("rows are running, but no step is made")
 
     # Insert
 
     def _fetch(self) -> RunningRow | None:
-        """The next row, if its request is there."""
-        if self._next is None and self._more:
-            try:
-                request = next(self._source)
-            except StopIteration:
-                self._more = False
-                return None
-            if request is not None:
-                row = request if isinstance(request, Row) else Row(request)
-                self._next = RunningRow(row, self._model, self._capacity)
+        """The next row, if there is another request."""
+        if self._next is None and (request := next(self._source, None)) is not None:
+            row = request if isinstance(request, Row) else Row(request)
+            self._next = RunningRow(row, self._model, self._capacity)
         return self._next
 
     def _insert_arrivals(self) -> None:

@@ -1,50 +1,54 @@
-"""What memory a device, a machine, or a container has to give."""
+"""Free memory of a device, a machine or a container."""
 
+import os
+import re
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-# The files of a control group's limit and use, and how the lines begin that tell of cached files,
-# which can be let go.
+# Control groups, version 1 and 2: the files of a group's limit and use, and the prefix of the lines
+# of memory.stat that count cached files, which can be evicted.
 _GROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _GROUP_2 = ("memory.max", "memory.current", "")
 
 
 def free_share(mesh: Mesh | None, weights: int = 0) -> int | None:
-    """What each device of a mesh, or the default one alone, has to give, in bytes; None where it
-    does not tell. `weights` is what each holds already of a model."""
+    """Free bytes per device of a mesh, or of the default device; None where unknown. `weights` are
+    the bytes of a model that each device already holds."""
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
     free = free_bytes(devices[0])
     if free is None:
         return None
-    # Devices that are a machine's processors share its memory, and weights are not in what is left.
+    # CPU devices share the machine's memory, whose free bytes already exclude loaded weights.
     return free // len(devices) if devices[0].platform == "cpu" else free - weights
 
 
 def free_bytes(device: jax.Device) -> int | None:
-    """What a processor's memory has left, or all that another device has, in bytes; None where it
-    does not tell."""
+    """A CPU's available memory, or all memory of another device, in bytes; None where unknown."""
     if device.platform == "cpu":
-        return min([*_available(), *_free_of_groups()], default=None)
+        return min([*_free_of_machine(), *_free_of_groups()], default=None)
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
 
-def _available(table: Path = Path("/proc/meminfo")) -> list[int]:
-    """What Linux can give without swapping, in bytes; nothing on another system."""
+def _free_of_machine(meminfo: Path = Path("/proc/meminfo")) -> list[int]:
+    """Available bytes of the machine; all bytes where only these are known (macOS)."""
     try:
-        lines = table.read_text().splitlines()
-    except OSError:
-        return []
-    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        return [int(found[1]) * 1024] if found else []
+    except OSError:  # not Linux
+        try:
+            return [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        except (AttributeError, ValueError, OSError):
+            return []
 
 
 def _free_of_groups(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[int]:
-    """What the limits of this process's control groups leave, in bytes: a container's, a job's, or
-    a service's. Pages of files count as free."""
+    """Bytes that the limits of this process's control groups leave (of a container, job or
+    service). Cached files count as free."""
     found = []
     try:
         lines = groups.read_text().splitlines()
@@ -55,7 +59,7 @@ def _free_of_groups(
         if controllers not in ("", "memory"):
             continue
         first, files = (root, _GROUP_2) if controllers == "" else (root / "memory", _GROUP_1)
-        # In a container the path may be the host's: then the first folder is its own.
+        # In a container the path may be the host's, and its own group the root.
         place = first / path.lstrip("/")
         for folder in (place, *(above for above in place.parents if above.is_relative_to(first))):
             try:
@@ -69,7 +73,7 @@ def _free_of_groups(
 
 
 def as_size(number: int) -> str:
-    """Bytes as people read them."""
+    """Formats bytes."""
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"

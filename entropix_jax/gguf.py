@@ -1,13 +1,12 @@
-"""GGUF files, llama.cpp's format: one file for what a Hugging Face folder holds.
+"""GGUF, llama.cpp's single-file format.
 
-Metadata become the decoded `config.json`, `generation_config.json`, `tokenizer.json` and
-`tokenizer_config.json` of that folder, which are then parsed as such; tensors get the names and the
-order of rows that they have there. The package `gguf` knows the types of tensors and dequantises
-them. The header is read here: the package's own reader makes NumPy views of each token of the
-vocabulary, which takes seconds, and says of a torn file whatever NumPy says.
+Metadata are translated to the decoded `config.json`, `generation_config.json`, `tokenizer.json` and
+`tokenizer_config.json` of a Hugging Face folder and parsed as such; tensors get the names and row
+order of that layout. The package `gguf` dequantizes them. The header is parsed here: the package's
+reader takes seconds to make NumPy views of every token, and has no clear errors for torn files.
 
-Format: the specification of GGUF version 3 in the ggml repository, `docs/gguf.md`; what the
-metadata mean is what llama.cpp does with them.
+Format: `docs/gguf.md` (version 3) in the ggml repository; the metadata mean what llama.cpp makes of
+them.
 """
 
 import math
@@ -39,7 +38,7 @@ SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-# The scalar types of metadata, by their number.
+# Scalar types of metadata, as `struct` formats.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -57,12 +56,12 @@ _MAX_AXES = 4
 _ALIGNMENT = 32  # of tensors' data, where the file does not say
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
-# llama.cpp rotates neighbouring channels of these, so their converter reorders the rows of the
-# queries and keys.
+# llama.cpp rotates adjacent channels for these, so its converter permutes the rows of the query and
+# key matrices.
 _INTERLEAVED = ("llama", "smollm3")
-# SmolLM3's layers without RoPE are every fourth: llama.cpp has it in its code, not in the file.
+# SmolLM3 has no RoPE in every fourth layer: hard-coded in llama.cpp, not in the file.
 _SMOLLM3_INTERVAL = 4
-# What would change the maths, with the only values under which it does not.
+# Keys that change the maths, with the values that are implemented.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "rope.scaling.type": ("none",),
@@ -76,7 +75,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "use_parallel_residual": (False,),
 }
-# Tensors by their name in a layer, and outside of layers; the ends (.weight, .bias) are the same.
+# Names of tensors in a layer, and outside of layers; the suffixes (.weight, .bias) are the same.
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -96,16 +95,15 @@ _OTHER_TENSORS = {
     "output": "lm_head",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-# Elements that are dequantised at a time: few enough for the processor's cache. The package itself
-# takes 16 rows at a time, which for short rows is mostly Python.
+# Elements that are dequantized at a time: few enough for the processor's cache. The package takes
+# 16 rows at a time, which for short rows is mostly Python overhead.
 _DEQUANTISED = 1 << 18
 
 
 class GgufFile:
-    """A GGUF file whose header was read: metadata decoded, tensors mapped.
+    """A GGUF file with decoded metadata and memory-mapped tensors.
 
     Attributes:
-        path: of the file.
         metadata: by key; arrays are lists.
         tensors: by their name in the Hugging Face layout.
     """
@@ -114,8 +112,8 @@ class GgufFile:
         """Reads the header.
 
         Raises:
-            UserError: no such file, not a whole GGUF file, or one of an architecture, or with a
-                tensor of a type, that is not implemented.
+            UserError: no such file, a damaged one, or an architecture or tensor type that is not
+                implemented.
         """
         self.path = path
         data = _mapped(path)
@@ -139,7 +137,7 @@ class GgufFile:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The architecture. Weights are bfloat16 in memory unless another type is asked for.
+        """The architecture. The default dtype of the weights in memory is bfloat16.
 
         Raises:
             UserError: a number is missing, or something is not implemented.
@@ -155,7 +153,7 @@ class GgufFile:
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """The end tokens: the end of the text, and that of a turn.
+        """The end tokens: end of text and end of turn.
 
         Raises:
             UserError: they are no token ids.
@@ -165,20 +163,21 @@ class GgufFile:
         return parse_generation_config({"eos_token_id": list(dict.fromkeys(ids))}, self.path)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the metadata describe.
+        """The tokenizer of the metadata.
 
         Raises:
-            UserError: one of a kind that is not known, or with parts missing.
+            UserError: an unknown kind, or parts are missing.
         """
         tokenizer, settings = tokenizer_files(self.metadata, self.path)
         return build_tokenizer(self.path, tokenizer, settings)
 
     def _own(self, name: str) -> Any:
-        """The architecture's own metadata of a name; None where there are none."""
+        """A metadata value of the architecture; None where it is missing."""
         return self.metadata.get(f"{self._architecture}.{name}")
 
     def _raw_config(self) -> dict[str, Any]:
-        """What `config.json` would hold."""
+        """The equivalent of `config.json`."""
+        # Heads whose values or rotated channels differ in size are not implemented.
         head_dim = self._own("attention.key_length")
         rotated = self._own("rope.dimension_count")
         if head_dim is None:
@@ -192,6 +191,7 @@ class GgufFile:
                     f"{self.path}: '{self._architecture}.{name}': {value} beside heads of "
                     f"{head_dim} is not implemented"
                 )
+
         heads = self._own("attention.head_count")
         embedding = self.tensors.get("model.embed_tokens.weight")
         raw = {
@@ -211,11 +211,11 @@ class GgufFile:
             "no_rope_layer_interval": _SMOLLM3_INTERVAL,
             "dtype": "bfloat16",
         }
-        # Errors then name the key that is missing as a folder's would.
+        # A missing key is then reported by its name in `config.json`.
         return {key: value for key, value in raw.items() if value is not None}
 
     def _tensors(self, header: "_Header", data: np.ndarray) -> dict[str, StoredTensor]:
-        """All tensors under their names in the Hugging Face layout."""
+        """Maps all tensors, under their names in the Hugging Face layout."""
         heads = {
             "attn_q": self._own("attention.head_count"),
             "attn_k": self._own("attention.head_count_kv") or self._own("attention.head_count"),
@@ -224,6 +224,7 @@ class GgufFile:
         kinds = {entry.kind: entry for entry in header.tensors}
         known = {number: _kind(entry, self.path) for number, entry in kinds.items()}
         for entry in header.tensors:
+            # The tensor's bytes.
             kind = known[entry.kind]
             start = header.start + entry.offset
             size = kind.bytes_of(entry, self.path)
@@ -232,6 +233,7 @@ class GgufFile:
                     f"{self.path}: not a whole GGUF file: tensor '{entry.name}' ends at byte "
                     f"{start + size:,} of {len(data):,}"
                 )
+            # Its name.
             stem, _, end = entry.name.rpartition(".")
             own, name = "", _OTHER_TENSORS.get(stem)
             if stem.startswith("blk."):
@@ -260,8 +262,8 @@ class _GgufTensor(StoredTensor):
 
     Args:
         data: uint8, its bytes.
-        interleaved: the number of heads whose rows are interleaved, None for none: rows 2i and
-            2i + 1 of a head are then rows i and i + H/2 of the Hugging Face layout.
+        interleaved: the number of heads with interleaved rows, where rows 2i and 2i + 1 of a head
+            are rows i and i + H/2 in the Hugging Face layout; None for no such heads.
     """
 
     def __init__(
@@ -289,7 +291,7 @@ class _GgufTensor(StoredTensor):
                 raise UserError(
                     f"{self.path}: tensor '{self.name}' has {self.shape[0]} rows for {heads} heads"
                 )
-            # Whole rows change places, so they may as well do so before they are dequantised.
+            # Rows are quantized separately, so they can be permuted before dequantizing.
             rows = data.reshape(heads, self.shape[0] // heads // 2, 2, -1)
             data = rows.swapaxes(1, 2).reshape(-1)
         return self._kind.values(data).reshape(self.shape)
@@ -297,7 +299,7 @@ class _GgufTensor(StoredTensor):
 
 @dataclass(frozen=True)
 class _Kind:
-    """A type of tensor: `block` elements take `size` bytes."""
+    """A tensor type: `block` elements take `size` bytes."""
 
     number: Any  # gguf.GGMLQuantizationType
     block: int
@@ -305,12 +307,12 @@ class _Kind:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the values that are made of it."""
+        """The dtype of the decoded values."""
         dtype: np.dtype = np.dtype(_PLAIN.get(self.number.name, np.float32))
         return dtype
 
     def bytes_of(self, entry: "_Entry", path: Path) -> int:
-        """What a tensor takes."""
+        """The size of a tensor in bytes."""
         if entry.shape[-1] % self.block:
             raise UserError(
                 f"{path}: tensor '{entry.name}' of type {self.number.name} has rows of "
@@ -319,7 +321,7 @@ class _Kind:
         return math.prod(entry.shape) // self.block * self.size
 
     def values(self, data: np.ndarray) -> np.ndarray:
-        """The values of whole blocks, uint8 [n * size]: [n * block]."""
+        """Decodes n blocks, uint8 [n * size], to [n * block]."""
         if self.number.name in _PLAIN:
             return np.ascontiguousarray(data).view(self.dtype)
         import gguf
@@ -357,8 +359,8 @@ def _kind(entry: "_Entry", path: Path) -> _Kind:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """A file's bytes, mapped."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    """Memory-maps a file."""
+    if path.exists() and not path.is_file():  # a pipe would block
         raise UserError(f"{path}: cannot be read: not a regular file")
     with opening(path) as file:
         try:
@@ -368,12 +370,12 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 class _Torn(ValueError):
-    """Raised for a header that is not whole."""
+    """Raised for an incomplete or invalid header."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the header says of a tensor; `offset` counts from the start of the data."""
+    """A tensor's entry in the header; `offset` is relative to the start of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -382,7 +384,7 @@ class _Entry:
 
 
 class _Header:
-    """The header of a GGUF file: metadata, tensors, and where the tensors' data start."""
+    """The parsed header of a GGUF file: metadata, tensors, and the start of the data."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._data = data.data
@@ -438,7 +440,7 @@ class _Header:
         return self._data[start : self._at].tobytes()
 
     def _within(self, number: int, size: int) -> int:
-        """A number of things, if as many of that size at least can be left in the file."""
+        """`number`, if that many elements of at least `size` bytes can still follow."""
         if self._at + number * size > len(self._data):
             raise _Torn(f"its header goes on after its last byte, {len(self._data):,}")
         return number

@@ -1,4 +1,4 @@
-"""Where NaN or infinity arises: in a weight, in a layer's activations, or in the logits."""
+"""Locates NaN and infinity in weights and activations."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,15 @@ NOWHERE = -1
 
 
 def first_unsound(sound: jax.Array, start: jax.Array) -> jax.Array:
-    """The position and the stage at which some activation first is NaN or infinite: int32 [B, 2],
-    NOWHERE twice in a row that is sound.
+    """Position and stage of each row's first NaN or infinite activation: int32 [B, 2]; NOWHERE
+    twice where all are finite.
 
-    The first stage counts, then the first position: from a layer's values on one token spoils all.
+    The earliest stage wins, then the earliest position: after a layer's attention a single bad
+    token has contaminated the others.
 
     Args:
         sound: bool [B, T, 1+2L], see `information.AttnStats`.
-        start: int32 [B], the position of each row's first token here.
+        start: int32 [B], the position of each row's first token.
     """
     tokens = sound.shape[1]
     unsound = ~sound.swapaxes(1, 2).reshape(sound.shape[0], -1)
@@ -25,12 +26,12 @@ def first_unsound(sound: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def earlier(one: jax.Array, other: jax.Array) -> jax.Array:
-    """`one` where something was found, else `other`: int32 [B, 2] each."""
+    """`one` where it found something, else `other`: int32 [B, 2] each."""
     return jnp.where(one[:, :1] != NOWHERE, one, other)
 
 
 def describe(position: int, stage: int) -> str:
-    """What `first_unsound` found, for a person."""
+    """Formats a result of `first_unsound`."""
     layer, attention = (stage - 1) // 2, stage % 2 == 1
     where = "the embedding"
     if stage:
@@ -39,8 +40,7 @@ def describe(position: int, stage: int) -> str:
 
 
 def unsound_entry(weight: jax.Array) -> tuple[int, ...] | None:
-    """The index of the first entry of a weight that is NaN or infinite; None where all are
-    finite."""
+    """The index of a weight's first NaN or infinite entry; None where all are finite."""
     if bool(_all_finite(weight)):
         return None
     values = np.asarray(weight.astype(jnp.float32))

@@ -1,12 +1,11 @@
-"""The two ways in which the model reads a matrix, in the form that XLA runs fastest for its
-operands: the product `x @ weight.T`, and single rows of it.
+"""Matrix products `x @ weight.T` and row lookups for weights of any dtype, in the form that XLA
+runs fastest.
 
-The caller need not know the backend: the types say it. Where activations and weights share a type
-(any GPU or TPU, float32 on a CPU) it is a plain product. Where the weights are narrower than the
-activations (bfloat16 weights on a CPU) they stay narrow in memory, where they lie as `arranged`
-puts them, and are widened inside the product; a few vectors are split into bfloat16 numbers
-instead, where the processor multiplies those. Weights of 8 bits carry a scale for each output
-channel, which the product is multiplied with.
+The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
+a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
+layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
+into bfloat16 terms, where the processor multiplies those. Int8 weights carry a scale per output
+channel, which is applied to the product.
 """
 
 from dataclasses import replace
@@ -23,39 +22,39 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
-# vector fits in 8 KiB. Measured at 1B's shapes: 38 GB/s, which is all that the memory gives; with
-# longer vectors, 1 GB/s, or 18 as a multiply and a sum.
+# vector fits in 8 KiB. Measured at Llama-3.2-1B's shapes: 38 GB/s, the memory bandwidth; with
+# longer vectors 1 GB/s, or 18 as a multiply and a sum.
 _FUSED_PRODUCT_BYTES = 8192
 # Rows of a weight that are widened at a time for several vectors. At 1B's shapes and 16 to 512
 # vectors 256 rows run as fast as float32 weights, or faster; all rows at once take 1.4 to 3.6 times
 # as long.
 _BLOCK = 256
-# Vectors that are few enough to be split. On two cores of an AMD EPYC with AVX-512 BF16 a step of
-# 1B's takes, of the time that widening takes: 2 rows 0.56, 4 rows 0.58, 8 rows 0.74, 16 rows 0.81;
-# of 24 rows the products alone take as long.
+# The most vectors that are split. On two cores of an AMD EPYC with AVX-512 BF16 a step at 1B's
+# shapes takes, relative to widening: 2 rows 0.56, 4 rows 0.58, 8 rows 0.74, 16 rows 0.81; at 24
+# rows the products alone take as long.
 _FEW = 16
 
 
 @struct.dataclass
 class Columns:
-    """A matrix [out, in] that lies in memory as blocks of its columns, each by itself."""
+    """A matrix [out, in] stored as separate blocks of columns."""
 
     blocks: tuple[jax.Array, ...]  # [out, in_i], from left to right
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the blocks."""
+        """The dtype of the blocks."""
         return self.blocks[0].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole matrix."""
+        """The shape of the entire matrix."""
         return self.blocks[0].shape[0], sum(block.shape[1] for block in self.blocks)
 
 
 @struct.dataclass
 class Quantized:
-    """A matrix [out, in] of 8-bit integers; row i stands for `values[i] * scale[i]`."""
+    """A matrix [out, in] of 8-bit integers; row i represents `values[i] * scale[i]`."""
 
     values: Any  # int8 [out, in], an array or Columns
     scale: jax.Array  # float32 [out]
@@ -66,7 +65,7 @@ Weight = jax.Array | Columns | Quantized
 
 @jax.jit
 def quantized(weight: jax.Array) -> Quantized:
-    """The matrix rounded to 8 bits, the largest entry of each row (output channel) to +-127."""
+    """Quantizes a matrix to int8 with one scale per row (output channel)."""
     wide = weight.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=1) / 127.0
     values = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)[:, None]).astype(jnp.int8)
@@ -74,9 +73,8 @@ def quantized(weight: jax.Array) -> Quantized:
 
 
 def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
-    """A parameter as products with activations of this type read it fastest: a matrix that is
-    narrower than float32 ones in blocks of columns whose vectors are short enough, else as it
-    is."""
+    """The layout of a weight that products with activations of this dtype read fastest: blocks of
+    columns for a matrix narrower than float32 activations with long rows, else unchanged."""
     if isinstance(weight, Quantized):
         return replace(weight, values=arranged(weight.values, activations))
     if isinstance(weight, Columns) or activations != jnp.float32:
@@ -91,7 +89,7 @@ def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
 
 
 def whole(weight: jax.Array | Columns) -> np.ndarray:
-    """A matrix as a checkpoint has it."""
+    """The matrix in a checkpoint's layout."""
     if isinstance(weight, Columns):
         return np.concatenate([np.asarray(block) for block in weight.blocks], axis=1)
     return np.asarray(weight)
@@ -107,7 +105,7 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 
 
 def product(x: jax.Array, weight: Weight) -> jax.Array:
-    """As `linear`, but float32 out: what the logits are made of."""
+    """As `linear` without bias, returned in float32, as for logits."""
     if isinstance(weight, Quantized):
         return product(x, weight.values) * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))
     if isinstance(weight, Columns):
@@ -116,7 +114,7 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
         return sum((product(part, block) for part, block in parts), jnp.float32(0))
     if x.dtype == weight.dtype:
         return _dot(x, weight)
-    if x.dtype != jnp.float32:  # 8 bits where bfloat16 is multiplied: widened on the way there
+    if x.dtype != jnp.float32:  # int8 weights with bfloat16 activations
         weight, x = _in_this_step(weight, x)
         return _dot(x, weight.astype(x.dtype))
     vectors = x.reshape(-1, x.shape[-1])
@@ -131,8 +129,8 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this machine's processor has instructions for products of bfloat16 numbers. Without
-    them XLA widens both factors, each time anew. Only x86 is looked at: ARM's count as none."""
+    """Whether the processor has bfloat16 dot products; without them XLA widens both factors on
+    every use. Only x86 is detected."""
     try:
         known = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:  # not Linux
@@ -143,8 +141,8 @@ def multiplies_bfloat16() -> bool:
 def _vector_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x[1, in]` times narrower `weight[out, in]`: the widening fuses into the product."""
     weight, x = _in_this_step(weight, x)
-    # A function of its own in the compiled program, too: else XLA fuses what makes x into the
-    # product, and computes it anew for each of the weight's rows, at half the speed.
+    # Not inlined by XLA either: it would fuse the producer of x into the product and recompute it
+    # for each row of the weight, at half the speed.
     with set_xla_metadata(inlineable="false"):
         out: jax.Array = _widening_product(x, weight)
         return out
@@ -159,13 +157,13 @@ def _widening_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _split_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x[rows, in]` times bfloat16 `weight[out, in]`, none of it widened: x is a sum of three
-    bfloat16 numbers, whose products with the weight's are exact in float32. (But for numbers near
-    the ends of float32's range. What is not finite makes NaN.)"""
+    """`x[rows, in]` times bfloat16 `weight[out, in]` without widening: x is split into a sum of
+    three bfloat16 terms, whose products with the weight are exact in float32. (Except near the
+    limits of float32's range; non-finite values become NaN.)"""
     weight, x = _in_this_step(weight, x)
     parts, rest = [], x
     for _ in range(3):
-        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)  # a bfloat16 number
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)  # to bfloat16
         parts.append(part.astype(weight.dtype))
         rest = rest - part
     high, middle, low = jnp.split(_dot(jnp.concatenate(parts), weight), 3)
@@ -173,8 +171,8 @@ def _split_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _blocked_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x[rows, in]` times narrower `weight[out, in]`: a few rows of the weight are widened at a
-    time, and used while they are in the processor's cache."""
+    """`x[rows, in]` times narrower `weight[out, in]`: widens one block of the weight's rows at a
+    time, and multiplies with it while it is in the processor's cache."""
     blocks = weight.shape[0] // _BLOCK
 
     def block(i: jax.Array) -> jax.Array:
@@ -204,10 +202,10 @@ def rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _in_this_step(weight: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ties a weight to a value of the current step, so that it is widened there and nowhere else.
+    """Makes a weight depend on a value of the current step, so that it is widened there.
 
-    Without it XLA widens all weights once, before the decode loop, holds a float32 copy of the
-    model (5 GB at 1B) and reads twice the bytes in each step.
+    Otherwise XLA hoists the widening out of the decode loop, holds a float32 copy of the model
+    (5 GB at 1B) and reads twice the bytes in each step.
     """
     tied: tuple[jax.Array, jax.Array] = lax.optimization_barrier((weight, other))
     return tied

@@ -1,7 +1,7 @@
-"""The parameter tree, described once: shapes, logical axes and checkpoint names.
+"""The parameter tree: shapes, logical axes and checkpoint names.
 
-Initialisation, loading and saving all walk `param_specs`, so they cannot disagree. Matrices are
-kept as the checkpoint has them, `[out, in]`: nothing is transposed on the way in.
+Initialisation, loading, saving and sharding all derive from `param_specs`. Matrices keep the
+checkpoint's `[out, in]` layout: nothing is transposed on loading.
 """
 
 import math
@@ -17,8 +17,8 @@ from entropix_jax.config import ModelConfig
 
 @struct.dataclass
 class LayerParams:
-    """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree; None where a model
-    has no such weight."""
+    """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree; None is a weight
+    that the model does not have."""
 
     attention_norm: Any  # [D]
     query: Any  # [N*H, D]
@@ -38,7 +38,7 @@ class LayerParams:
 
 @struct.dataclass
 class Params:
-    """All weights of a model. `head` is None where the embedding serves as the output matrix."""
+    """All weights of a model. `head` is None where it is tied to the embedding."""
 
     embedding: Any  # [V, D]
     layers: tuple[LayerParams, ...]
@@ -53,7 +53,7 @@ class Params:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One tensor: its name in a checkpoint, its shape, and the meaning of each axis."""
+    """One tensor: its checkpoint name, shape, and logical axes."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class ParamSpec:
 
 
 def param_specs(config: ModelConfig) -> Params:
-    """The abstract tree of a configuration, a `ParamSpec` at each leaf."""
+    """The abstract parameter tree of a configuration, with a `ParamSpec` at each leaf."""
     width, mlp, vocab = config.width, config.mlp_width, config.vocab_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
@@ -104,13 +104,12 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def count_params(config: ModelConfig) -> int:
-    """The number of weights, a tied head counted once."""
+    """The number of parameters, a tied head counted once."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
-    """Random weights: norms at one, biases at zero, matrices normal with the deviation 0.02 that
-    Llama is trained from.
+    """Random weights: norms one, biases zero, matrices normal with standard deviation 0.02.
 
     `key` is consumed.
     """

@@ -12,10 +12,10 @@ from entropix_jax.config import ModelConfig, RopeScaling
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians per position of each rotated pair, float32 [H/2].
 
-    With `rope_scaling`, Llama 3's rule: wavelengths longer than `original / low_freq_factor` are
+    With `RopeScaling`, Llama 3's rule: wavelengths longer than `original / low_freq_factor` are
     stretched by `factor`, those shorter than `original / high_freq_factor` are kept, and between
-    the two the frequency is interpolated linearly in `original / wavelength`. `RopeDivisors` say
-    what each frequency is divided by.
+    the two the frequency is interpolated linearly in `original / wavelength`. With `RopeDivisors`
+    each frequency is divided by its own divisor.
     """
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float64)
     frequencies = config.rope_theta ** (-pairs / config.head_dim)
@@ -40,7 +40,7 @@ def rotations(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs `(x[..., i], x[..., i + H/2])` of `x[B, T, heads, H]`, in float32."""
+    """Rotates the pairs `(x[..., i], x[..., i + H/2])` of `x[B, T, heads, H]`, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

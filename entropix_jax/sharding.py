@@ -1,12 +1,12 @@
-"""Many devices: one mesh with the axes `data` and `model`, and what is split over which.
+"""Data and tensor parallelism on one mesh with the axes `data` and `model`.
 
-Rows are split over `data`, heads, MLP and vocabulary over `model`. Parameters, cache and decode
-state carry the names of their axes; a `Rules` says on which mesh axis a name lies.
+Rows of a batch are sharded over `data`; heads, MLP and vocabulary over `model`. Parameters, cache
+and decode state name their logical axes, and `Rules` maps those names to mesh axes.
 
-A compiled function of a batch runs on each data shard's rows alone (`split_rows`), so rows in
-different shards meet only where the function asks for it; within a shard XLA splits the products
-over `model` as the parameters lie. The functions here that a step calls (`anywhere`, `here`, ...)
-are the identity where nothing is split: on one device a step is compiled as if there were none.
+`split_rows` wraps a batch function in `shard_map` over `data`, so rows of different shards
+communicate only where the function asks for it; XLA partitions the matrix products over `model`
+from the shardings of the parameters. The collectives below (`any_shard`, `local_index`, ...) are
+the identity outside of `shard_map`: a single-device step compiles without any trace of them.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from entropix_jax.params import Params, param_specs
 
 DATA, MODEL = "data", "model"
 
-# Logical axes to mesh axes; one that is not named here lies whole on every device.
+# Logical axes to mesh axes; an axis that is not listed is replicated.
 _RULES: Mapping[str, str] = {
     "batch": DATA,
     "vocab": MODEL,
@@ -39,10 +39,10 @@ _RULES: Mapping[str, str] = {
     "mlp": MODEL,
 }
 
-# What `split_rows` is told of the axes of what a function returns, in a tree's leaves.
+# Output specs for `split_rows`.
 ROWS: Any = P(DATA)  # [B, ...]
 STEPS: Any = P(None, DATA)  # [steps, B, ...]
-ONCE: Any = P()  # the same for all rows
+ONCE: Any = P()  # replicated
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -51,34 +51,33 @@ _Tree = TypeVar("_Tree")
 
 @dataclass(frozen=True)
 class Rules:
-    """Where the parts of a model lie on a mesh."""
+    """How a model's arrays are sharded on a mesh."""
 
     mesh: Mesh
-    split: Mapping[str, str]  # logical axes to mesh axes; one that is not named is not split
+    split: Mapping[str, str]  # logical axes to mesh axes; an axis that is not listed is replicated
 
     def sharding(self, axes: Sequence[str]) -> NamedSharding:
-        """Of an array whose axes have these names."""
+        """The sharding of an array with these logical axes."""
         return NamedSharding(self.mesh, _spec(self.mesh, self.split, axes))
 
     def params(self, config: ModelConfig) -> Params:
-        """Of each weight: a tree of `NamedSharding`s."""
+        """The sharding of each weight: a tree of `NamedSharding`s."""
         shardings: Params = jax.tree.map(lambda spec: self.sharding(spec.axes), param_specs(config))
         return shardings
 
     def rows(self, tree: _Tree) -> _Tree:
-        """Of each leaf [B, ...] of a tree: a `DecodeState`, a batch's `SamplerParams`, end tokens;
-        a `KVCache` in it by its own axes."""
+        """The sharding of each leaf [B, ...] of a tree (a `DecodeState`, a batch's
+        `SamplerParams`, end tokens); a `KVCache` inside it is sharded by its own axes."""
         shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
         return shardings
 
 
 def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh that a user asks for.
+    """Parses the `--mesh` option.
 
     Args:
-        text: such as "data=4,model=2"; an axis that is left out has size 1. None: all devices on
-            `data`.
-        devices: each is used.
+        text: such as "data=4,model=2"; an omitted axis has size 1. None: all devices on `data`.
+        devices: all of them are used.
 
     Raises:
         UserError: not of this form, an unknown axis, a size under 1, or sizes whose product is not
@@ -98,11 +97,10 @@ def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig, slots: int | None = None) -> None:
-    """Checks that a model, and a batch of `slots` rows, can be split over a mesh.
+    """Checks that a mesh divides a model's heads and MLP, and a batch of `slots` rows.
 
     Raises:
-        UserError: heads, the MLP or slots cannot be split evenly. A vocabulary that cannot is no
-            error: see `rules_for`.
+        UserError: it does not. A vocabulary that it does not divide is no error, see `rules_for`.
     """
     parts = [
         (MODEL, config.num_kv_heads, "key/value heads"),
@@ -120,10 +118,10 @@ def check_mesh(mesh: Mesh, config: ModelConfig, slots: int | None = None) -> Non
 
 
 def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
-    """The rules by which a model lies on a mesh.
+    """The sharding rules of a model.
 
-    A vocabulary that `model` does not divide is not split: each device then holds the embedding and
-    the output matrix whole, and computes all logits of its rows.
+    A vocabulary that `model` does not divide is replicated: each device then holds the entire
+    embedding and output matrix, and computes all logits of its rows.
 
     Raises:
         UserError: see `check_mesh`.
@@ -134,7 +132,7 @@ def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
 
 
 def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
-    """What a model's weights take of each device of a mesh, or of one device alone.
+    """Bytes of a model's weights per device of a mesh, or on a single device.
 
     Raises:
         UserError: see `check_mesh`.
@@ -147,12 +145,12 @@ def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = Non
 
 
 def describe(mesh: Mesh) -> str:
-    """A mesh as `parse_mesh` reads it."""
+    """Formats a mesh as `parse_mesh` reads it."""
     return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def place(tree: _Tree, shardings: _Tree) -> _Tree:
-    """The tree with each leaf's parts on their devices."""
+    """`jax.device_put`, typed."""
     placed: _Tree = jax.device_put(tree, shardings)
     return placed
 
@@ -160,18 +158,19 @@ def place(tree: _Tree, shardings: _Tree) -> _Tree:
 def split_rows(
     *, rows: Mapping[str, int], returns: Any
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Makes a function of a batch work on each data shard's rows alone, where its arguments lie on
-    a mesh; elsewhere the function stays as it is.
+    """Decorates a batch function to run per data shard when its arguments are on a mesh; with
+    arguments on a single device the function is called unchanged.
 
-    It stands under `jax.jit`, which needs to be told nothing: a mesh is part of the arguments'
-    types. Within the function the batch is the shard's, so a condition on "does any row need it"
-    costs a shard only what its own rows need.
+    Goes under `jax.jit`. The mesh is read from the arguments' types at trace time. Inside the
+    function B is the shard's batch size, so a branch on "does any row need it" is decided per
+    shard.
 
     Args:
-        rows: the arguments whose leaves have a leading row axis, and the fewest axes of a leaf
-            that has one (end tokens are [B, E], or [E] for all rows). The other positional ones are
-            the same for all rows; keyword-only ones are static.
-        returns: a tree of `ROWS`, `STEPS` and `ONCE`, a prefix of what the function returns.
+        rows: the arguments whose leaves have a leading row axis, with the smallest rank of a leaf
+            that has one (end tokens are [B, E], or [E] for all rows). Other positional arguments
+            are replicated; keyword-only ones are static.
+        returns: a prefix tree of the function's output, with `ROWS`, `STEPS` and `ONCE` at its
+            leaves.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -206,66 +205,65 @@ def split_rows(
     return decorate
 
 
-def gathered(logits: jax.Array) -> jax.Array:
-    """`logits[..., V]` whole on each device of `model`, so that what is drawn from them is computed
-    there without another word between the devices."""
+def gather_logits(logits: jax.Array) -> jax.Array:
+    """All-gathers `logits[..., V]` over `model`: sampling then needs no communication."""
     if MODEL not in jax.sharding.get_abstract_mesh().auto_axes:
         return logits
     whole: jax.Array = lax.with_sharding_constraint(logits, P())
     return whole
 
 
-def anywhere(flag: jax.Array) -> jax.Array:
-    """Whether a bool [] is True in any data shard: all of them go on, or none."""
-    return lax.pmax(flag.astype(jnp.int32), DATA) > 0 if _is_split() else flag
+def any_shard(flag: jax.Array) -> jax.Array:
+    """Logical or of a bool [] over the data shards."""
+    return lax.pmax(flag.astype(jnp.int32), DATA) > 0 if _in_shard() else flag
 
 
-def total(number: jax.Array) -> jax.Array:
-    """The sum of a number over the data shards."""
-    return lax.psum(number, DATA) if _is_split() else number
+def sum_shards(number: jax.Array) -> jax.Array:
+    """Sum of a scalar over the data shards."""
+    return lax.psum(number, DATA) if _in_shard() else number
 
 
-def here(numbers: jax.Array, size: int) -> jax.Array:
-    """Rows of the whole batch, int32 [...], as rows of this data shard, which has `size`; one of
-    another shard becomes `size`, which is nobody's."""
-    if not _is_split():
+def local_index(numbers: jax.Array, size: int) -> jax.Array:
+    """Global row indices, int32 [...], as indices into this shard's `size` rows; a row of another
+    shard becomes `size`, which is out of range."""
+    if not _in_shard():
         return numbers
     numbers = numbers - lax.axis_index(DATA) * size
     return jnp.where((numbers >= 0) & (numbers < size), numbers, size)
 
 
-def ours(tree: _Tree, size: int) -> _Tree:
-    """The part of this data shard, which has `size` rows, of leaves [B, ...] of the whole batch."""
-    if not _is_split():
+def local_rows(tree: _Tree, size: int) -> _Tree:
+    """This shard's `size` rows of replicated leaves [B, ...]."""
+    if not _in_shard():
         return tree
     start = lax.axis_index(DATA) * size
     own: _Tree = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
     return own
 
 
-def row_of(rows: jax.Array, number: jax.Array) -> jax.Array:
-    """The row `number`, int32 [], of the whole batch, of this shard's `rows[B, ...]`, which may be
-    in another shard."""
-    if not _is_split():
+def broadcast_row(rows: jax.Array, number: jax.Array) -> jax.Array:
+    """The row with the global index `number`, int32 [], of sharded `rows[B, ...]`, on every
+    shard."""
+    if not _in_shard():
         return rows[number]
-    own = here(number, rows.shape[0])
+    own = local_index(number, rows.shape[0])
     row = jnp.where(own < rows.shape[0], rows[own], jnp.zeros((), rows.dtype))
     # XLA fails on a sum over one shard beside an axis that is its own to split.
     return row if lax.axis_size(DATA) == 1 else lax.psum(row, DATA)
 
 
-def where_any(ours: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> _Tree:
-    """`work(value)` in the data shards in which any of `ours`, bool [...], is True; the others have
-    nothing to do, and `value` stays as it is."""
-    if not _is_split():
+def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> _Tree:
+    """`work(value)` on the shards where any of `mask`, bool [...], is True; other shards return
+    `value` unchanged."""
+    if not _in_shard():
         return work(value)
-    out: _Tree = lax.cond(jnp.any(ours), work, lambda value: value, value)
+    out: _Tree = lax.cond(jnp.any(mask), work, lambda value: value, value)
     return out
 
 
-def everywhere(numbers: jax.Array, size: int) -> jax.Array:
-    """The inverse of `here`: rows of this data shard, or -1 for none, as rows of all of them."""
-    if not _is_split():
+def global_index(numbers: jax.Array, size: int) -> jax.Array:
+    """The inverse of `local_index`, except that -1 (none) stays -1."""
+    if not _in_shard():
         return numbers
     return jnp.where(numbers < 0, numbers, numbers + lax.axis_index(DATA) * size)
 
@@ -288,8 +286,8 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _spec(mesh: Mesh | AbstractMesh, split: Mapping[str, str], axes: Sequence[str]) -> P:
-    """As XLA would write it, without mesh axes of size 1 and without what is not split at the end:
-    of two values for one sharding a program would be compiled twice."""
+    """The canonical spec, as XLA returns it: no mesh axes of size 1, no trailing None. Two
+    spellings of one sharding would compile a program twice."""
     over = [axis if mesh.shape.get(axis, 1) > 1 else None for axis in map(split.get, axes)]
     while over and over[-1] is None:
         over.pop()
@@ -307,7 +305,7 @@ def _by_row(tree: Any, row: Any, cache: Any) -> Any:
 
 
 def _mesh_of(tree: Any) -> AbstractMesh | None:
-    """The mesh that a function's arguments lie on; None for no more than one device."""
+    """The mesh of a function's arguments; None on a single device."""
     for leaf in jax.tree.leaves(tree):
         mesh: AbstractMesh = jax.typeof(leaf).sharding.mesh
         if mesh.size > 1:
@@ -316,14 +314,14 @@ def _mesh_of(tree: Any) -> AbstractMesh | None:
 
 
 def _keep(mesh: AbstractMesh, spec: P, tree: Any) -> Any:
-    """Holds what a function returns to where the rules would put it: what is donated to the next
-    call must lie as it did."""
+    """Constrains outputs to the shardings of the rules: buffers that the next call donates must
+    keep their layout."""
     cache = NamedSharding(mesh, _spec(mesh, _RULES, CACHE_AXES))
     rows = spec if mesh.shape[DATA] > 1 else P()
     shardings = _by_row(tree, NamedSharding(mesh, rows), cache)
     return lax.with_sharding_constraint(tree, shardings)
 
 
-def _is_split() -> bool:
-    """Whether this is traced for one data shard's rows."""
+def _in_shard() -> bool:
+    """Whether the trace is inside `shard_map` over `data`."""
     return DATA in jax.sharding.get_abstract_mesh().manual_axes

@@ -19,7 +19,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
 from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.state import init_sampler_state
-from entropix_jax.sharding import ROWS, Rules, here, place, row_of, split_rows
+from entropix_jax.sharding import ROWS, Rules, broadcast_row, local_index, place, split_rows
 
 _MAX_EOS = 8
 
@@ -117,10 +117,10 @@ def share_prefix(
 ) -> DecodeState:
     """Copies the first `count` cached tokens of slot `source` to slot `target`, whose prompt begins
     with the same. The state is donated."""
-    target = here(target, state.finish.shape[0])
+    target = local_index(target, state.finish.shape[0])
 
     def share(rows: jax.Array) -> jax.Array:
-        return rows.at[target].set(row_of(rows, source), mode="drop")
+        return rows.at[target].set(broadcast_row(rows, source), mode="drop")
 
     cache = jax.tree.map(share, state.cache)
     length = state.cache.length.at[target].set(count, mode="drop")

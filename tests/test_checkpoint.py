@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chex  # type: ignore[import-untyped]
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,7 +17,7 @@ import entropix_jax.checkpoint as checkpoint
 from entropix_jax.checkpoint import checkpoint_dtype, load_params, save_params
 from entropix_jax.errors import UserError
 from entropix_jax.linear import quantized
-from entropix_jax.params import Params, count_params, init_params, param_specs
+from entropix_jax.params import Params, count_params, param_specs
 from tests.models import random_params, tiny_config
 
 CONFIG = tiny_config(num_layers=1, tied_head=False)
@@ -93,6 +91,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path, dtype: str, tied: bool) -> None
     params = random_params(config, dtype=dtype)
     save_params(tmp_path, params, config)
     assert_same(load_params(tmp_path, config, dtype), params)
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    assert_same(load_params(tmp_path, config, "bfloat16"), narrow)
+    assert checkpoint_dtype(tmp_path, config) == dtype
     assert sorted(p.name for p in tmp_path.iterdir()) == [SINGLE]
     stored = load_file(tmp_path / SINGLE)
     assert sum(t.size for t in stored.values()) == count_params(config)
@@ -122,16 +123,6 @@ def test_each_name_has_its_place(tmp_path: Path, tensors: dict[str, np.ndarray])
     assert not tensors
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_converted_once(tmp_path: Path, dtype: str) -> None:
-    """From the stored type to the one that is asked for, rounding as the types do."""
-    config = tiny_config(dtype="float32")
-    params = random_params(config)
-    save_params(tmp_path, params, config)
-    loaded = load_params(tmp_path, config, dtype)
-    assert_same(loaded, jax.tree.map(lambda x: x.astype(dtype), params))
-
-
 def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
     """For float32 activations narrow matrices with long rows come in blocks; without a word on
     activations, and for bfloat16 ones, as they are stored."""
@@ -157,18 +148,9 @@ def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np
     chex.assert_trees_all_equal(loaded.embedding, quantized(params.embedding))
     chex.assert_trees_all_equal(loaded.layers[0].down, quantized(params.layers[0].down))
     chex.assert_trees_all_equal(loaded.final_norm, params.final_norm)
-
-
-def test_eight_bits_are_not_saved(tmp_path: Path) -> None:
-    small = jax.tree.map(lambda x: quantized(x) if x.ndim == 2 else x, random_params(CONFIG))
     with pytest.raises(UserError, match="weights of 8 bits are not written"):
-        save_params(tmp_path, small, CONFIG)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
-    write_shards(tmp_path, tensors)
-    assert_same(load_params(tmp_path, CONFIG, "float32"), random_params(CONFIG))
+        save_params(tmp_path / "int8", loaded, CONFIG)
+    assert not (tmp_path / "int8").exists()
 
 
 @pytest.mark.parametrize("offset", range(4))
@@ -209,62 +191,38 @@ def test_what_older_files_also_carry_is_left_out(
     assert checkpoint_dtype(tmp_path, config) == "bfloat16"
 
 
-def test_dtype_is_the_configurations_or_else_the_files(
-    tmp_path: Path, tensors: dict[str, np.ndarray]
-) -> None:
-    assert checkpoint_dtype(tmp_path, CONFIG) == "float32"
-    save_file({n: t.astype(np.float16) for n, t in tensors.items()}, tmp_path / SINGLE)
-    assert checkpoint_dtype(tmp_path, replace(CONFIG, dtype=None)) == "float16"
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_tensor_is_named(
+def test_a_tensor_that_is_missing_or_misshapen_is_named(
     tmp_path: Path, tensors: dict[str, np.ndarray], name: str
 ) -> None:
+    shape = tensors[name].shape
+    changed = np.ascontiguousarray(tensors[name].reshape(1, -1))  # the same numbers
+    save_file(tensors | {name: changed}, tmp_path / SINGLE)
+    assert f"tensor '{name}' has shape {[1, changed.size]}, expected {list(shape)}" in refusal(
+        tmp_path
+    )
     del tensors[name]
     save_file(tensors, tmp_path / SINGLE)
-    assert name in refusal(tmp_path)
+    assert f"'{name}' is missing" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "dtype", "message"),
     [
-        "model.layers.1.input_layernorm.weight",  # one layer too many
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.q_norm.weight",
-        "score.weight",
+        ("model.layers.1.input_layernorm.weight", np.float32, "has no place"),  # a layer too many
+        ("model.layers.0.self_attn.q_proj.bias", np.float32, "has no place"),
+        ("model.layers.0.self_attn.q_norm.weight", np.float32, "has no place"),
+        (NAMES[3], ml_dtypes.bfloat16, "has type bfloat16, expected float32"),
+        (NAMES[3], np.float64, "has type F64, which is not implemented"),
+        (NAMES[3], np.int8, "has type I8, which is not implemented"),
     ],
 )
-def test_a_tensor_without_a_place_is_named(
-    tmp_path: Path, tensors: dict[str, np.ndarray], name: str
+def test_a_tensor_without_a_place_or_of_another_type_is_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray], name: str, dtype: Any, message: str
 ) -> None:
-    tensors[name] = np.ones(4, np.float32)
+    tensors[name] = tensors.get(name, np.ones(4)).astype(dtype)
     save_file(tensors, tmp_path / SINGLE)
-    message = refusal(tmp_path)
-    assert name in message
-    assert SINGLE in message
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_shape_is_named(tmp_path: Path, tensors: dict[str, np.ndarray], name: str) -> None:
-    shape = tensors[name].shape
-    tensors[name] = np.ascontiguousarray(tensors[name].reshape(1, -1))  # the same numbers
-    save_file(tensors, tmp_path / SINGLE)
-    message = refusal(tmp_path)
-    assert name in message
-    assert SINGLE in message
-    assert str(list(shape)) in message
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.int8])
-def test_a_wrong_type_is_named(tmp_path: Path, tensors: dict[str, np.ndarray], dtype: Any) -> None:
-    name = NAMES[3]
-    tensors[name] = tensors[name].astype(dtype)
-    save_file(tensors, tmp_path / SINGLE)
-    message = refusal(tmp_path)
-    assert name in message
-    assert SINGLE in message
-    assert "type" in message
+    assert f"{SINGLE}: tensor '{name}' {message}" in refusal(tmp_path)
 
 
 def test_a_tensor_that_occurs_twice_in_a_file_is_named(
@@ -345,7 +303,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", ".", "", 7, None],
+    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", "", 7, None],
 )
 def test_an_index_that_points_elsewhere_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], shard: Any
@@ -356,27 +314,16 @@ def test_an_index_that_points_elsewhere_is_refused(
     (folder / "sub").mkdir()
     save_file(tensors, folder / "sub" / "a.safetensors")
     write_index(folder, dict.fromkeys(NAMES, shard))
-    message = refusal(folder)
-    assert INDEX in message
-    assert ".safetensors files beside it" in message
+    told = f"{INDEX}: 'weight_map' must map tensors to .safetensors files beside it"
+    assert told in refusal(folder)
+    write_index(folder, [])
+    assert told in refusal(folder)
 
 
-@pytest.mark.parametrize("weight_map", [None, [], "a.safetensors"])
-def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: Any) -> None:
-    write_index(tmp_path, weight_map)
-    assert "'weight_map'" in refusal(tmp_path)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
-    write_shards(tmp_path, tensors)
-    (tmp_path / "b.safetensors").unlink()
-    assert "b.safetensors is missing" in refusal(tmp_path)
-
-
-def test_a_tensor_that_is_not_where_the_index_says_is_named(
-    tmp_path: Path, tensors: dict[str, np.ndarray]
-) -> None:
+def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Or else the tensor that is not where the index says is named, or the missing shard."""
     weight_map = write_shards(tmp_path, tensors)
+    assert_same(load_params(tmp_path, CONFIG, "float32"), random_params(CONFIG))
     write_index(tmp_path, {**weight_map, NAMES[0]: weight_map[NAMES[1]]})
     assert NAMES[0] in refusal(tmp_path)
     write_index(tmp_path, {**weight_map, "model.layers.0.extra": weight_map[NAMES[1]]})
@@ -385,6 +332,8 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(
     assert weight_map[NAMES[1]] in message
     write_index(tmp_path, {n: f for n, f in weight_map.items() if n != NAMES[4]})
     assert NAMES[4] in refusal(tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    assert "b.safetensors is missing" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -406,55 +355,3 @@ def test_an_interrupted_save_leaves_nothing(
     assert [p.name for p in tmp_path.iterdir()] == [SINGLE] * earlier
     if earlier:
         assert_same(load_params(tmp_path, CONFIG, "float32"), params)
-
-
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-import jax
-from entropix_jax.checkpoint import save_params
-from entropix_jax.errors import UserError
-from tests.models import TINY, random_params
-params = random_params(TINY)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    save_params(Path(sys.argv[1]), params, TINY)
-except UserError as error:
-    print(error)
-"""
-
-
-def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent.parent,
-    )
-    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
-    assert str(tmp_path / SINGLE) in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        save_params(tmp_path / "file", random_params(CONFIG), CONFIG)
-
-
-def test_random_weights_are_as_training_starts_from_them() -> None:
-    params = init_params(CONFIG, jax.random.key(0), jnp.dtype(jnp.bfloat16))
-    for leaf, spec in zip(
-        jax.tree.leaves(params), jax.tree.leaves(param_specs(CONFIG)), strict=True
-    ):
-        assert (leaf.shape, leaf.dtype) == (spec.shape, jnp.bfloat16)
-        values = np.asarray(leaf, np.float64)
-        if leaf.ndim == 1:
-            np.testing.assert_array_equal(values, 1.0)
-        else:
-            assert abs(values.mean()) < 0.003
-            assert values.std() == pytest.approx(0.02, rel=0.1)
-    matrices = [np.asarray(leaf) for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
-    assert not np.array_equal(matrices[2], matrices[3])  # keys and values: of one shape

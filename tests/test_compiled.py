@@ -14,14 +14,13 @@ import pytest
 import entropix_jax.decode as decode_module
 from entropix_jax.branching import lanes_of
 from entropix_jax.cache import KVCache, init_cache
-from entropix_jax.decode import decode, prefill
+from entropix_jax.decode import decode
 from entropix_jax.decode_state import DecodeState, Recording, init_state
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.memory import plan_memory
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, ParamSpec, param_specs
 from entropix_jax.precision import choose_precision
-from entropix_jax.preparation import MAX_PREFILL, chunk_size
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.params import MAX_WIDTH
 from tests.models import tiny_config
@@ -212,24 +211,10 @@ def test_a_step_reads_each_weight_once(weights: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize(("weights", "batch"), STEPS)
-def test_the_plan_of_memory_is_what_xla_takes(weights: str, batch: int) -> None:
-    """A step, or a part of a prompt, whichever takes more: what goes in, what comes out beside it,
-    and the room in between."""
-    state = state_of(batch)
-    read: Any = prefill.lower(
-        params_in(weights),
-        state,
-        jnp.zeros((1, chunk_size(CONFIG, CAPACITY, 1, MAX_PREFILL)), jnp.int32),
-        jnp.ones(1, jnp.int32),
-        None if batch == 1 else jnp.zeros(1, jnp.int32),
-        config=CONFIG,
-        window=CAPACITY,
-    ).compile()
-    resident = sum(x.nbytes for x in jax.tree.leaves(state)) + sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(params_in(weights))
-    )
-    step, prompt = compiled(weights, batch).memory_analysis(), read.memory_analysis()
-    beside = step.output_size_in_bytes - step.alias_size_in_bytes
-    taken = resident + max(step.temp_size_in_bytes + beside, prompt.temp_size_in_bytes)
+def test_the_plan_of_memory_is_a_lower_bound(weights: str, batch: int) -> None:
+    """Of what a step takes: its arguments, and XLA's temporary buffers."""
+    arguments = (state_of(batch), params_in(weights))
+    resident = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+    taken = resident + compiled(weights, batch).memory_analysis().temp_size_in_bytes
     plan = plan_memory(CONFIG, choose_precision(weights, "cpu"), slots=batch, capacity=CAPACITY)
-    assert plan.total == pytest.approx(taken, rel=0.1)
+    assert 0.5 * taken < plan.total <= taken

@@ -313,30 +313,14 @@ def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
         run(tiny, wanted)
 
 
-def test_requests_that_are_not_there_yet(tiny: LanguageModel) -> None:
-    """Those that are go on, and the others come as if nothing had been."""
-    rows = [Row(request) for request in mixed(tiny, 6)]
-    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
-    told: list[Event] = []
-
-    def source() -> Iterator[Row | None]:
-        yield None
-        for number, row in enumerate(rows):
-            yield row
-            end = len(told) + 5 * (number % 3)
-            while len(told) < end and any(r.finish_reason is None for r in rows[: number + 1]):
-                yield None
-            yield None
-
-    for event in engine.run(source()):
-        told.append(event)
-    assert [row.finish_reason for row in rows] == ["length"] * 6
+def test_an_engine_runs_again(tiny: LanguageModel) -> None:
+    """Nothing is left of the rows of its first run, whose prompts were cached."""
+    wanted = mixed(tiny, 6)
+    engine, rows, _ = run(tiny, wanted)
     starts = [row.started or 0.0 for row in rows]
     assert starts == sorted(starts)
-    assert starts[0] > 0
-    assert all((row.first_token or 0.0) >= (row.started or 0.0) for row in rows)
-    # Once more, with the same engine.
-    once_more = [Row(row.request) for row in rows]
+    assert all(0 < start <= (row.first_token or 0) for start, row in zip(starts, rows, strict=True))
+    once_more = [Row(request) for request in wanted]
     list(engine.run(once_more))
     assert [ids(row) for row in once_more] == [ids(row) for row in rows]
 

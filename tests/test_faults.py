@@ -21,7 +21,7 @@ import pytest
 from jax._src.lru_cache import LRUCache
 
 from entropix_jax import batch
-from entropix_jax.batches.store import Store, check_output
+from entropix_jax.batches.output import Store, check_output
 from entropix_jax.calibration.output import write_text
 from entropix_jax.commandline import run_command
 from entropix_jax.errors import UserError

@@ -205,7 +205,8 @@ def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert slots(0) == 1  # and the engine refuses it
     model = make().model
     plan = plan_memory(model.config, model.precision, slots=11, capacity=1024)
-    assert slots(plan.total - plan.weights) == 11  # the weights are there, and not in what is free
+    needed = plan.total - plan.weights  # the weights are loaded, and not in what is free
+    assert slots(needed * 5 // 4 + 1) == 11
     assert slots(10**12, batch_size="auto:4", max_batch_size=6) == 6
 
 

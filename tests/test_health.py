@@ -17,7 +17,6 @@ from entropix_jax import batch, main
 from entropix_jax.attention import attend, attention_stats
 from entropix_jax.cache import init_cache, init_suffixes
 from entropix_jax.checkpoint import load_params
-from entropix_jax.config import parse_model_config
 from entropix_jax.decode import _forward_branches
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
@@ -26,10 +25,8 @@ from entropix_jax.information import AttnStats
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward
 from entropix_jax.params import Params
-from entropix_jax.rope import inverse_frequencies, rotations
 from entropix_jax.scoring import score_tokens
 from tests.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
-from tests.models import LLAMA_3_2_1B
 from tests.runs import Spec, calibrated, run_specs
 from tests.test_sharding import two
 
@@ -85,8 +82,7 @@ def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name:
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("at", [0, AT, len(PROMPT) - 1])
+@pytest.mark.parametrize(("number", "at"), zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True))
 def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> None:
     """In the prompt's first token, amid it, and in its last one, which the first step reads."""
 
@@ -134,8 +130,9 @@ def test_logits_alone(tmp_path: Path) -> None:
     assert row.error == f"NaN or infinite logits at position {len(PROMPT)}"
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("number", "dtype"), zip(NUMBERS, ["float32", "bfloat16", "int8"], strict=True)
+)
 def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
     def change(params: Params) -> Params:
         one = params.layers[1]
@@ -252,16 +249,13 @@ def test_first_unsound() -> None:
     # The values of token 2 spoil what comes after them in all tokens.
     spoiled = [(2, 1), (0, 2), (1, 2), (2, 2)]
     assert first_unsound(sound_of(*spoiled), start).tolist() == [[12, 1]]
+    assert unsound_entry(jnp.ones((3, 4))) is None
+    assert unsound_entry(jnp.ones((3, 4)).at[2, 1].set(-jnp.inf)) == (2, 1)
     both = jnp.array([[NOWHERE, NOWHERE], [3, 1]])
     assert earlier(both, jnp.array([[5, 2], [9, 9]])).tolist() == [[5, 2], [3, 1]]
     assert describe(7, 0) == "NaN or infinity in the embedding at position 7"
     assert describe(7, 5).endswith("the queries, keys or values of layer 2 at position 7")
     assert describe(7, 6).endswith("in layer 2 at position 7")
-
-
-def test_unsound_entry() -> None:
-    assert unsound_entry(jnp.ones((3, 4))) is None
-    assert unsound_entry(jnp.ones((3, 4)).at[2, 1].set(-jnp.inf)) == (2, 1)
 
 
 def test_padding_is_no_fault(tmp_path: Path) -> None:
@@ -278,19 +272,6 @@ def test_padding_is_no_fault(tmp_path: Path) -> None:
     _, stats, _ = forward(bad, SHAPE, tokens, count + 1, cache, window=16, check=True)
     assert stats.sound is not None
     assert first_unsound(stats.sound, cache.length).tolist() == [[1, 0], [0, 0], [2, 0]]
-
-
-def test_rotations_at_128k_positions() -> None:
-    """Against float64, from the same float32 frequencies. A float32 product of a position near 2^17
-    and a frequency is off by at most half a unit in its last place, 2^-8."""
-    positions = np.array([0, 1, 4095, 65_535, 131_070, 131_071])
-    config = parse_model_config(dict(LLAMA_3_2_1B), Path("config.json"))
-    cos, sin = rotations(config, jnp.asarray(positions[None], jnp.int32))
-    frequencies = inverse_frequencies(config).astype(np.float64)
-    angles = positions[:, None] * frequencies
-    bound = 0.5 * np.spacing(angles.astype(np.float32)) + 1e-6
-    for found, exact in ((cos, np.cos(angles)), (sin, np.sin(angles))):
-        assert (np.abs(np.asarray(found)[0, :, 0] - exact) <= bound).all()
 
 
 def test_attention_over_16k_keys() -> None:

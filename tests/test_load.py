@@ -62,11 +62,6 @@ def test_loads_what_was_written(folder: Path) -> None:
         np.testing.assert_array_equal(loaded, written)
 
 
-def test_dtype_is_that_of_the_weights_in_memory(folder: Path) -> None:
-    leaves = jax.tree.leaves(load(str(folder), "bfloat16").params)
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
-
-
 def test_float16_is_widened(folder: Path, copy: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -94,6 +89,7 @@ def test_the_epsilon_is_that_of_the_activations(folder: Path) -> None:
         (lambda folder: None, True),
         # A base model: the end of a turn is a token, and no end of a text.
         (edit("generation_config.json", eos_token_id=token_ids()["<|end_of_text|>"]), False),
+        (edit("generation_config.json", eos_token_id=[token_ids()["<|eot_id|>"]]), True),
         (edit("tokenizer_config.json", chat_template=...), False),
     ],
 )
@@ -126,6 +122,7 @@ def truncate(folder: Path) -> None:
         (edit("config.json", hidden_size=64, head_dim=16), "has shape"),
         (edit("config.json", torch_dtype="bfloat16"), "has type float32, expected bfloat16"),
         (edit("config.json", vocab_size=100), "the tokenizer has [0-9]+ tokens, the model only"),
+        (edit("generation_config.json", eos_token_id=[10**11]), "end token 100000000000 is none"),
     ],
 )
 def test_folders_that_are_no_model(copy: Path, change: Change, message: str) -> None:
@@ -140,11 +137,6 @@ def test_a_key_that_nobody_knows_is_told_once(copy: Path) -> None:
     with pytest.warns(Note, match=r"taken to change nothing: 'another', 'surprise'$") as told:
         load(str(copy))
     assert len(told) == 1
-
-
-def test_a_sliding_window_bounds_the_context(copy: Path) -> None:
-    edit("config.json", sliding_window=24)(copy)
-    assert load(str(copy)).config.max_positions == 24
 
 
 def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,24 +193,6 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
     assert ran.stderr == ""
 
 
-def test_what_the_hub_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    def refuse(kind: type[Exception]) -> None:
-        def download(*_: object, **__: object) -> None:
-            raise kind.__new__(kind, "refused")  # its __init__ asks for an answer of the hub's
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-
-    refuse(GatedRepoError)
-    with pytest.raises(UserError, match=r"owner/name: access is restricted.*hf auth login"):
-        resolve_model("owner/name")
-    refuse(RepositoryNotFoundError)
-    with pytest.raises(UserError, match="owner/name: neither a folder here nor a repository"):
-        resolve_model("owner/name")
-
-
 def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_device() -> None:
         raise RuntimeError("Unable to initialize backend 'bogus'")
@@ -243,17 +217,3 @@ def test_where_compiled_programs_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(variable, value)
         use_compilation_cache()
         assert "jax_compilation_cache_dir" not in chosen
-
-
-def test_an_end_token_that_is_none_is_refused(copy: Path) -> None:
-    edit("generation_config.json", eos_token_id=[99_999_999_999])(copy)
-    with pytest.raises(UserError, match="the end token 99999999999 is none of"):
-        load(str(copy))
-
-
-@pytest.mark.parametrize(("named", "is_chat"), [("<|eot_id|>", True), ("<|end_of_text|>", False)])
-def test_one_turn_end_among_the_end_tokens_makes_a_chat_model(
-    copy: Path, named: str, is_chat: bool
-) -> None:
-    edit("generation_config.json", eos_token_id=[token_ids()[named]])(copy)
-    assert load(str(copy)).is_chat_model == is_chat

@@ -1,10 +1,11 @@
-"""Memory: what a batch will take, what there is, and the refusal before anything is taken."""
+"""Memory: what rows need, what is free, and refusals before anything is allocated."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,11 @@ import pytest
 import entropix_jax
 from entropix_jax import free_memory, loading
 from entropix_jax.cache import init_cache
-from entropix_jax.decode_state import Recording, init_log
 from entropix_jax.errors import UserError
 from entropix_jax.free_memory import free_bytes
 from entropix_jax.loading import load
 from entropix_jax.memory import check_memory, most_slots, plan_memory
-from entropix_jax.params import init_params
 from entropix_jax.precision import choose_precision
-from entropix_jax.preparation import MAX_STEPS
 from entropix_jax.sharding import parse_mesh, place, rules_for, weights_bytes
 from tests.folders import config_of_folder
 from tests.models import random_params, tiny_config
@@ -32,41 +30,46 @@ def give(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
 
 
-def test_the_plan_of_memory_counts_what_there_is() -> None:
-    """Weights and cache are what the arrays hold; rows and devices scale as they should."""
-    config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    one = plan_memory(config, precision, slots=1, capacity=64)
-    many = plan_memory(config, precision, slots=8, capacity=64)
-    weights = init_params(config, jax.random.key(0), precision.weights)
-    cache = init_cache(config, 8, 64, precision.activations)
-    assert one.weights == many.weights == sum(x.nbytes for x in jax.tree.leaves(weights))
-    assert many.cache == sum(x.nbytes for x in (*cache.keys, *cache.values)) == 8 * one.cache
-    assert plan_memory(config, precision, slots=8, capacity=64, data=4).cache == 2 * one.cache
-    assert plan_memory(config, precision, slots=8, capacity=64, model=2).cache == 4 * one.cache
-
-
-@pytest.mark.parametrize("vocabulary", [64, 63])
-def test_the_plan_of_memory_knows_what_is_not_split(vocabulary: int) -> None:
-    """A vocabulary that does not divide, and norms, lie whole on each device."""
+@pytest.mark.parametrize(
+    ("mesh", "vocabulary"), [(None, 64), ("data=2", 64), ("model=2", 64), ("model=2", 63)]
+)
+def test_the_plan_is_what_the_arrays_hold(mesh: str | None, vocabulary: int) -> None:
+    """Also where a vocabulary that does not divide, and norms, are replicated."""
     config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
-    rules = rules_for(parse_mesh("model=2", jax.devices()[:2]), config)
+    devices = parse_mesh(mesh, jax.devices()[: 1 if mesh is None else 2])
+    rules = rules_for(devices, config)
     weights = place(random_params(config), rules.params(config))
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
-    assert plan_memory(config, precision, slots=2, capacity=64, model=2).weights == held
+    cache = init_cache(config, 8, 64, precision.activations)
+    cache = place(cache, rules.rows(cache))
+
+    def held(tree: Any) -> int:
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+    plan = plan_memory(config, precision, slots=8, capacity=64, mesh=devices if mesh else None)
+    assert plan.weights == held(weights)
+    assert plan.cache == held((cache.keys, cache.values))
+    assert plan.total > plan.weights + plan.cache
 
 
-def test_the_plan_of_memory_counts_records() -> None:
-    """What a chunk of steps records of a trace's extras, in steps and in what branched."""
+@pytest.mark.parametrize("number", [1, 4, 16])
+def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of what is free stays free. Weights that are loaded are not in a CPU's free memory,
+    and in another device's limit. CPU devices share one memory."""
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    recording = Recording(top=50, layers=True)
-    plain = plan_memory(config, precision, slots=8, capacity=64)
-    full = plan_memory(config, precision, slots=8, capacity=64, recording=recording)
-    log = jax.eval_shape(lambda: init_log(config, 8 + 4 * MAX_STEPS, recording)).branches.notes
-    steps = MAX_STEPS * 8 * (50 * 8 + config.num_layers * config.num_heads * 4)
-    notes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(log))
-    assert full.total - plain.total == full.records == 2 * (steps + notes)
-    assert "records" in str(full)
-    assert "records" not in str(plain)
+    plan = plan_memory(config, precision, slots=number, capacity=1024)
+    needed = (plan.total - plan.weights) * 5 // 4 + 1
+
+    def most(free: int | None, mesh: Any = None) -> int:
+        give(monkeypatch, free)
+        return most_slots(config, precision, slots=16, capacity=1024, mesh=mesh)
+
+    assert most(None) == 16
+    assert most(needed) == number
+    assert most(needed - 3) == number - 1
+    assert most(2 * needed, parse_mesh("data=2", jax.devices()[:2])) == min(2 * number, 16)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    assert most(plan.weights + needed) == number
+    assert most(plan.weights + needed - 3) == number - 1
 
 
 def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,40 +86,6 @@ def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> N
             check_memory(config, precision, slots=7, capacity=64)
     give(monkeypatch, None)
     assert check_memory(config, precision, slots=10**9, capacity=64)
-
-
-@pytest.mark.parametrize("number", [1, 4, 16])
-def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are there already are not in what a processor's memory has left, and are in what
-    another device has."""
-    config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    plan = plan_memory(config, precision, slots=number, capacity=1024)
-
-    def most(free: int | None) -> int:
-        give(monkeypatch, free)
-        return most_slots(config, precision, slots=16, capacity=1024, mesh=None)
-
-    assert most(None) == 16
-    assert most(plan.total - plan.weights) == number
-    assert most(plan.total - plan.weights - 1) == number - 1
-    accelerator = SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [accelerator])
-    assert most(plan.total) == number
-    assert most(plan.total - 1) == number - 1
-
-
-def test_devices_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    mesh = parse_mesh("data=2", jax.devices()[:2])
-    each = plan_memory(config, precision, slots=6, capacity=64, data=2)
-    each_needs = each.total - each.weights
-
-    def most(free: int) -> int:
-        give(monkeypatch, free)
-        return most_slots(config, precision, slots=8, capacity=64, mesh=mesh)
-
-    assert most(2 * each_needs) == 6
-    assert most(2 * each_needs - 2) == 4  # a row less for each of the two
 
 
 def test_every_run_looks_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,19 +170,13 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
     assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
 
 
-def test_what_is_free_is_the_least_of_all_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2 kB\nSwapFree: 5 kB\n")
-    assert free_memory._available(tmp_path / "meminfo") == [2048]
-    assert free_memory._available(tmp_path / "none") == []  # not Linux
-    cases: list[tuple[list[int], list[int], int | None]] = [
-        ([1000], [], 1000),
-        ([1000], [5000, 2000], 1000),
-        ([1000], [5000, 20], 20),
-        ([], [], None),
-    ]
-    for available, limits, free in cases:
-        monkeypatch.setattr(free_memory, "_available", lambda available=available: available)
+def test_what_a_machine_has_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of what is available and of all limits; all of it where nothing else is known."""
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   500 kB\n")
+    assert free_memory._free_of_machine(tmp_path / "meminfo") == [512_000]
+    (everything,) = free_memory._free_of_machine(tmp_path / "none")
+    assert everything > 2**20
+    monkeypatch.setattr(free_memory, "_free_of_machine", lambda: [1000])
+    for limits, free in (([], 1000), ([5000, 2000], 1000), ([5000, 20], 20)):
         monkeypatch.setattr(free_memory, "_free_of_groups", lambda limits=limits: limits)
         assert free_bytes(jax.devices("cpu")[0]) == free

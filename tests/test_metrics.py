@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from math import log2
 
-import chex  # type: ignore[import-untyped]
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -15,7 +15,6 @@ from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
-from entropix_jax.precision import INT8, choose_precision
 from tests.models import random_params, random_tokens, tiny_config
 from tests.runs import Spec, run_specs
 
@@ -105,10 +104,3 @@ def test_the_layout_gives_the_logits_of_the_plain_form(
         for way in (False, True)
     )
     np.testing.assert_allclose(laid_out, plain, atol=1e-5 * np.abs(plain).max())
-
-
-def test_activations_of_each_backend() -> None:
-    assert str(choose_precision(INT8, "cpu").activations) == "float32"
-    assert str(choose_precision(INT8, "gpu").activations) == "bfloat16"
-    assert str(choose_precision("float32", "tpu").activations) == "float32"
-    assert str(choose_precision("bfloat16", "gpu").activations) == "bfloat16"

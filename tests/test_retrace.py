@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import chex  # type: ignore[import-untyped]
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np

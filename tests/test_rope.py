@@ -74,20 +74,3 @@ def test_rotation_is_a_complex_product(config: ModelConfig, dtype: jnp.dtype) ->
     np.testing.assert_allclose(np.asarray(got[0], np.float64), want, atol=tolerance, rtol=2.0**-7)
     if dtype == jnp.float32:
         np.testing.assert_allclose(got[0], want, atol=1e-4)
-
-
-def test_only_the_distance_counts() -> None:
-    """What rotation is for: a product of query and key does not see where the pair stands."""
-    config = CASES["Llama 3.2"]
-    rng = np.random.default_rng(1)
-    q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 64)), jnp.float32) for _ in range(2))
-
-    def product(at: int, distance: int) -> float:
-        def turn(x, position):
-            return rotate(x, *rotations(config, jnp.full((1, 1), position, jnp.int32)))
-
-        return float(jnp.sum(turn(q, at + distance) * turn(k, at)))
-
-    near, far = product(0, 5), product(3000, 5)
-    assert far == pytest.approx(near, abs=5e-3)
-    assert abs(product(0, 6) - near) > 0.05

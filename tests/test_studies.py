@@ -31,7 +31,7 @@ from tiny.corpus import Comparison, compare
 from tiny.tokenizer import build_tokenizer
 
 from entropix_jax import ablate, evaluate
-from entropix_jax.batches.store import Store
+from entropix_jax.batches.output import Store
 from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.checkpoint import fingerprint
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE

@@ -1,4 +1,4 @@
-"""How far a batch is: a bar on a terminal, else a line a minute, on standard error."""
+"""Progress of a batch on standard error: a bar on a terminal, else a line a minute."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _BAR_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Standing:
-    """What is told of a run."""
+    """A snapshot of a run's progress."""
 
     done: int  # records that have a result
     tokens: int
     steps: int
-    used: float  # the share of slots that had a row, of the steps so far
+    used: float  # the share of slots with a running row, over all steps so far
 
 
 class ProgressView:
-    """Shows a run's standing as often as it makes sense. A context manager."""
+    """Displays snapshots at a sensible rate. A context manager."""
 
     def __init__(self, standing: Callable[[], Standing], total: int | None) -> None:
-        """`total` is how many records there are, where that is known."""
+        """`total` is the number of records, if known."""
         self._standing = standing
         self._total = total
         self._first = standing().done
         self._shown = time.monotonic()
-        # When the first steps came back, which had waited for the compiler, and what they brought.
+        # When the first steps, which include compiling, were done, and the snapshot then: the speed
+        # leaves them out.
         self._begun: float | None = None
         self._early = Standing(0, 0, 0, 0.0)
-        self._looked_past = False  # beyond them
+        self._looked_past = False  # a later step has been seen
         self._bar: Progress | None = None
         console = Console(stderr=True)
         if console.is_terminal:
@@ -60,7 +61,7 @@ class ProgressView:
         return self
 
     def looked(self) -> None:
-        """Shows the standing, if it is time for it."""
+        """Updates the display if it is due."""
         now = time.monotonic()
         self._look_for_begin(now)
         if now - self._shown < (_LINE_SECONDS if self._bar is None else _BAR_SECONDS):
@@ -85,7 +86,7 @@ class ProgressView:
         print(line, file=sys.stderr, flush=True)
 
     def speed(self, standing: Standing) -> float:
-        """Tokens a second after the first steps; 0 where there were no others."""
+        """Tokens per second after the first steps; 0 before the second."""
         tokens = standing.tokens - self._early.tokens
         if self._begun is None or standing.steps == self._early.steps:
             return 0.0
@@ -115,7 +116,7 @@ class ProgressView:
 
 
 def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds as people read them."""
+    """Formats a duration."""
     hours, rest = divmod(round(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     if hours:

@@ -1,11 +1,10 @@
-"""The run of a batch: records in, rows through the engine, results out."""
+"""Runs records through the engine and hands out their results."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from entropix_jax.batches.ahead import Ahead
-from entropix_jax.batches.index import hash_of
-from entropix_jax.batches.places import local_path
-from entropix_jax.batches.source import BadRecord, Record, read_records
+from entropix_jax.batches.records import BadRecord, Record, content_hash, read_records
+from entropix_jax.batches.storage import local_path
 from entropix_jax.calibration.automatic import May, calibrate_sampler
 from entropix_jax.decode_state import Recording
 from entropix_jax.engine import Engine
@@ -31,14 +28,13 @@ from entropix_jax.slots import padded_ids
 from entropix_jax.trace import TraceWriter, footer, header
 
 _COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
-_PATIENCE = 0.02  # seconds to wait for a record while the device works, too
-_SAMPLERS = 256  # that records name are kept at hand
+_SAMPLERS = 256  # named samplers that are cached
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds for a record that does not say otherwise, and what holds for all."""
+    """Settings of records that have none of their own, and of all records."""
 
     sampler: Sampler
     max_new_tokens: int = 256
@@ -51,15 +47,19 @@ class Defaults:
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """Counters of a run."""
 
-    done: int = 0  # records that have a result, those of earlier runs included
-    failed: int = 0  # of this run's, those whose result is an error
+    done: int = 0  # records with a result, those of earlier runs included
+    failed: int = 0  # records of this run whose result is an error
     tokens: int = 0  # committed in this run
 
 
+class _Stopped(Exception):
+    """Raised in a signal handler, to leave a blocked read of the input."""
+
+
 class BatchRun:
-    """Runs records and hands each one's result out as soon as it is there."""
+    """Runs records; each result is written as soon as it is complete."""
 
     def __init__(
         self,
@@ -73,22 +73,22 @@ class BatchRun:
         name: str = "",
         thresholds: May = "make",
     ) -> None:
-        """Checks what can be checked before anything is computed.
+        """Checks everything that can be checked before computing.
 
         Args:
-            slots: rows that run side by side.
-            capacity: cache slots of a row: what its prompt and its new tokens may take together.
-            recording: what the tokens of traces hold besides the usual.
-            traces: a folder for a trace of each record.
-            name: what traces call the model.
-            thresholds: how the samplers get the model's own, see `fit_thresholds`.
+            slots: rows that run concurrently.
+            capacity: cache positions of a row, for its prompt and new tokens.
+            recording: optional fields of tokens in traces.
+            traces: a folder for the records' traces.
+            name: the model's name in traces.
+            thresholds: how samplers get the model's calibration, see `fit_thresholds`.
 
         Raises:
-            UserError: a sampler, a recording, end tokens or a way to put prompts that do not fit
-                the model.
+            UserError: a sampler, recording, end token or chat setting does not fit the model.
         """
         self.progress = Progress()
         self._stopping = False
+        self._reading = False
         self._model = model
         self._defaults = defaults
         self._capacity = capacity
@@ -113,46 +113,47 @@ class BatchRun:
         is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs the records and gives `write` each result as it comes, not in their order.
+        """Runs the records and passes each result to `write`, in order of completion.
 
-        A record that cannot be run has an `error` for its result. After `stop` rows that are on
-        their way have none.
+        A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
+        none.
 
         Args:
-            records: are read in a thread of their own. While they do not come, what is there runs.
+            records: are read as slots become free.
             is_done: whether a record has its result already.
-            looked: is called after each token and each record, and while nothing comes.
+            looked: called after each token and each record.
         """
-        with Ahead(records) as ahead:
-            for event in self.engine.run(self._requests(ahead, write, is_done, looked)):
-                self.progress.tokens += event.token is not None and not event.retracted
-                if event.row.finish_reason is not None:
-                    self._end(event.row, write)
-                looked()
+        for event in self.engine.run(self._requests(iter(records), write, is_done, looked)):
+            self.progress.tokens += event.token is not None and not event.retracted
+            if event.row.finish_reason is not None:
+                self._end(event.row, write)
+            looked()
 
     def stop(self) -> None:
-        """Asks the run to end after the current event. A signal handler may call it."""
+        """Ends the run after the current event. Safe to call in a signal handler."""
         self._stopping = True
         self.engine.stop()
+        if self._reading:  # a read would go on after the handler
+            raise _Stopped
 
     def _requests(
         self,
-        records: Ahead[Record | BadRecord],
+        records: Iterator[Record | BadRecord],
         write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
         is_done: Callable[[Record | BadRecord], bool],
         looked: Callable[[], None],
-    ) -> Iterator[Request | None]:
-        """The requests of the records that have no result, None while the next record does not
-        come."""
+    ) -> Iterator[Request]:
+        """The requests of the records that have no result yet."""
         while True:
             looked()
             if self._stopping:
                 return
             try:
-                record = records.get(_PATIENCE)
-            except queue.Empty:
-                yield None
-                continue
+                self._reading = True
+                record = next(records, None)
+                self._reading = False
+            except _Stopped:
+                return
             if record is None:
                 return
             if is_done(record):
@@ -195,7 +196,7 @@ class BatchRun:
     def _end(
         self, row: Row, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
     ) -> None:
-        """Writes the result of a record whose row has ended."""
+        """Writes the result of a record whose row has finished."""
         record: Record = row.request.tag
         assert row.started is not None
         timings = {"seconds": time.perf_counter() - row.started}
@@ -213,14 +214,14 @@ class BatchRun:
             if tokens
         }
         result = row.to_json() | means
-        if record.sampler is not None:  # a file's values may change from run to run
+        if record.sampler is not None:  # a file may have changed by the next run
             values = json.dumps(dict(row.request.sampler.values), sort_keys=True)
-            result["sampler_digest"] = f"{hash_of(values.encode()):015x}"
+            result["sampler_digest"] = content_hash(values.encode())
         ids = [token.token_id for token in tokens]
         write(record, result | {"token_ids": ids, "timings": timings})
 
     def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
-        """The trace of one record, which appears whole or not at all."""
+        """Writes the trace of a record atomically."""
         request = row.request
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
             writer.write(
@@ -241,22 +242,21 @@ class BatchRun:
 
 
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
-    """How many records a share of a file has, for a display; None where that would take long to
-    know. A pipe is left alone: it is read once."""
-    if address == "-":  # whatever files there are
+    """The number of records in a share of a local file, for the progress display; None for large
+    files, pipes and URLs."""
+    if address == "-":
         return None
     try:
         path = local_path(address)
         if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
             return None
-    except (OSError, ValueError):  # not a file of this machine
+    except (OSError, ValueError):
         return None
     return sum(1 for _ in read_records(address, share=share))
 
 
 def file_name(record_id: str) -> str:
-    """A name for a file that no other id has: the id, where it can be a name, with the other
-    characters as in a URL; a long one is cut and told apart by its hash."""
+    """A unique file name for an id: URL-quoted, and shortened with a hash if it is long."""
     name = quote(record_id, safe=" ,;=@+()[]{}!#$&'")
     name = name.replace(".", "%2E", 1) if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from entropix_jax.batches.identity import parse_sidecar
-from entropix_jax.batches.places import local_path
+from entropix_jax.batches.output import parse_sidecar
+from entropix_jax.batches.storage import local_path
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_bytes
 from entropix_jax.report.embedding import packed
@@ -126,13 +126,13 @@ class RecordReader(JsonLines):
         path = self._input(address) if isinstance(address, str) else None
         if path is None:
             return {}, samplers
-        from entropix_jax.batches.source import Record, read_records
+        from entropix_jax.batches.records import Record, read_records
 
         wanted = {(record["line"], record["digest"]) for record in records}
         found: dict[tuple[int, str], dict[str, Any]] = {}
         try:
             for given in read_records(str(path)):
-                key = given.line, f"{given.digest:015x}"
+                key = given.line, given.digest
                 if isinstance(given, Record) and key in wanted:
                     found[key] = {
                         "prompt": given.prompt or _conversation(given.messages or ()),

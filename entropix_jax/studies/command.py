@@ -24,7 +24,7 @@ from entropix_jax.studies.study import Study
 from entropix_jax.studies.sweep import Calibrate, Sweep
 
 if TYPE_CHECKING:
-    from entropix_jax.batches.store import Store
+    from entropix_jax.batches.output import Store
     from entropix_jax.studies.trials import TrialRun
 
 

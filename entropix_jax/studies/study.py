@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from entropix_jax import __version__
-from entropix_jax.batches.index import hash_of
-from entropix_jax.batches.store import Store
+from entropix_jax.batches.output import Store
+from entropix_jax.batches.records import content_hash
 from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
@@ -312,7 +312,7 @@ def _code_of(task: Task) -> str | None:
     """A hash of the file that a task's class is written in; None where there is none."""
     try:
         file = inspect.getsourcefile(type(task))
-        return None if file is None else f"{hash_of(Path(file).read_bytes()):015x}"
+        return None if file is None else content_hash(Path(file).read_bytes())
     except (OSError, TypeError):
         return None
 

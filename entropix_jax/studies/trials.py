@@ -12,9 +12,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any, SupportsFloat
 
-from entropix_jax.batches.index import hash_of
-from entropix_jax.batches.source import BadRecord, Record, read_records
-from entropix_jax.batches.store import Store
+from entropix_jax.batches.output import Store
+from entropix_jax.batches.records import BadRecord, Record, content_hash, read_records
 from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
@@ -67,7 +66,7 @@ class Trial:
     def record(self) -> Record:
         """What a store knows the row by."""
         name = self.id.encode("utf-8", "surrogatepass")
-        return Record(self.number + 1, self.id, hash_of(name + self.question.digest))
+        return Record(self.number + 1, self.id, content_hash(name + self.question.digest))
 
 
 class Prompts(Task):
