@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,6 +81,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return raw
+
+
+def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
+    """Refuses a file that names Python code of the folder's own; `path` is only named in errors.
+
+    Raises:
+        UserError: it does.
+    """
+    if raw.get("auto_map"):
+        raise UserError(
+            f"{path}: 'auto_map' names code of the folder's own, which is not run: "
+            "remove it if the model needs none of that code"
+        )
 
 
 @contextmanager

@@ -998,7 +998,7 @@ def test_the_installed_command(capsys: pytest.CaptureFixture[str], folder: str) 
     result = in_cli(capsys, ["generate", "--nonsense"])
     assert result.status == 2
     assert (
-        result.err == "error: Unrecognized options: --nonsense (see entropix-jax generate --help)\n"
+        result.err == "error: unknown options: --nonsense (see entropix-jax generate --help)\n"
     )
 
 
