@@ -16,7 +16,7 @@ from entropix_jax.status import StatusLine, is_same_file, is_terminal
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import MEANINGS, REGIMES
 
-# Okabe and Ito's colours for colour-blind readers: those with a contrast of 3 or more on dark and on
+# Okabe and Ito's colours for colour-blind readers: those with a contrast of 3 or more on dark and
 # light backgrounds, two of them darkened so that the nearest of 256 colours has it too. Certain
 # tokens keep the terminal's own colour.
 _STYLES = {
