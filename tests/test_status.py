@@ -147,7 +147,8 @@ def test_the_metrics_are_of_the_sample_that_is_printed(screen: Callable[..., io.
     for row, printed, start in ((1, 0, ""), (0, 0, "1/3   97 hehv"), (2, 1, "2/3   97 hehv")):
         meter.take(event(measured(row=row)), printed)
         shown = ESCAPE.sub("", take(written)).removeprefix("\r\x1b[2K")
-        assert shown.startswith(start) and bool(shown) == bool(start)
+        assert shown.startswith(start)
+        assert bool(shown) == bool(start)
 
 
 @pytest.mark.parametrize("shared", [False, True])
