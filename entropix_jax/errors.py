@@ -1,6 +1,7 @@
 """The one exception that a user is meant to see, and lines that come up everywhere."""
 
 import difflib
+import importlib.util
 from collections.abc import Sequence
 
 _LONGEST = 1500  # characters of a message: what is quoted in it may have any length
@@ -35,6 +36,17 @@ def check_range(name: str, value: int | None, least: int, most: int | None = Non
         raise UserError(f"{name} must be at least {least}, not {value}")
     if value is not None and most is not None and value > most:
         raise UserError(f"{name} must be at most {most}, not {value}")
+
+
+def require(extra: str, *packages: str) -> None:
+    """Checks that the packages of an extra of this package are there.
+
+    Raises:
+        UserError: one is missing.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'{package} is not installed: pip install "entropix-jax[{extra}]"')
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import jax
-import psutil
 from jax.sharding import Mesh
 
 # The files of a control group's limit and use, and how the lines begin that tell of cached files,
@@ -27,9 +26,18 @@ def free_bytes(device: jax.Device) -> int | None:
     """What a processor's memory has left, or all that another device has, in bytes; None where it
     does not tell."""
     if device.platform == "cpu":
-        return min([int(psutil.virtual_memory().available), *_free_of_groups()])
+        return min([*_available(), *_free_of_groups()], default=None)
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def _available(table: Path = Path("/proc/meminfo")) -> list[int]:
+    """What Linux can give without swapping, in bytes; nothing on another system."""
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:
+        return []
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
 
 
 def _free_of_groups(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, require
 from entropix_jax.files import read_text
 
 SUFFIXES = (".txt", ".md")
@@ -56,10 +56,11 @@ class Retriever:
             longest: most characters of a passage.
 
         Raises:
-            UserError: no such folder, a file or folder below it that cannot be read or is not
-                UTF-8, or no text.
+            UserError: bm25s is not installed, no such folder, a file or folder below it that cannot
+                be read or is not UTF-8, or no text.
             ValueError: `longest` is not positive.
         """
+        require("retrieve", "bm25s")
         # This import starts JAX, so it must come after JAX has been configured.
         import bm25s
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmarks.shape import LLAMA_3_2_1B, transformers_config
+from llama_1b import LLAMA_3_2_1B, transformers_config
 from rich.console import Console
 from rich.table import Table
 

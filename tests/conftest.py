@@ -1,12 +1,12 @@
-"""What every test runs under: two CPU devices, strict types, and a say on what may be skipped."""
+"""What every test runs under: two CPU devices, strict types, and which tests are run or skipped."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,7 +26,6 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
 from tests.browsing import Watched  # noqa: E402
-from tests.examples import TRIED  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -34,6 +33,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 REQUIRE_ALL = bool(os.environ.get("ENTROPIX_REQUIRE_ALL"))
 SHARED_DATA = os.environ.get("ENTROPIX_SHARED_DATA", "")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SLOW_SECONDS = 1200  # limit of a slow test; pyproject.toml has that of the others
 BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), "")
 NO_BROWSER = f"no browser: none of {', '.join(BROWSERS)} is there, ENTROPIX_BROWSER names none"
 
@@ -64,8 +64,15 @@ MARKER_OF_FIXTURE = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --all."""
+    parser.addoption("--all", action="store_true", help="run tests that are marked slow, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs from one run to the next, beside pytest's own cache."""
+    # A shell has what it starts in the background ignore Ctrl-C, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "browser: opens pages in Chromium (the `browser` extra)")
     folder = config.cache.mkdir("jax")
     # Nothing goes into the user's own cache. What other libraries keep there stays from one run to
@@ -75,7 +82,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(own / "entropix_jax", ignore_errors=True)
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
-        # Mutation testing imports this module before it knows which package it is to test.
         from entropix_jax.programs import drop_torn_programs
 
         drop_torn_programs(folder, sized=True)
@@ -98,7 +104,7 @@ def _compiled_programs_stay_there() -> Iterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fails where compiled programs were kept without the time of their use: no other has been kept
-    since. Tells what the property tests tried, in the file that ENTROPIX_TRIED names."""
+    since."""
     if not hasattr(session.config, "workerinput"):
         folder = Path(str(PROGRAMS["jax_compilation_cache_dir"]))
         names = {path.name for path in folder.iterdir()}
@@ -107,8 +113,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if lost := kept - used:
             print(f"\n{folder}: without the time of their use: {', '.join(sorted(lost))}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if TRIED and (path := os.environ.get("ENTROPIX_TRIED")):
-        Path(path).write_text(json.dumps(TRIED), encoding="utf-8")
 
 
 def pytest_report_header() -> str | None:
@@ -119,17 +123,24 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by their fixtures. A complete run leaves out those that have no data to read, or
-    no browser to open."""
+    """Marks tests by their fixtures. Leaves out slow tests unless they are asked for. A complete
+    run leaves out those that have no data to read, or no browser to open."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKER_OF_FIXTURE:
                 item.add_marker(MARKER_OF_FIXTURE[fixture])
-    for marker, there in (("shared_data", SHARED_DATA), ("browser", BROWSER)):
-        left_out = [item for item in items if item.get_closest_marker(marker)]
-        if REQUIRE_ALL and not there and left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in left_out]
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
+    absent = {
+        "slow": not (config.getoption("all") or "slow" in config.getoption("markexpr")),
+        "shared_data": REQUIRE_ALL and not SHARED_DATA,
+        "browser": REQUIRE_ALL and not BROWSER,
+    }
+    markers = [marker for marker, is_absent in absent.items() if is_absent]
+    left_out = [item for item in items if any(map(item.get_closest_marker, markers))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

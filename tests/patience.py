@@ -4,7 +4,7 @@ import subprocess
 import time
 from pathlib import Path
 
-PATIENCE = 300.0  # seconds, for what hangs: the compiler of a busy machine takes a minute
+PATIENCE = 240.0  # seconds, for what hangs: the compiler of a busy machine takes a minute
 
 
 def wait_for(path: Path, lines: int, process: subprocess.Popen[bytes]) -> None:

@@ -1,27 +1,26 @@
-"""What tells a row from itself, and rounding from what is wrong."""
+"""What tests/comparison.py takes for rounding, and what it does not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from verification import comparison
-from verification.comparison import ORDERS, Difference, compare, reordered
 
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.presets import load_sampler
+from tests import comparison
+from tests.comparison import ORDERS, Run, difference, reordered
 from tests.folders import token_ids, write_model
 from tests.models import teacher_forced
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
-PLACE = 5  # of the token that is off
+PLACE = 5  # of the token that is changed
 
 
 @pytest.fixture(scope="module")
@@ -37,108 +36,80 @@ def row(model: LanguageModel) -> Row:
     return found
 
 
-def off(row: Row, **changes: Any) -> Row:
-    """The row, its token at PLACE changed: floats by what is given, all else to it."""
+def changed(row: Row, **changes: Any) -> Row:
+    """The row with its token at PLACE changed: floats by a difference, all else to a value."""
     tokens = list(row.tokens)
-    token = tokens[PLACE]
     for name, change in changes.items():
-        value = getattr(token, name)
-        token = replace(token, **{name: value + change if isinstance(value, float) else change})
-    tokens[PLACE] = token
+        value = getattr(tokens[PLACE], name)
+        value = value + change if isinstance(value, float) else change
+        tokens[PLACE] = replace(tokens[PLACE], **{name: value})
     return replace(row, tokens=tokens)
 
 
-def against(
-    monkeypatch: pytest.MonkeyPatch, one: Row, other: Row, *runs: Callable[[int], Row]
-) -> Difference:
-    """Compares, where `runs`, one for both or two, give the row in each order."""
+@pytest.fixture
+def against(monkeypatch: pytest.MonkeyPatch, row: Row) -> Any:
+    """Compares the row with another, where `runs` take the number of an equivalent model."""
     monkeypatch.setattr(comparison, "reordered", lambda model, seed: seed)
-    here, there = runs * 2 if len(runs) == 1 else runs
-    return compare(None, one, other, here, there)  # type: ignore[arg-type]
+
+    def compared(other: Row, run_one: Any, run_other: Run | None = None) -> str | None:
+        return difference(None, row, other, run_one, run_other or run_one)  # type: ignore[arg-type]
+
+    return compared
 
 
-@pytest.mark.parametrize("name", ["entropy", "varentropy", "logprob", "attn_entropy"])
-def test_rounding_is_what_other_orders_show(
-    monkeypatch: pytest.MonkeyPatch, row: Row, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["entropy", "logprob"])
+def test_rounding_is_four_deviations_of_the_scatter(against: Any, row: Row, name: str) -> None:
     scale = max(1.0, abs(getattr(row.tokens[PLACE], name)))
     noise = np.random.default_rng(0).normal(size=ORDERS)
     noise *= 1e-5 * scale / noise.std(ddof=1)
 
-    def noisy(seed: int) -> Row:
-        return off(row, **{name: float(noise[seed])})
+    def off(by: float) -> Row:
+        return changed(row, **{name: by * scale})
 
-    def found(by: float, *runs: Callable[[int], Row]) -> Difference:
-        return against(monkeypatch, row, off(row, **{name: by * scale}), *runs)
+    def noisy(seed: int) -> Row:
+        return changed(row, **{name: float(noise[seed])})
 
     def exact(seed: int) -> Row:
         return row
 
-    assert found(0.9e-5, lambda seed: pytest.fail("not needed")).rounded == 0
+    assert against(off(0.9e-5), lambda seed: pytest.fail("not needed")) is None
     for sign in (-1, 1):
-        fine = found(sign * 5e-5, noisy)  # of 4 * sqrt(2) * 1e-5
-        assert (fine.rounded, fine.parting) == (1, None)
-        assert fine.largest == pytest.approx(5e-5, rel=1e-3)
-        assert found(sign * 6e-5, noisy).parting is not None
+        assert against(off(sign * 5e-5), noisy) is None  # of 4 * sqrt(2) * 1e-5
+        assert against(off(sign * 6e-5), noisy) is not None
         for runs in ((noisy, exact), (exact, noisy)):
-            assert found(sign * 3.5e-5, *runs).parting is None
-            assert found(sign * 4.5e-5, *runs).parting is not None
-        assert found(sign * 2e-5, exact).parting is not None
+            assert against(off(sign * 3.5e-5), *runs) is None
+            assert against(off(sign * 4.5e-5), *runs) is not None
+        assert against(off(sign * 2e-5), exact) is not None
+    wild = [changed(row, **{name: 1e-2 * (-1) ** seed}) for seed in range(ORDERS)]
+    assert against(off(1e-2), wild.__getitem__) is not None  # however imprecise the model is
 
 
-def test_rounding_has_a_bound(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
-    """However imprecise a model is."""
-
-    def imprecise(seed: int) -> Row:
-        return off(row, entropy=1e-2 * (-1) ** seed)
-
-    assert against(monkeypatch, row, off(row, entropy=1e-2), imprecise).parting is not None
-
-
-def test_orders_that_part_do_not_count(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
+def test_models_whose_tokens_differ_do_not_count(against: Any, row: Row) -> None:
     own, scale = row.tokens[PLACE].token_id, max(1.0, row.tokens[PLACE].entropy)
+    other = changed(row, entropy=3e-5 * scale)
+    for differing, found in ((ORDERS // 2, True), (ORDERS // 2 + 1, False)):
 
-    def changed(until: int) -> Callable[[int], Row]:
-        def alone(seed: int) -> Row:
-            noise = 2e-5 * scale * (-1) ** seed
-            return off(row, entropy=noise, token_id=own + 1 if seed < until else own)
+        def run(seed: int, differing: int = differing) -> Row:
+            token = own + (seed < differing)
+            return changed(row, entropy=2e-5 * scale * (-1) ** seed, token_id=token)
 
-        return alone
-
-    other = off(row, entropy=3e-5 * scale)
-    assert against(monkeypatch, row, other, changed(ORDERS // 2)).parting is None
-    assert against(monkeypatch, row, other, changed(ORDERS // 2 + 1)).parting is not None
+        assert (against(other, run) is None) is found
 
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"token_id": 1},
-        {"action": "inject"},
-        {"entropy": math.nan},
-        {"top": [(1, "a", 0.5)]},
-        {"forwards": 0},
-    ],
+    [{"token_id": 1}, {"action": "inject"}, {"entropy": math.nan}, {"top": [(1, "a", 0.5)]}],
 )
-def test_what_is_never_rounding(
-    monkeypatch: pytest.MonkeyPatch, row: Row, changes: dict[str, Any]
-) -> None:
+def test_what_is_never_rounding(against: Any, row: Row, changes: dict[str, Any]) -> None:
     def noisy(seed: int) -> Row:
-        return off(row, entropy=1e-5 * (-1) ** seed)
+        return changed(row, entropy=1e-5 * (-1) ** seed)
 
-    assert against(monkeypatch, row, off(row, **changes), noisy).parting is not None
-
-
-@pytest.mark.parametrize("changes", [{"text": "x"}, {"finish_reason": "eos"}, {"retracted": 1}])
-def test_rows_that_are_others(
-    monkeypatch: pytest.MonkeyPatch, row: Row, changes: dict[str, Any]
-) -> None:
-    found = against(monkeypatch, row, replace(row, **changes), lambda seed: row)
-    assert found.parting is not None
+    assert against(changed(row, **changes), noisy) is not None
+    for field in ({"text": "x"}, {"finish_reason": "eos"}, {"retracted": 1}):
+        assert against(replace(row, **field), noisy) is not None
 
 
-def test_the_same_model_in_another_order(model: LanguageModel) -> None:
-    """It says the same, to within rounding, and is not summed in the same order."""
+def test_an_equivalent_model_sums_in_another_order(model: LanguageModel) -> None:
     tokens = np.random.default_rng(0).integers(0, 300, (1, 40))
     expected = teacher_forced(model.params, model.config, tokens)[0]
     found = [

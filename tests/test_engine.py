@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verification.comparison import compare
 
 from entropix_jax import engine as module
 from entropix_jax.calibration.automatic import calibrate_sampler
@@ -27,6 +26,7 @@ from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.slots import admit
+from tests.comparison import difference
 from tests.folders import poisoned
 
 CAPACITY = 512
@@ -139,7 +139,7 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
         alone = again(row, 1, tiny)
         assert [t.token_id for t in row.row.tokens] == [t.token_id for t in alone.tokens]
         runs = partial(again, row, 1), partial(again, row, SLOTS)
-        assert compare(tiny, alone, row.row, *runs).parting is None
+        assert difference(tiny, alone, row.row, *runs) is None
     # Every event of a row is told under its number, in order.
     for row in together:
         told = [e.token.position for e in events if e.row == row.number and e.token is not None]
@@ -276,7 +276,7 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
     assert len(stopped[0].row.tokens) < budget
     # Floats may differ: how far a step reads the cache follows the longest row beside it.
     runs = partial(again, stopped[1], 1), partial(again, stopped[1], SLOTS)
-    assert compare(tiny, whole[1].row, stopped[1].row, *runs).parting is None
+    assert difference(tiny, whole[1].row, stopped[1].row, *runs) is None
 
 
 def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(

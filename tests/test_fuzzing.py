@@ -1,114 +1,171 @@
-"""Damaged and hostile inputs of each kind that is read from outside; and that the harness which
-tries thousands of them sees what it is to see."""
+"""Damaged and hostile files: each gives a right result or a UserError of one line."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from random import Random
+from typing import Any
 
+import hypothesis
 import pytest
-from verification.fuzzing import fuzz
-from verification.surfaces import SURFACES, check_line, inputs_of
+from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
+from tests.examples import examples
+from tests.surfaces import SURFACES, Reader, check_line
 
-NUMBER = 120  # of each kind; the script tries thousands
-SLOW = {"chat-template": 60}
-
-PLANTED = """
-import os, time
-from pathlib import Path
-from entropix_jax.errors import UserError
-from verification.surfaces import Surface
-
-KINDS = {kinds!r}
-
-def prepare(folder):
-    held = []
-    def read(data):
-        match data.decode():
-            case "refused": raise UserError("no")
-            case "two lines":
-                raise type("Lines", (UserError,), {{"__str__": lambda self: "a\\nb"}})("")
-            case "traceback": raise KeyError("planted")
-            case "panic": raise BaseException("planted")
-            case "hang": time.sleep(1000)
-            case "slow":
-                begun = time.process_time()
-                while time.process_time() < begun + 1: pass
-            case "abort": os.abort()
-            case "exit": os._exit(7)
-            case "memory": held.append(b"a" * 100_000_000)
-    return [b"valid"], read
-
-SURFACES = {{"planted": Surface("planted", "x", lambda rng, seeds: rng.choice(KINDS), prepare)}}
-"""
-
-
-@pytest.mark.parametrize("name", SURFACES)
-def test_each_input_gives_a_result_or_a_line(name: str, tmp_path: Path) -> None:
-    surface = SURFACES[name]
-    with pytest.MonkeyPatch.context() as patch:
-        # What surfaces change in their own process.
-        patch.setattr("entropix_jax.chat_template.SECONDS", 0.5)
-        patch.setattr("entropix_jax.report.page.plotly_source", bytes)
-        seeds, read = surface.prepare(tmp_path)
-        for valid in seeds:
-            read(valid)
-        outcomes = []
-        for number in range(len(seeds), SLOW.get(name, NUMBER)):
-            try:
-                read(inputs_of(surface, seeds, 1, number))
-                outcomes.append("read")
-            except UserError as error:
-                check_line(error)
-                outcomes.append("refused")
-    assert "read" in outcomes  # not so damaged that nothing is tried
-    assert "refused" in outcomes or name == "batch-jsonl"  # whose lines are refused one by one
+# JSON that Python's writer does not write: it stands in place of a mark.
+RAW = (
+    *("NaN", "Infinity", "1e999", "-0.0", "1e-400", "9" * 5000, "01", "'a'", ""),
+    *("[" * 500 + "]" * 500, "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, '{"a": 1, "a": 2}'),
+    *('"\\ud800"', '"\\u0000"'),
+)
+VALUES = st.one_of(
+    st.sampled_from([f"@RAW{i}@" for i in range(len(RAW))]),
+    st.sampled_from([2**31 - 1, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63), -1, 0, 1]),
+    st.sampled_from(["", "\0", "\x1b[31m", "\u2028", "../../../etc/passwd", "a" * 70_000]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+        max_leaves=8,
+    ),
+)
+TOML = st.sampled_from(
+    [
+        *("true", "0", "-1", "inf", "nan", '""', "[]", "{}", "1e400", "1979-05-27", "1000000"),
+        *("0x" + "f" * 5000, '"../x.toml"', '"entropy > h2"', '["entropy < 1e9"]'),
+        *("9" * 5000, '"\\ud800"', "[" * 50_000, "{a = " * 300 + "1" + "}" * 300, "[[], {}]"),
+        *(
+            "{ from = nan, to = inf }",
+            '{ from = 2, to = 1, scale = "log" }',
+            '["greedy", "greedy"]',
+        ),
+    ]
+)
+JUNK = st.binary(max_size=8) | st.sampled_from(
+    [
+        *(b"\0", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\r", b'"', b"{{", b"{%", b"," * 3000),
+        *(b"A" * 70_000, b"[" * 3000, b"9" * 5000, b"{{ 'a' * 10**9 }}"),
+        b"{% for i in range(10**9) %}",
+    ]
+)
 
 
-def test_an_input_follows_from_its_number(tmp_path: Path) -> None:
-    for name in ("config", "sweep", "safetensors-header", "batch-jsonl", "batch-csv"):
-        folder = tmp_path / name
-        folder.mkdir()
-        surface = SURFACES[name]
-        seeds, _ = surface.prepare(folder)
-        for number in (0, 20, 21):
-            data = inputs_of(surface, seeds, 3, number)
-            assert data == inputs_of(surface, seeds, 3, number)
-        assert len({inputs_of(surface, seeds, 3, number) for number in range(20, 40)}) > 10
+@st.composite
+def damaged_bytes(draw: Any, data: bytes) -> bytes:
+    """Some bytes cut, replaced, repeated or put in."""
+    start = draw(st.integers(0, len(data)))
+    end = min(len(data), start + draw(st.sampled_from([0, 1, 4, 64, len(data)])))
+    part = draw(JUNK | st.just(data[start:end] * 2))
+    return data[:start] + part + data[end:]
 
 
-def test_the_harness_sees_what_it_is_to_see(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And goes on with the next input, in a new process where the old one has ended."""
-    failing = ["two lines", "traceback", "panic", "hang", "slow", "abort", "exit", "memory"]
-    kinds = [kind.encode() for kind in ("fine", "refused", *failing)]
-    (tmp_path / "planted.py").write_text(PLANTED.format(kinds=kinds))
-    monkeypatch.syspath_prepend(tmp_path)
-    seed, numbers = 2940, range(1, 11)  # which has each kind soon
-    drawn = {n: Random(f"planted {seed} {n}").choice(kinds).decode() for n in numbers}
-    assert set(drawn.values()) == {"fine", "refused", *failing}
-    outcome = fuzz(
-        "planted", seed, numbers, module="planted", seconds=0.5, patience=15, growth=64 * 2**20
-    )
-    assert outcome.next == numbers.stop
-    found = {failure["number"]: failure["kind"] for failure in outcome.failures}
-    said = {
-        **dict.fromkeys(("two lines", "traceback", "panic"), "exception"),
-        "hang": "hang: nothing for 15 s",
-        "slow": "slow",
-        "abort": "crash: the process ended with status -6",
-        "exit": "crash: the process ended with status 7",
-        "memory": "memory",
-    }
-    assert found == {n: said[drawn[n]] for n in numbers if drawn[n] in said}
-    assert outcome.refused == sum(drawn[n] == "refused" for n in numbers)
-    told = {failure["number"]: failure["what"] for failure in outcome.failures}
-    assert all("planted" in told[n] for n in numbers if drawn[n] in ("traceback", "panic"))
-    line = outcome.line("x", seed)
-    assert (line.tried, line.failures) == (len(numbers), len(found))
-    assert {detail["signature"] for detail in line.details} == {
-        failure["signature"] for failure in outcome.failures
-    }
+@st.composite
+def damaged_json(draw: Any, data: bytes) -> bytes:
+    """Some values replaced, renamed, removed or added."""
+    value = json.loads(data)
+    for _ in range(draw(st.integers(1, 3))):
+        if not isinstance(value, dict | list) or not value:
+            break
+        inner = value
+        while True:
+            parent = inner
+            keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+            key = draw(st.sampled_from(keys))
+            inner = parent[key]
+            if not isinstance(inner, dict | list) or not inner or draw(st.booleans()):
+                break
+        change = draw(st.sampled_from(["replace", "replace", "remove", "rename", "wrap", "scale"]))
+        old = parent.pop(key) if change in ("remove", "rename") else parent[key]
+        if change == "rename" and isinstance(parent, dict):
+            parent[draw(st.sampled_from(["extra", "", "type", str(key).upper()]))] = old
+        elif change == "wrap":
+            parent[key] = draw(st.sampled_from([[old], {"x": old}, [old, old], str(old)[:1000]]))
+        elif change == "scale" and isinstance(old, int | float):
+            parent[key] = draw(st.sampled_from([-old, old + 1, old * 2, old / 2, str(old)]))
+        elif change in ("replace", "scale"):
+            parent[key] = draw(VALUES)
+    text = json.dumps(value, ensure_ascii=draw(st.booleans()))
+    for i, raw in enumerate(RAW):
+        text = text.replace(f'"@RAW{i}@"', raw)
+    return text.encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def damaged_lines(draw: Any, data: bytes) -> bytes:
+    """A line changed, moved, repeated or lost, or one that is none put in."""
+    rows = data.splitlines(keepends=True)
+    at = draw(st.integers(0, len(rows) - 1))
+    line = rows.pop(at)
+    for _ in range(draw(st.integers(0, 2))):
+        rows.insert(draw(st.integers(0, len(rows))), line)
+    other = st.sampled_from([b"\n", b"[]\n", b"null\n", b'"a"\n'])
+    if line.endswith(b"}\n"):
+        other |= damaged_json(line).map(lambda new: new + b"\n")
+    rows.insert(at, draw(other))
+    return b"".join(rows)
+
+
+@st.composite
+def damaged_toml(draw: Any, data: bytes) -> bytes:
+    """A value replaced, or a line lost, repeated or put in."""
+    rows = data.decode().split("\n")
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(rows) - 1))
+        key = rows[at].partition("=")[0].strip() or "extra"
+        rows[at : at + draw(st.integers(0, 1))] = draw(
+            st.sampled_from([[], [rows[at]] * 2, ["[extra]"], ["[[a]]"]])
+            | TOML.map(lambda value: [f"{key} = {value}"])  # noqa: B023
+        )
+    return "\n".join(rows).encode()
+
+
+DAMAGED: dict[str, Any] = {
+    "json": damaged_json,
+    "lines": damaged_lines,
+    "toml": damaged_toml,
+    "bytes": damaged_bytes,
+}
+# What readers of text trip over, whatever the format.
+HOSTILE = (
+    *(b"", b"\0", b"\xef\xbb\xbf", b"\xff\xfe{\0}\0", b"[]", b"{}", b"null", b"1", b'"a"', b"[[]]"),
+    *(b"[" * 100_000, b'{"a":' * 3000, b"9" * 5000, b"A" * 1_000_000, b"\n" * 5000, b'"\\ud800"'),
+    *(b"\xff" * 8, (2**63).to_bytes(8, "little"), (100).to_bytes(8, "little") + b"{" * 100),
+)
+
+
+def refused(read: Reader, data: bytes) -> bool:
+    try:
+        read(data)
+    except UserError as error:
+        check_line(error)
+        return True
+    return False
+
+
+@pytest.fixture(params=SURFACES)
+def surface(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, list[bytes], Reader]:
+    """The format, valid files, and the reader of each kind."""
+    monkeypatch.setattr("entropix_jax.report.page.plotly_source", bytes)
+    chosen = SURFACES[request.param]
+    return chosen.format, *chosen.prepare(tmp_path)
+
+
+def test_each_file_gives_a_result_or_a_line(surface: tuple[str, list[bytes], Reader]) -> None:
+    format, valid, read = surface
+    for data in valid:
+        read(data)
+    outcomes = [refused(read, data) for data in HOSTILE]
+    strategies = st.sampled_from(valid).flatmap(damaged_bytes)
+    if format != "bytes":
+        strategies = st.sampled_from(valid).flatmap(DAMAGED[format]) | strategies
+
+    @examples(100)
+    @hypothesis.given(strategies)
+    def all_of(data: bytes) -> None:
+        outcomes.append(refused(read, data))
+
+    all_of()
+    assert False in outcomes  # not so damaged that nothing is read

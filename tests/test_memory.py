@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import psutil
 import pytest
 
 import entropix_jax
@@ -203,9 +202,19 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
     assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
 
 
-def test_what_is_free_is_the_least_of_all_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = psutil.virtual_memory()._replace(available=1000)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    for limits, free in (([], 1000), ([5000, 2000], 1000), ([5000, 20], 20)):
+def test_what_is_free_is_the_least_of_all_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2 kB\nSwapFree: 5 kB\n")
+    assert free_memory._available(tmp_path / "meminfo") == [2048]
+    assert free_memory._available(tmp_path / "none") == []  # not Linux
+    cases: list[tuple[list[int], list[int], int | None]] = [
+        ([1000], [], 1000),
+        ([1000], [5000, 2000], 1000),
+        ([1000], [5000, 20], 20),
+        ([], [], None),
+    ]
+    for available, limits, free in cases:
+        monkeypatch.setattr(free_memory, "_available", lambda available=available: available)
         monkeypatch.setattr(free_memory, "_free_of_groups", lambda limits=limits: limits)
         assert free_bytes(jax.devices("cpu")[0]) == free

@@ -24,7 +24,7 @@ from entropix_jax.params import Params
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.slots import Arrival, Slots, admit, empty_slots, padded_ids, share_prefix
 from tests import reference
-from tests.examples import examples, tried
+from tests.examples import examples
 from tests.models import fill_unused, logits_of, random_params, run, tiny_config
 from tests.samplers import Job
 from tests.test_schedules import CAPACITY, CONFIG, PARAMS, Line, line_of, random_job
@@ -63,7 +63,6 @@ def check_text(kind: str, text: Text) -> None:
     if text.tokens:
         whole, _ = reference.forward(small_params(kind), KINDS[kind], np.array(text.tokens))
         close(np.stack(text.logits), whole)
-        tried("texts")
 
 
 rows = st.integers(0, ROWS - 1)
@@ -92,7 +91,6 @@ def test_any_schedule_of_reads(kind: str, data: st.DataObject) -> None:
             slots = replace(slots, length=slots.length.at[row].set(left))
     for text in texts:
         check_text(kind, text)
-    tried("schedules")
 
 
 def read(
@@ -153,7 +151,6 @@ class Tenant:
         logits, _ = reference.forward(PARAMS, CONFIG, np.array(tokens))
         at = np.arange(len(self.job.prompt), len(tokens))
         close(np.array(logprobs), reference.log_softmax(logits)[at - 1, np.array(tokens)[at]])
-        tried("texts")
 
 
 def arrival(job: Job) -> Arrival:
@@ -276,4 +273,3 @@ def test_any_schedule_of_slots(seed: int, data: st.DataObject) -> None:
                 house.leave(number)
     for number in sorted(house.tenants):
         house.leave(number)
-    tried("schedules")

@@ -20,7 +20,7 @@ from entropix_jax.sampler.draw import HEAD, Drawn
 from entropix_jax.sampler.params import TruncationParams
 from entropix_jax.sampler.truncation import surprise
 from tests import reference
-from tests.examples import examples, tried
+from tests.examples import examples
 from tests.samplers import proposal_of
 from tests.test_draw import LAST, LLAMA3, Oracle, one_against
 from tests.test_truncation import NUMBERS, Kept, settings_of, truncated_draw
@@ -225,7 +225,6 @@ def check(batch: Batch, drawn: Drawn) -> None:
             told = dict(zip(values[-9:].tolist(), counts[-9:].tolist(), strict=True))
             error.add_note(f"row {row}: {setting}, kept {kept}: {ids}; highest logits: {told}")
             raise
-        tried("draws", DRAWS)
 
 
 def check_row(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
@@ -287,4 +286,3 @@ def test_the_surprise_of_what_was_drawn(batch: Batch) -> None:
         expected = -reference.log_softmax((logits - top) / t)[token] / np.log(2)
         if expected < np.finfo(np.float32).max / 2:
             np.testing.assert_allclose(said, expected, rtol=1e-5, atol=1e-5)
-        tried("draws")

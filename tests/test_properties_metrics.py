@@ -14,7 +14,7 @@ from entropix_jax.attention import attention_stats
 from entropix_jax.information import entropy_and_varentropy
 from entropix_jax.metrics import apply_noise_floor, measure
 from tests import reference
-from tests.examples import examples, tried
+from tests.examples import examples
 from tests.test_properties_draw import VOCABULARIES, rows_of
 
 measured = jax.jit(lambda logits: entropy_and_varentropy(jax.nn.log_softmax(logits, axis=-1)))
@@ -43,7 +43,6 @@ def test_entropy_and_varentropy(logits: np.ndarray) -> None:
         np.testing.assert_allclose(u, reference.varentropy_bits(p), rtol=1e-4, atol=1e-5 * scale)
         assert -1e-6 <= h <= most + 3e-5
         assert 0 <= u <= scale
-        tried("distributions")
 
 
 @examples(40)
@@ -66,7 +65,6 @@ def test_the_noise_floor(logits: np.ndarray, epsilon: float) -> None:
                 expected = np.where(kept & ~near, expected - rest, -np.inf)
         likely = expected > -100
         np.testing.assert_allclose(got[likely], expected[likely], rtol=1e-5, atol=tolerance)
-        tried("distributions")
 
 
 # Attention
@@ -123,4 +121,3 @@ def test_attention(
         assert -1e-6 <= metrics.attn_entropy_norm[row] <= 1 + 1e-5
         assert -1e-5 <= metrics.agreement[row] <= 1 + 1e-6
         assert metrics.attn_varentropy[row] >= 0
-        tried("attentions")

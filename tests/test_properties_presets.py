@@ -30,7 +30,7 @@ from entropix_jax.sampler.params import (
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
-from tests.examples import examples, tried
+from tests.examples import examples
 from tests.samplers import EPSILON, NUM_LAYERS
 from tests.test_properties_regimes import numbers, samplers
 
@@ -137,7 +137,6 @@ def test_values_survive_a_file(
     for one, other in zip(*leaves, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-    tried("samplers")
 
 
 @examples(80)
@@ -145,7 +144,6 @@ def test_values_survive_a_file(
 def test_values_survive_a_command_line(values: dict[str, Any]) -> None:
     given_values = dict(parse_setting(f"sampler.{key}={toml_of(v)}") for key, v in values.items())
     assert given_values == values
-    tried("samplers")
 
 
 @examples(60)
@@ -158,7 +156,6 @@ def test_what_calibrate_writes_is_read(
     thresholds = {"h1": h1, "h2": h2, "u1": u1, "u2": u2}
     changes: dict[str, Any] = {f"thresholds.{name}": value for name, value in thresholds.items()}
     text = preset_text(base, thresholds, description)
-    tried("samplers")
     try:
         expected = load_sampler(base).with_values({**changes, "thresholds.calibrated": False})
     except UserError:  # nothing lies between such bounds
@@ -207,7 +204,6 @@ def test_any_unknown_key_is_refused(key: str, value: Any, whole: bool) -> None:
             refused()
         assert f"no sampler key '{key}', did you mean '" in str(error.value)
         assert str(error.value).rsplit("'", 2)[1] in KNOWN
-    tried("samplers")
 
 
 @st.composite
@@ -232,4 +228,3 @@ def test_a_value_that_is_out_of_range_is_refused(case: tuple[str, Any]) -> None:
         load_sampler("entropix").with_values({key: value})
     assert str(error.value).startswith(f"entropix: {key} = ")
     assert "must" in str(error.value)
-    tried("samplers")

@@ -16,7 +16,7 @@ from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, LoopParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler
 from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES
-from tests.examples import examples, tried
+from tests.examples import examples
 from tests.samplers import EPSILON, NUM_LAYERS, batch_of, encode, metrics_of
 from tests.test_regimes import SLOTS, around, box_by_hand, classify_each, is_loop, looping_each
 
@@ -94,7 +94,6 @@ def test_the_first_box_that_holds_the_point(
     found = [REGIMES[i] for i in classify_each(metrics, params)]
     expected = [regime_by_hand(*pair) for pair in zip(chosen, points, strict=True)]
     assert found == expected
-    tried("points", ROWS)
 
 
 @st.composite
@@ -128,4 +127,3 @@ def test_the_loop_guard(
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
     found = looping_each(jnp.asarray(history), length, generated, params)
     assert found.tolist() == [is_loop(*row, *limit) for row in rows]
-    tried("histories", ROWS)

@@ -22,7 +22,7 @@ from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import TokenRecord, TraceWriter, footer, header, plain
 from entropix_jax.vocabulary import REGIMES
-from tests.examples import examples, tried
+from tests.examples import examples
 from tests.models import TINY
 from tests.traces import Trace, load_trace
 
@@ -153,7 +153,6 @@ def test_what_is_written_is_read_as_far_as_it_goes(trace: list[Json], data: st.D
     assert found.torn
     assert found.footer is None
     assert found.tokens == expected[1:number]
-    tried("traces", len(lines) + 1)
 
 
 @examples(40)
@@ -171,4 +170,3 @@ def test_a_line_that_is_missing_or_twice_there_is_told(
         read(written(damaged))
     with pytest.raises(UserError, match=r"line \d+: something follows the footer"):
         read(written([*trace, trace[at]]))
-    tried("traces", 2)

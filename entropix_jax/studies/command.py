@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 from entropix_jax.batches.progress import ProgressView, Standing
 from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.commandline import EXIT_OK, model_name
-from entropix_jax.errors import check_range
+from entropix_jax.errors import check_range, require
 from entropix_jax.interrupts import deferred_interrupts, exit_status
 from entropix_jax.loading import LanguageModel, check_backend, load, resolve_model
 from entropix_jax.programs import use_compilation_cache
@@ -45,6 +45,7 @@ def run_study(
     Raises:
         UserError: whatever a user can mend.
     """
+    require("lab", "matplotlib", "pyarrow")  # not after hours of work
     check_range("--slots", slots, 1)
     model = model_name(model)
     place = resolve_model(model)

@@ -7,19 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
+from entropix_jax.errors import require
 from entropix_jax.files import replacing
 from entropix_jax.studies.statistics import Interval
 from entropix_jax.studies.summary import Findings, Line
 from entropix_jax.vocabulary import REGIMES
-
-# Drawn into files alone, the same bytes each time.
-matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "entropix_jax"
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.ticker import StrMethodFormatter  # noqa: E402
 
 # Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
@@ -35,8 +29,9 @@ def draw_plots(findings: Findings, folder: Path) -> list[str]:
     names of the pictures without their suffixes.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: a file cannot be written, or matplotlib is not installed.
     """
+    require("lab", "matplotlib")
     names = []
     if findings.lines:
         names.append(_scores(findings, folder))
@@ -66,7 +61,7 @@ def _scores(findings: Findings, folder: Path) -> str:
         if all(line.cost for line in lines):  # else there is no logarithm
             axes.set_xscale("log", subs=[2, 3, 5])
         for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-            axis(StrMethodFormatter("{x:g}"))
+            axis("{x:g}")
         axes.set_xlabel("forward passes an answer, beyond the prompt")
         axes.set_ylabel("score")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
@@ -185,6 +180,12 @@ def _truth(findings: Findings, folder: Path) -> str:
 
 @contextmanager
 def _figure(folder: Path, name: str, *, width: float = 9.0, height: float = 4.5) -> Iterator[Any]:
+    import matplotlib
+    from matplotlib import pyplot
+
+    # Drawn into files alone, the same bytes each time.
+    pyplot.switch_backend("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "entropix_jax"
     figure, axes = pyplot.subplots(figsize=(width, min(height, _TALLEST)), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

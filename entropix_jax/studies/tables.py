@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, require
 from entropix_jax.files import opening, replacing
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.vocabulary import REGIMES
@@ -120,8 +120,9 @@ def write_tables(results: Results, varied: Sequence[str], folder: Path, name: st
     """Writes `name.csv` and `name.parquet`: a row for each trial, in order.
 
     Raises:
-        UserError: they cannot be written.
+        UserError: they cannot be written, or pyarrow is not installed.
     """
+    require("lab", "pyarrow")
     # Half a second to import: not for commands that write no tables.
     import pyarrow
     from pyarrow import parquet

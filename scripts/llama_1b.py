@@ -1,8 +1,5 @@
 """Llama-3.2-1B's shape."""
 
-import json
-from pathlib import Path
-
 from entropix_jax.config import ModelConfig, RopeScaling
 
 LLAMA_3_2_1B = ModelConfig(
@@ -25,7 +22,7 @@ LLAMA_3_2_1B = ModelConfig(
 
 
 def transformers_config(config: ModelConfig) -> dict[str, object]:
-    """The same as `transformers`, and a checkpoint's `config.json`, put it."""
+    """A configuration in the format of `transformers` and of a checkpoint's `config.json`."""
     scaling = config.rope_scaling
     rope: dict[str, object] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if scaling is not None:
@@ -56,9 +53,3 @@ def transformers_config(config: ModelConfig) -> dict[str, object]:
         "eos_token_id": 1,
         "dtype": config.dtype,
     }
-
-
-def write_config(config: ModelConfig, folder: Path) -> None:
-    """A folder's `config.json`."""
-    text = json.dumps(transformers_config(config), indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")

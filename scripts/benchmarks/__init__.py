@@ -1,1 +1,0 @@
-"""What `scripts/benchmark.py` measures, a file for each side of it."""
