@@ -1,8 +1,57 @@
-"""`python -m entropix_jax`: the installed command, where it is not on the path."""
+"""The command `entropix-jax`, also as `python -m entropix_jax`: its subcommands are modules."""
 
+import importlib
 import sys
+from collections.abc import Sequence
 
-from entropix_jax.cli import main
+from entropix_jax import __version__
+from entropix_jax.errors import UserError
+from entropix_jax.interrupts import exit_at_once
+
+# The module of each subcommand, and what it does.
+_COMMANDS = {
+    "generate": ("main", "text from a prompt, and its uncertainty"),
+    "batch": ("batch", "texts for a file of prompts, many at a time, resumed at will"),
+    "inspect": ("inspect", "the uncertainty of a given text, nothing generated"),
+    "ablate": ("ablate", "many settings of a sampler on tasks, in one compiled program"),
+    "evaluate": ("evaluate", "samplers against each other, each tuned by the same effort"),
+    "harness": ("harness", "tasks of EleutherAI's lm-evaluation-harness"),
+    "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
+    "report": ("report", "a trace as a page to open in a browser"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the subcommand that the first argument names, and returns its exit status.
+
+    Without `argv` it is the program: the arguments are the process's, and Ctrl-C ends it.
+    """
+    if argv is None:
+        exit_at_once()
+        argv = sys.argv[1:]
+    name, *arguments = argv or [""]
+    if name in _COMMANDS:
+        module = importlib.import_module(f"entropix_jax.{_COMMANDS[name][0]}")
+        status: int = module.main(arguments, f"entropix-jax {name}")
+        return status
+    from entropix_jax.commandline import run_command
+
+    return run_command(lambda: _run_without_command(name))
+
+
+def _run_without_command(name: str) -> int:
+    if name == "--version":
+        print(f"entropix-jax {__version__}")
+        return 0
+    if name in ("-h", "--help"):
+        print("usage: entropix-jax COMMAND [OPTIONS]\n")
+        for command, (_, purpose) in _COMMANDS.items():
+            print(f"  {command:<10} {purpose}")
+        print("\nentropix-jax COMMAND --help lists the options of a command.")
+        return 0
+    problem = f"no command '{name}'" if name else "no command given"
+    raise UserError(f"{problem} (known: {', '.join(_COMMANDS)}; see entropix-jax --help)")
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,7 +27,7 @@ from entropix_jax.commandline import (
 )
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_apart, check_writable, read_text
-from entropix_jax.status import telling
+from entropix_jax.status import show_status
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,18 +107,18 @@ def _main(arguments: Arguments) -> int:
     check_apart(output, *arguments.texts, *lineage(arguments.sampler))
     use_compilation_cache()
     name = model_name(arguments.model)
-    with telling("loading the model ..."):
+    with show_status("loading the model ..."):
         model = load(name, arguments.dtype)
     read = [model.tokenizer.encode(text, add_bos=True) for text in texts]
     if arguments.own:
-        with telling(f"writing {arguments.self_tokens:,} tokens ..."):
+        with show_status(f"writing {arguments.self_tokens:,} tokens ..."):
             read += _own_texts(model, arguments.self_tokens, arguments.seed)
     # What the model's own thresholds are does not matter here, nor whether they can be read.
     neutral = calibrate_sampler(sampler.with_values({"thresholds.calibrated": False}), model)
-    with telling(f"reading {sum(map(len, read)):,} tokens ..."):
+    with show_status(f"reading {sum(map(len, read)):,} tokens ..."):
         points = measure_entropies(model, read, neutral, context=arguments.context or None)
     before = _thresholds(model, sampler)
-    with telling("solving for the thresholds ..."):
+    with show_status("solving for the thresholds ..."):
         solution = solve(points, wanted, boxes, nearest=not arguments.strict)
     write_text(output, _content(arguments, solution.thresholds, len(points)))
     _report(points, boxes, before, wanted, solution.thresholds)

@@ -1,18 +1,17 @@
-"""What all commands share: arguments in, an exit status out, and errors of one line."""
+"""What all commands share: parsing arguments, the exit status, and errors of one line."""
 
 import contextlib
-import dataclasses
 import difflib
 import errno
 import io
+import itertools
 import os
-import re
 import sys
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -53,26 +52,42 @@ def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> 
     """The command line as an instance of the dataclass `arguments`. `--help` prints and exits.
 
     Raises:
-        UserError: unknown, missing, malformed or repeated options.
+        UserError: unknown, missing or malformed options.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    if repeated := _repeated(arguments, argv):
-        raise UserError(f"{repeated} is given more than once (see {prog} --help)")
-    complaint = io.StringIO()
+    error = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            parsed = tyro.cli(
-                arguments, args=argv, prog=prog, config=(tyro.conf.FlagCreatePairsOff,)
+        with contextlib.redirect_stderr(error):
+            parsed, unknown = tyro.cli(
+                arguments,
+                args=argv,
+                prog=prog,
+                config=(tyro.conf.FlagCreatePairsOff,),
+                return_unknown_args=True,
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        message = _one_line(complaint.getvalue())
-        raise UserError(f"{message}{_meant(arguments, message)} (see {prog} --help)") from None
-    for name, given in vars(parsed).items():
-        if isinstance(given, tuple) and () in given:
+        raise UserError(f"{_first_paragraph(error.getvalue())} (see {prog} --help)") from None
+    if unknown:
+        options = [f"--{name.replace('_', '-')}" for name in vars(parsed)]
+        close = difflib.get_close_matches(unknown[0], options, n=1, cutoff=0.7)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise UserError(f"unknown options: {' '.join(unknown)}{hint} (see {prog} --help)")
+    for name, value in vars(parsed).items():
+        if isinstance(value, tuple) and () in value:
             raise UserError(f"--{name.replace('_', '-')}: nothing follows it")
     return parsed
+
+
+def _first_paragraph(box: str) -> str:
+    """The message in the box that tyro draws: below its title, down to a rule."""
+
+    def is_rule(line: str) -> bool:
+        return not line.strip("─-")  # hyphens where UTF-8 cannot be written
+
+    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()[1:]]
+    message = itertools.dropwhile(is_rule, lines)
+    return " ".join(itertools.takewhile(lambda line: not is_rule(line), message))
 
 
 def flat_settings(given: Sequence[Sequence[str]]) -> list[str]:
@@ -88,15 +103,16 @@ def flat_settings(given: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Runs a command and turns what went wrong into one line on standard error and a status.
+    """Runs a command; errors become one line on standard error.
 
-    0 for success, 2 for whatever a user can mend, 130 for an interrupt. A reader that closes
-    standard output early (`| head`) ends the command quietly, with 0.
+    Returns the exit status: 0 for success, 2 for an error that the user can correct, 130 for an
+    interrupt. A reader that closes standard output early (`| head`) ends the command quietly, with
+    0.
     """
-    _mend_streams()
+    _repair_streams()
     try:
         try:
-            with _noted_warnings():
+            with _print_notes():
                 status = command()
         except SystemExit as exit_:  # of --help, or with a message, of a library
             if isinstance(exit_.code, str):
@@ -111,7 +127,7 @@ def run_command(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         return EXIT_OK
     except OSError as error:
-        return _fail(_told(error))
+        return _fail(_describe(error))
     except MemoryError:
         return _fail(_NO_MEMORY)
     except RuntimeError as error:
@@ -121,8 +137,8 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def model_name(name: str | None) -> str:
-    """The model that a command is to use: the one that is named, else the default one, which is
-    told on standard error."""
+    """The model that a command uses: `name`, else the default one, with a line on standard error
+    that says which."""
     if name is not None:
         return name
     from entropix_jax.loading import TINY, default_model
@@ -134,7 +150,7 @@ def model_name(name: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _noted_warnings() -> Iterator[None]:
+def _print_notes() -> Iterator[None]:
     """Prints each `Note` as a line of its own; other warnings stay as they are."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
@@ -153,7 +169,7 @@ def _noted_warnings() -> Iterator[None]:
         yield
 
 
-def _told(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     """What went wrong, and where, as far as the error says."""
     reason = error.strerror or str(error) or type(error).__name__
     where = error.filename
@@ -197,57 +213,11 @@ def _fail(message: str) -> int:
     return EXIT_USAGE
 
 
-def _repeated(arguments: type, argv: Sequence[str]) -> str | None:
-    """An option that is given twice and may be given once. No option's name is ever a value."""
-    hints = get_type_hints(arguments, include_extras=True)
-    meant: dict[str, str] = {}  # by each name of an option that may be given once
-    for field in dataclasses.fields(arguments):
-        if isinstance(field.default, tuple):
-            continue
-        name = "--" + field.name.replace("_", "-")
-        meant[name] = name
-        for about in getattr(hints[field.name], "__metadata__", ()):
-            meant |= dict.fromkeys(getattr(about, "aliases", None) or (), name)
-    seen: set[str] = set()
-    for argument in argv:
-        option = meant.get(argument.partition("=")[0].replace("_", "-"), "")
-        if option in seen:
-            return option
-        seen |= {option} - {""}
-    return None
-
-
-def _meant(arguments: type, message: str) -> str:
-    """The end of the line about an option that does not exist: one that is much like it."""
-    unknown = re.match(r"Unrecognized options: (--[\w-]+)", message)
-    known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(arguments)]
-    close = difflib.get_close_matches(unknown[1], known, n=1, cutoff=0.7) if unknown else ()
-    return f", did you mean {close[0]}?" if close else ""
-
-
-def _mend_streams() -> None:
-    """Standard streams that take whatever is written to them."""
+def _repair_streams() -> None:
+    """Makes the standard streams take whatever is written to them."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell, `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     # A terminal's encoding may lack characters that a model writes.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
-
-
-def _one_line(box: str) -> str:
-    """The message in tyro's complaint: below the title, down to a rule, without the frame."""
-    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()]
-    is_rule = [not line.strip("─-") for line in lines]  # hyphens where UTF-8 cannot be written
-    first = 2 if is_rule[1:2] == [True] else 1
-    last = is_rule.index(True, first) if True in is_rule[first:] else len(lines)
-    message = " ".join(lines[first:last])
-    if message.startswith("Missing from "):
-        # Each option that is missing comes with its whole help text.
-        _, _, options = message.partition(": ")
-        names = re.findall(r"(?:^|\(required\) )(--[\w-]+|[A-Z_]+)\b", options)
-        return f"{' and '.join(names)} must be given" if names else message
-    message = message.removeprefix("Error parsing ")
-    return re.sub(
-        r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", message
-    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_json_object
+from entropix_jax.files import check_own_code, read_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -275,19 +275,6 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
 def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
     """Unknown keys of a decoded `config.json`, sorted."""
     return sorted(set(raw) - _READ - _HARMLESS - set(_FIXED))
-
-
-def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuses a model that needs Python code from its folder; `path` is only named in errors.
-
-    Raises:
-        UserError: the file has an `auto_map`.
-    """
-    if raw.get("auto_map"):
-        raise UserError(
-            f"{path}: 'auto_map' names code of the folder's own, which is not run: "
-            "remove it if the model needs none of that code"
-        )
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:

@@ -1,7 +1,7 @@
-"""From token ids to text, a token at a time: no half characters, and the same text as at once.
+"""Token ids to text, one token at a time, without half characters.
 
-A token stands for bytes, and text is what UTF-8 makes of all bytes together. So decoding goes
-through an incremental UTF-8 decoder, and decoding a whole sequence is the stream run to its end.
+`tokenizers.decoders.DecodeStream` does not serve here: it raises on byte-fallback tokens that are
+not UTF-8, and it has no flush, so text held back at the end of a row would be lost.
 """
 
 from __future__ import annotations
@@ -9,37 +9,29 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers.decoders import Decoder
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Each decodes one token at a time, but for the start of a text. A `Strip` follows all others.
+_STREAMED = re.compile("ByteLevel|Metaspace|(Replace )*(ByteFallback )?Fuse( Strip)?")
 
 
 def _byte_symbols() -> tuple[str, ...]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    stand_ins = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-    return tuple(stand_ins.get(byte, chr(byte)) for byte in range(256))
+    substitutes = {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    return tuple(substitutes.get(byte, chr(byte)) for byte in range(256))
 
 
 # GPT-2's alphabet, by byte: printable Latin-1 stands for itself, other bytes for U+0100 and up.
 BYTE_SYMBOLS = _byte_symbols()
 _BYTE_OF_SYMBOL = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
 
-
-@dataclass(frozen=True)
-class TokenBytes:
-    """How the strings of a vocabulary turn into bytes.
-
-    Attributes:
-        of: the bytes of a token's string.
-        of_first: the same for the first token of a text, where that differs.
-        strip: a character, and how many of it at most are dropped from the start of the text.
-    """
-
-    of: Callable[[str], bytes]
-    of_first: Callable[[str], bytes] | None = None
-    strip: tuple[str, int] = ("", 0)
+# The bytes of a token's string; the flag says whether the token is the first of its text.
+TokenBytes = Callable[[str, bool], bytes]
 
 
 class StreamDecoder:
@@ -50,135 +42,89 @@ class StreamDecoder:
 
     def __init__(
         self,
-        *,
         token: Callable[[int], str | None],
         token_bytes: TokenBytes,
+        *,
         skip: frozenset[int],
-        begun: bool = False,
+        first: bool,
     ) -> None:
-        """Starts a text, or goes on within one.
-
-        Args:
-            token: the string of an id, None outside the vocabulary.
-            token_bytes: how that string turns into bytes.
-            skip: ids that leave nothing in the text.
-            begun: whether the start of the text, where something may be dropped, is past.
-        """
+        """`token` gives the string of an id, None outside the vocabulary; the ids `skip` leave
+        nothing in the text; `first` says whether the first id starts a text."""
         self._token = token
         self._token_bytes = token_bytes
         self._skip = skip
+        self._first = first
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._first = not begun
-        self._strip, self._strip_left = ("", 0) if begun else token_bytes.strip
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often empty in the middle of a character."""
-        if token_id in self._skip:
-            return ""
-        token = self._token(token_id)
+        token = None if token_id in self._skip else self._token(token_id)
         if token is None:
             return ""
-        of = self._token_bytes.of
-        if self._first:
-            of = self._token_bytes.of_first or of
-            self._first = False
-        return self._without_start(self._utf8.decode(of(token)))
+        data = self._token_bytes(token, self._first)
+        self._first = False
+        return self._utf8.decode(data)
 
     def peek(self, token_id: int) -> str:
-        """What `push` would give, and nothing is taken."""
-        before = self._utf8.getstate(), self._first, self._strip_left
+        """What `push` would give, without taking the token."""
+        state = self._utf8.getstate(), self._first
         text = self.push(token_id)
-        decoder, self._first, self._strip_left = before
-        self._utf8.setstate(decoder)
+        self._utf8.setstate(state[0])
+        self._first = state[1]
         return text
 
     def flush(self) -> str:
-        """The text of what is left at the end: U+FFFD for a character that never was completed."""
-        return self._without_start(self._utf8.decode(b"", final=True))
+        """The text left at the end: U+FFFD for a character that was never completed."""
+        return self._utf8.decode(b"", final=True)
 
     def run(self, ids: Iterable[int]) -> str:
         """The text of a whole sequence: all pushes and the flush."""
         return "".join([*map(self.push, ids), self.flush()])
 
-    def _without_start(self, text: str) -> str:
-        while self._strip_left and text:
-            if text[0] != self._strip:
-                self._strip_left = 0
-            else:
-                text = text[1:]
-                self._strip_left -= 1
-        return text
 
+def token_bytes_of_decoder(decoder: Decoder | None, rule: Mapping[str, Any] | None) -> TokenBytes:
+    """How a tokenizer's decoder turns tokens into bytes; `rule` is the decoder as tokenizer.json
+    writes it.
 
-def token_bytes_of_decoder(decoder: Mapping[str, Any] | None) -> TokenBytes:
-    """Reads the `decoder` of a tokenizer.json.
-
-    Known are the byte-level one (GPT-2, Llama 3), and the two ways in which SentencePiece
-    vocabularies are written: `Metaspace`, and the sequence of `Replace`, `ByteFallback`, `Fuse`,
-    `Strip` (Llama 2). On valid UTF-8 the text equals that of the `tokenizers` library. It differs
-    where byte tokens are not valid UTF-8: the library then also takes back the valid characters
-    just before them, which a stream has already shown.
+    Known are the byte-level decoder (GPT-2, Llama 3) and those of SentencePiece's vocabularies:
+    `Metaspace`, or the sequence of `Replace`, `ByteFallback`, `Fuse`, `Strip` (Llama 2). On valid
+    UTF-8 the text equals that of the `tokenizers` library.
 
     Raises:
         ValueError: another decoder, with its name.
     """
-    steps = _flattened(decoder)
+    steps = _flatten(rule)
     names = [step["type"] for step in steps]
+    if not _STREAMED.fullmatch(" ".join(names)):
+        raise ValueError(f"decoder {' + '.join(names) or 'null'} is not implemented")
     if names == ["ByteLevel"]:
-        return TokenBytes(of=_byte_level)
-    if names == ["Metaspace"]:
-        return _metaspace(steps[0])
-    if re.fullmatch(r"(Replace )*(ByteFallback )?Fuse (Strip )?", "".join(f"{n} " for n in names)):
-        return _replaced(steps)
-    raise ValueError(f"decoder {' + '.join(names) or 'null'} is not implemented")
+        return _byte_level
+    if any(step.get("stop") for step in steps):
+        raise ValueError("decoder Strip at the end of the text is not implemented")
+    assert decoder is not None
+    decode = decoder.decode
+    byte_fallback = "ByteFallback" in names
+
+    def token_bytes(token: str, first: bool) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
+        if byte:
+            return bytes.fromhex(byte[1])
+        # Another token before it keeps the decoder from treating it as the start of a text.
+        return (decode([token]) if first else decode(["x", token])[1:]).encode()
+
+    return token_bytes
 
 
-def _flattened(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if decoder is None:
+def _flatten(rule: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if rule is None:
         return []
-    if decoder["type"] == "Sequence":
-        return [step for inner in decoder["decoders"] for step in _flattened(inner)]
-    return [decoder]
+    if rule["type"] == "Sequence":
+        return [step for inner in rule["decoders"] for step in _flatten(inner)]
+    return [rule]
 
 
-def _byte_level(token: str) -> bytes:
+def _byte_level(token: str, first: bool) -> bytes:
     try:
         return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in token)
     except KeyError:  # an added token, written in plain text
         return token.encode()
-
-
-def _metaspace(step: Mapping[str, Any]) -> TokenBytes:
-    mark = step["replacement"]
-    of_first = None
-    if step["prepend_scheme"] != "never":  # the first mark is one that encoding put there
-
-        def of_first(token: str) -> bytes:
-            return token.replace(mark, "").encode()
-
-    return TokenBytes(of=lambda token: token.replace(mark, " ").encode(), of_first=of_first)
-
-
-def _replaced(steps: list[Mapping[str, Any]]) -> TokenBytes:
-    replacements: list[tuple[str, str]] = []
-    byte_fallback = False
-    strip = ("", 0)
-    for step in steps:
-        if step["type"] == "Replace":
-            if "String" not in step["pattern"]:
-                raise ValueError("decoder Replace with a regular expression is not implemented")
-            replacements.append((step["pattern"]["String"], step["content"]))
-        elif step["type"] == "ByteFallback":
-            byte_fallback = True
-        elif step["type"] == "Strip":
-            if step["stop"]:
-                raise ValueError("decoder Strip at the end of the text is not implemented")
-            strip = (step["content"], step["start"])
-
-    def of(token: str) -> bytes:
-        for old, new in replacements:
-            token = token.replace(old, new)
-        byte = _BYTE_TOKEN.fullmatch(token) if byte_fallback else None
-        return bytes.fromhex(byte[1]) if byte else token.encode()
-
-    return TokenBytes(of=of, strip=strip)

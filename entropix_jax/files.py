@@ -1,4 +1,4 @@
-"""Reading small files and writing whole ones, with the errors that a user can act on."""
+"""Reading small files and writing whole ones, with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,15 +21,15 @@ from entropix_jax.errors import UserError
 if sys.platform != "win32":
     import fcntl
 
-_SCRATCH = ".part"  # how the names of temporary folders end
+_SCRATCH = ".part"  # suffix of temporary folders
 
 
 @contextmanager
 def opening(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, to be read within the block.
+    """Opens a file for reading bytes.
 
     Raises:
-        UserError: missing or unreadable; also where the block finds it so.
+        UserError: missing or unreadable, also where reading fails within the block.
     """
     try:
         try:
@@ -83,13 +83,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return raw
 
 
+def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
+    """Refuses a file that names Python code of the folder's own; `path` is only named in errors.
+
+    Raises:
+        UserError: it does.
+    """
+    if raw.get("auto_map"):
+        raise UserError(
+            f"{path}: 'auto_map' names code of the folder's own, which is not run: "
+            "remove it if the model needs none of that code"
+        )
+
+
 @contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, which goes when the block ends. Folders on the way to it that
-    are missing are made, and stay.
+    """An empty folder beside `path`, removed when the block ends. Missing parents are made.
 
-    What a killed run left of one, `.NAME.????????.part`, goes with the next run that writes `path`:
-    a folder is locked as long as its process lives, so that nobody takes it from another.
+    One that a killed run left, `.NAME.????????.part`, is removed by the next run that writes
+    `path`: each is locked while its process lives.
 
     Raises:
         OSError: it cannot be made.
@@ -98,8 +110,8 @@ def scratch_beside(path: Path) -> Iterator[Path]:
     _remove_abandoned(path)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SCRATCH, dir=path.parent))
-        lock = _locked(folder, wait=True)
-        if folder.is_dir():  # else somebody took it for abandoned before it was locked
+        lock = _lock(folder, wait=True)
+        if folder.is_dir():  # else another run took it for abandoned before it was locked
             break
         if lock is not None:
             os.close(lock)
@@ -112,11 +124,11 @@ def scratch_beside(path: Path) -> Iterator[Path]:
 
 
 def open_alone(path: Path) -> int:
-    """Opens a file to write it anew: a descriptor. A regular file is locked until that is closed,
-    and is emptied only then.
+    """Opens a file for writing and returns the descriptor. A regular file is locked first, until
+    the descriptor is closed, and then emptied.
 
     Raises:
-        OSError: it cannot be opened, or another process has it open so.
+        OSError: it cannot be opened, or another process has locked it.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
@@ -137,15 +149,15 @@ def open_alone(path: Path) -> int:
 
 def _remove_abandoned(path: Path) -> None:
     for folder in path.parent.glob(f".{glob.escape(path.name)}.????????{_SCRATCH}"):
-        lock = None if folder.is_symlink() else _locked(folder, wait=False)
+        lock = None if folder.is_symlink() else _lock(folder, wait=False)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
-def _locked(folder: Path, *, wait: bool) -> int | None:
-    """Locks a folder: a descriptor to close; None where it is another's, or where there are no
-    locks."""
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """Locks a folder and returns a descriptor to close; None where another process has the lock, or
+    the system has no locks."""
     if sys.platform == "win32":
         return None
     try:
@@ -176,20 +188,19 @@ def parse_toml(text: str) -> dict[str, Any]:
     """What a TOML document holds.
 
     Raises:
-        ValueError: it is none, or holds a number that is too long.
-        RecursionError: it is too deep.
+        ValueError: not TOML, or with a number that is too long.
+        RecursionError: nested too deeply.
     """
     raw = tomllib.loads(text)
-    # In hexadecimal an integer may be read that is too long to be written, in an error for one.
+    # An integer in hexadecimal may be too long to be written, in an error message for instance.
     repr(raw)
     return raw
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends without an error.
-    Where `path` is a link, it is what that leads to that is replaced. Folders on the way to it that
-    are missing are made, and stay.
+    """A temporary path that replaces `path` when the block ends without an error. Where `path` is a
+    link, its target is replaced. Missing parents are made.
 
     Raises:
         UserError: the folder cannot be made or written.
@@ -204,13 +215,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def allow_long_cells() -> None:
-    """Lets Python read cells of CSV of up to 2**24 characters: its own limit, 128 KiB, is less than
-    a model's context."""
+    """Lets Python read CSV cells of up to 2**24 characters: its own limit, 128 KiB, is less than a
+    model's context."""
     csv.field_size_limit(max(csv.field_size_limit(), 2**24))
 
 
 def check_writable(path: Path) -> None:
-    """Looks whether a file could be written, without leaving a file.
+    """Checks that a file could be written, without creating it.
 
     Raises:
         UserError: it could not.
@@ -224,7 +235,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_apart(output: Path, *sources: Path | str | None) -> None:
-    """Looks whether a file would take the place of one that it is made of.
+    """Checks that an output does not replace one of its own sources.
 
     Raises:
         UserError: it would.
@@ -235,8 +246,8 @@ def check_apart(output: Path, *sources: Path | str | None) -> None:
 
 
 def is_standard_output(path: Path) -> bool:
-    """Whether a path leads to where standard output goes: `/dev/stdout`, or the file that the shell
-    was told. The null device may take both."""
+    """Whether a path leads to where standard output goes: `/dev/stdout`, or the file of a shell's
+    redirection. The null device may take both."""
     try:
         place, out = path.stat(), os.fstat(sys.stdout.fileno())
     except (AttributeError, OSError, ValueError):  # not there; not a file

@@ -1,4 +1,4 @@
-"""Models of the hub, through the hub's own client: the one way in which anything is downloaded."""
+"""Downloads of models from the hub, through its own client. Nothing else is ever downloaded."""
 
 import re
 from pathlib import Path
@@ -15,16 +15,16 @@ def is_hub_id(text: str) -> bool:
 
 
 def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
-    """The folder of a repository's configuration, tokenizer and safetensors, downloaded as far as
-    they are not there yet.
+    """The folder of a repository's configuration, tokenizer and safetensors; downloads what is
+    missing.
 
     Args:
         repo: `owner/name`.
         revision: a branch, a tag or a commit; None is the main branch.
-        folder: where to; None is the client's own cache.
+        folder: the destination; None is the client's own cache.
 
     Raises:
-        UserError: no hub id, or the hub refuses, is not reached, or lacks the repository.
+        UserError: not a hub id, or the hub refuses, cannot be reached, or lacks the repository.
     """
     if not is_hub_id(repo):
         raise UserError(f"no hub id: '{repo}' (it has the form owner/name)")
@@ -49,7 +49,7 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
             f"{repo}: neither a folder here nor a repository that can be read on the hub"
         ) from None
     except Exception as error:
-        # What its HTTP client raises is no OSError, and the name of that client changes.
+        # The HTTP client's errors are no OSError.
         known = isinstance(error, (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError))
         if not known and not type(error).__module__.startswith("httpx"):
             raise

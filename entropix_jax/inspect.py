@@ -47,7 +47,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """Tells, token by token, how uncertain the model is about a given text.
+    """Prints, token by token, how uncertain the model is about a given text.
 
     The tokens go to standard output; notes and a summary go to standard error.
     """
@@ -60,7 +60,7 @@ class Arguments:
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 where its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """The preset, or sampler file that ends in .toml, whose regimes are told."""
+    """The preset, or sampler file that ends in .toml, that assigns the regimes."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
     """Change settings of the sampler."""
     context: Count = 0

@@ -1,8 +1,9 @@
-"""What Ctrl-C does to a command: before there is anything to lose, and after.
+"""Ctrl-C and SIGTERM in a command.
 
-A KeyboardInterrupt may strike between any two instructions. In the middle of importing JAX it
+A KeyboardInterrupt may be raised between any two instructions. In the middle of importing JAX it
 surfaces as another error or aborts the process, in a callback it is lost, and in the middle of
-writing a token it leaves half of one. So a command never lets it strike.
+writing a token it leaves half of one. So commands end at once while there is nothing to lose, and
+defer interrupts afterwards.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ def exit_at_once() -> None:
     """From here on Ctrl-C and SIGTERM end the process, quietly. For a program's start, never for a
     library."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        if _arrives(number):
+        if _is_delivered(number):
             signal.signal(number, lambda signum, frame: os._exit(exit_status(signum)))
 
 
@@ -33,36 +34,33 @@ def exit_status(signum: int) -> int:
 def deferred_interrupts(
     stop: Callable[[], None], signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
 ) -> Iterator[list[int]]:
-    """Within, the first of the `signals` only calls `stop`; a second one raises KeyboardInterrupt,
-    or SystemExit with its own status where it is not Ctrl-C. Gives the list of those that came."""
-    pressed: list[int] = []
+    """Within the block the first of the `signals` only calls `stop`; a second one raises
+    KeyboardInterrupt, or SystemExit with its status where it is not Ctrl-C. Yields the list of the
+    signals received."""
+    received: list[int] = []
 
-    def press(signum: int, frame: FrameType | None) -> None:
-        pressed.append(signum)
-        if len(pressed) == 1:
+    def handle(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        if len(received) == 1:
             stop()
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             raise SystemExit(exit_status(signum))
 
-    before = {number: signal.signal(number, press) for number in signals if _arrives(number)}
+    before = {number: signal.signal(number, handle) for number in signals if _is_delivered(number)}
     try:
-        yield pressed
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def noticed_interrupts(notice: Callable[[], None], patience: float = 0.2) -> Iterator[None]:
-    """Within, `notice` is called soon after the first signal with a handler of Python's, from a
-    thread of its own, where the block has not ended by then: no handler runs while the main thread
-    is in the compiler, say, and who pressed Ctrl-C should know that it was heard.
-
-    Args:
-        patience: seconds from the signal to the call.
-    """
+def announce_interrupts(announce: Callable[[], None], delay: float = 0.2) -> Iterator[None]:
+    """Within the block `announce` is called `delay` seconds after the first signal that Python
+    handles, unless the block has ended. It runs in another thread: while the main thread is in the
+    compiler no handler runs, and the person who pressed Ctrl-C should see an effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -71,9 +69,9 @@ def noticed_interrupts(notice: Callable[[], None], patience: float = 0.2) -> Ite
     writer.setblocking(False)
 
     def watch() -> None:
-        # A signal writes its number here at once, whatever the main thread is at.
-        if reader.recv(1) and not end.wait(patience):
-            notice()
+        # A signal writes its number here at once, whatever the main thread is doing.
+        if reader.recv(1) and not end.wait(delay):
+            announce()
 
     watcher = threading.Thread(target=watch, daemon=True)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -89,29 +87,29 @@ def noticed_interrupts(notice: Callable[[], None], patience: float = 0.2) -> Ite
 
 
 @contextlib.contextmanager
-def undeferred_interrupts() -> Iterator[None]:
-    """Within `deferred_interrupts`, for a wait that a person may want to leave: Ctrl-C ends it with
-    an EOFError, and counts as pressed."""
-    if not _arrives(signal.SIGINT):
+def leave_on_interrupt() -> Iterator[None]:
+    """Within `deferred_interrupts`, for a wait that a person may leave: Ctrl-C ends it with an
+    EOFError, and counts as received."""
+    if not _is_delivered(signal.SIGINT):
         yield
         return
     before = signal.getsignal(signal.SIGINT)
 
-    def press(signum: int, frame: FrameType | None) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
         if callable(before):
             before(signum, frame)
         raise EOFError
 
     try:
-        signal.signal(signal.SIGINT, press)
+        signal.signal(signal.SIGINT, handle)
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _arrives(number: signal.Signals) -> bool:
-    """Whether a signal reaches this thread: the main one, unless the signal is ignored, as a shell
-    has it with Ctrl-C for what it starts in the background of a script."""
+def _is_delivered(number: signal.Signals) -> bool:
+    """Whether a signal reaches this thread: the main one, unless the signal is ignored, as shells
+    do with Ctrl-C for background jobs of a script."""
     if threading.current_thread() is not threading.main_thread():
         return False
     return signal.getsignal(number) not in (signal.SIG_IGN, None)

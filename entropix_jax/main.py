@@ -34,8 +34,8 @@ from entropix_jax.commandline import (
 )
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.files import check_apart, check_writable, is_standard_output, scratch_beside
-from entropix_jax.interrupts import EXIT_INTERRUPT, deferred_interrupts, noticed_interrupts
-from entropix_jax.status import StatusLine, is_terminal, telling
+from entropix_jax.interrupts import EXIT_INTERRUPT, announce_interrupts, deferred_interrupts
+from entropix_jax.status import StatusLine, is_terminal, show_status
 
 if TYPE_CHECKING:
     from entropix_jax.decode_state import Recording
@@ -102,8 +102,8 @@ class Arguments:
     ask: Flag = False
     """On a terminal, let a person choose where two branches are too close to call."""
     verbose: Flag = False
-    """Tell the metrics as the run goes: a line below the text on a terminal, else a line every 64
-    tokens in a log. h is the entropy in bits, u the varentropy in bits²."""
+    """Print the metrics' means at the end, and the latest token's as the run goes: on a terminal
+    that does not show the text, or in a log every 64 tokens. h is the entropy, u the varentropy."""
     trace: File = None
     """Write a trace: JSON Lines, one object a token."""
     trace_top: Count = 0
@@ -146,7 +146,7 @@ def _main(arguments: Arguments) -> int:
     use_compilation_cache()
     retriever = _retriever(arguments)
     name = model_name(arguments.model)
-    with telling("loading the model ..."):
+    with show_status("loading the model ..."):
         model = load(name, arguments.dtype, check=arguments.check)
         calibrated = calibrate_sampler(sampler, model)
     status = StatusLine()
@@ -163,23 +163,23 @@ def _main(arguments: Arguments) -> int:
         ignore_eos=arguments.ignore_eos,
         recording=_recording(arguments),
         retrieve=retriever,
-        ask=_person(arguments, status),
+        ask=_ask_on_terminal(arguments, status),
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
 
-    def heard() -> None:
+    def announce_stop() -> None:
         waits = "step" if "first_token" in generation.timings else "compiler"
-        status.show((f"stopping as soon as the {waits} is done ...", ""))
+        status.show(f"stopping as soon as the {waits} is done ...")
 
     if arguments.trace is not None and Path(arguments.trace).is_fifo():
         print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         trace = stack.enter_context(_trace_file(arguments))
-        # Opened while a signal still ends it all: a pipe that nobody reads would wait for good.
+        # Opened while a signal still ends the process: a pipe without a reader blocks for ever.
         writer = None if trace is None else stack.enter_context(TraceWriter(trace))
         stack.enter_context(deferred_interrupts(generation.stop))
-        stack.enter_context(noticed_interrupts(heard))
+        stack.enter_context(announce_interrupts(announce_stop))
         if trace is None or writer is None:
             return _run(arguments, generation, None, status)
         assert generation.rows.header is not None
@@ -187,7 +187,7 @@ def _main(arguments: Arguments) -> int:
         try:
             return _run(arguments, generation, writer, status)
         finally:
-            # Whatever ended the run: the trace says how far it came.
+            # However the run ended, the trace says how far it came.
             for event in generation.interrupt():
                 if event.token is not None:
                     writer.write(event.token.to_json(retracted=event.retracted))
@@ -198,8 +198,7 @@ def _main(arguments: Arguments) -> int:
 
 @contextlib.contextmanager
 def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
-    """The file that the run's trace goes to: where a page alone is wanted, one beside it for the
-    while."""
+    """The file of the run's trace; for a page alone, a temporary one beside it."""
     if arguments.trace is not None or arguments.report is None:
         yield None if arguments.trace is None else Path(arguments.trace)
         return
@@ -234,7 +233,7 @@ def _run(
         print_legend()
     meter = Meter(status, generation.rows, generation.seconds) if arguments.verbose else None
     output = _Output(generation, screen, writer, meter, status)
-    status.show((_COMPILING, ""))
+    status.show(_COMPILING)
     try:
         for event in generation:
             output.take(event)
@@ -251,9 +250,9 @@ def _run(
     print(summary(generation.rows, generation.timings), file=sys.stderr)
     if errors := {i: row.error for i, row in enumerate(generation.rows) if row.error is not None}:
         several = len(generation.rows) > 1
-        told = [f"row {i}: {error}" if several else error for i, error in errors.items()]
+        messages = [f"row {i}: {error}" if several else error for i, error in errors.items()]
         hint = "" if arguments.check else " (--check names the tensor, or the layer)"
-        raise UserError("; ".join(told) + hint)
+        raise UserError("; ".join(messages) + hint)
     interrupted = any(row.finish_reason == "interrupt" for row in generation.rows)
     return EXIT_INTERRUPT if interrupted else EXIT_OK
 
@@ -268,8 +267,8 @@ def _retriever(arguments: Arguments) -> "Retrieve | None":
     return Retriever(Path(arguments.retrieve))
 
 
-def _person(arguments: Arguments, status: StatusLine) -> "Ask | None":
-    """Who is asked about close branches: nobody without a terminal to ask on."""
+def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
+    """The function that asks a person about close branches; None without a terminal."""
     if not arguments.ask:
         return None
     if not all(map(is_terminal, (sys.stdin, sys.stdout, sys.stderr))):
@@ -278,16 +277,14 @@ def _person(arguments: Arguments, status: StatusLine) -> "Ask | None":
     from entropix_jax.terminal import ask_person
 
     def ask(row: int, texts: Sequence[str]) -> int | None:
-        status.clear()
-        answer = ask_person(row, texts)
-        status.line_ended()
-        return answer
+        status.make_room()
+        return ask_person(row, texts)
 
     return ask
 
 
 class _Output:
-    """Prints samples one after the other, each as far as it is known, and writes the trace."""
+    """Prints samples in order as their text becomes final, and writes the trace."""
 
     def __init__(
         self,
@@ -302,14 +299,14 @@ class _Output:
         self._writer = writer
         self._meter = meter
         self._status = status
-        self._begun = False
+        self._started = False
         self._waiting: list[list[Piece]] = [[] for _ in generation.rows]
-        self._shown = 0  # the sample whose text is on its way out
+        self._shown = 0  # the sample that is being printed
 
     def take(self, event: "Event") -> None:
-        """Writes what became known, as far as it is its turn."""
-        if not self._begun:
-            self._begun = True
+        """Prints any text that is final and next in sample order."""
+        if not self._started:
+            self._started = True
             self._status.clear()
         if self._writer is not None and event.token is not None:
             self._writer.write(event.token.to_json(retracted=event.retracted))
@@ -332,7 +329,7 @@ class _Output:
 
 
 def _check(arguments: Arguments) -> None:
-    """What can be told to be wrong from the command line alone."""
+    """Refuses what is wrong by the command line alone."""
     sources = (arguments.prompt, arguments.prompt_file, arguments.messages)
     given = sum(source is not None for source in sources)
     if given == 0 or arguments.prompt == "":
@@ -374,7 +371,7 @@ def _check_trace(path: Path, arguments: Arguments) -> None:
 
 
 def _read_prompt(arguments: Arguments) -> Any:
-    """The text of the prompt, or what a file of messages holds."""
+    """The prompt's text, or the decoded file of messages."""
     if arguments.messages is not None:
         try:
             messages = json.loads(read_input(arguments.messages, "--prompt"))

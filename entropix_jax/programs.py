@@ -1,4 +1,4 @@
-"""The user's cache folder, and the compiled programs in it: none that is torn stays there."""
+"""The user's cache folder, and JAX's persistent compilation cache in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import os
 import stat
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ import jax
 
 from entropix_jax.errors import UserError
 
-_CHECKED = ".checked"  # as old as the last look at the programs
 _SUFFIX = "-cache"  # of JAX's files
-_MARGIN = 10**9  # nanoseconds by which clocks may differ
 _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
 
-    The folder is made for the user alone. Programs in it are run as they are, so one that is
-    another user's, or that all may write to, is not used, and a note says so. A folder that JAX's
-    own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be written,
-    nothing is kept. What a killed run has left half-written there goes.
+    The folder is made for the user alone. Programs in it are run as they are, so a folder of
+    another user's, or one that all may write to, is not used, and a note says so. A folder that
+    JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be
+    written, nothing is kept.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         try:
@@ -82,55 +79,38 @@ def _is_own(folder: Path) -> bool:
 
 
 def drop_torn_programs(folder: Path, *, sized: bool) -> None:
-    """Removes programs that a killed run or a full disk has left half-written in JAX's cache: JAX
-    itself would complain of each at every start, compile it again, and leave it as it is.
-
-    Looks at those alone that are newer than its last look.
+    """Removes cache entries that a killed run or a full disk has truncated: JAX would warn of each
+    at every start and never replace it. Looks at those alone that are newer than its last look.
 
     Args:
         folder: of the cache.
-        sized: whether the cache has a largest size. A program whose time of use is missing then
-            gets one: for want of it JAX 0.10 would keep no further program.
+        sized: whether the cache has a largest size. An entry without a time of use then gets one:
+            for want of it JAX 0.10 would keep no further program.
 
     Raises:
         OSError: the folder cannot be read or written.
     """
-    mark = folder / _CHECKED
-    now = time.time_ns()
-    seen = mark.stat().st_mtime_ns if mark.exists() else 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.name.endswith(_SUFFIX):
-                continue
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                if entry.stat().st_mtime_ns >= seen and not _is_whole(Path(entry.path)):
-                    os.unlink(entry.path)
-                elif sized and not (time_of_use := _time_of_use(Path(entry.path))).exists():
-                    time_of_use.touch(mode=0o600)
-    mark.touch(mode=0o600)
-    os.utime(mark, ns=(now - _MARGIN, now - _MARGIN))
+    mark = folder / ".checked"
+    checked = mark.stat().st_mtime if mark.exists() else 0.0
+    mark.touch(mode=0o600)  # before the look: what is written meanwhile is seen by the next one
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if path.stat().st_mtime >= checked - 1 and not _is_whole(path.read_bytes()):
+                path.unlink()
+            elif sized:
+                path.with_name(f"{path.name.removesuffix(_SUFFIX)}-atime").touch(mode=0o600)
 
 
-def _time_of_use(program: Path) -> Path:
-    return program.with_name(program.name.removesuffix(_SUFFIX) + "-atime")
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a compressed file is there to its end. One that nothing here can read counts."""
-    data = path.read_bytes()
+def _is_whole(data: bytes) -> bool:
+    """Whether compressed data reaches its end. What nothing here can decompress counts as whole."""
+    decompressor: Any = zlib.decompressobj()
     if data.startswith(_ZSTANDARD):
-        for name in ("compression.zstd", "zstandard"):  # as JAX looks for them
-            with contextlib.suppress(ImportError):
-                library = importlib.import_module(name)
-                try:
-                    library.decompress(data)
-                except library.ZstdError:
-                    return False
-                return True
-        return True
-    decompressor = zlib.decompressobj()
+        try:
+            decompressor = importlib.import_module("zstandard").ZstdDecompressor().decompressobj()
+        except ImportError:
+            return True
     try:
         decompressor.decompress(data)
-    except zlib.error:
+    except Exception:  # the libraries' own errors
         return False
-    return decompressor.eof
+    return bool(decompressor.eof)

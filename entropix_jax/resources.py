@@ -1,4 +1,4 @@
-"""Where the files that come with the package lie: presets and the embedded model."""
+"""The folders of the package's data files: presets and the embedded model."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""A small reference retriever: from a row's text so far to the passage of a folder that fits it.
+"""A small reference retriever: from a row's text so far to the best-matching passage of a folder.
 
-It knows text only, neither the model nor the sampler. Any other function from text to text can
-stand in its place.
+It knows text only, neither the model nor the sampler; any other function from text to text can
+replace it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from entropix_jax.errors import UserError, require
 from entropix_jax.files import read_text
 
 SUFFIXES = (".txt", ".md")
-LONGEST = 200  # characters: about 50 tokens of English, and a thought has 64 at most
+LONGEST = 200  # characters: about 50 tokens of English; a thought has at most 64
 QUERY_WORDS = 32  # a sentence or two
 
-# Kana and Han are written without spaces: each character is a word. Of other scripts, single
-# letters are none, for they are mostly what an apostrophe leaves over.
+# Kana and Han are written without spaces: each character is a word. In other scripts a single
+# letter is none: most are what an apostrophe leaves over.
 _KANA_HAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = rf"[{_KANA_HAN}]|[^\W{_KANA_HAN}]{{2,}}|\d"
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’»)\]]*(?=\s)|[。！？][」』”’）]*")
@@ -32,19 +32,18 @@ _HEADING = re.compile(r"#{1,6}\s.*")
 
 
 class Retriever:
-    """Finds the passage of a folder's texts that has most to do with the end of a text.
+    """Finds the passage in a folder's texts that best matches the end of a text.
 
     The texts are all files `*.txt` and `*.md` in the folder and below it, in the order of their
-    paths, read once. Symbolic links below the folder are not followed: what they name is either
-    read in its own place, or lies outside. Texts and index are kept in memory.
+    paths, read once and kept in memory. Symbolic links below the folder are not followed.
 
     Passages are ranked by BM25 (Robertson et al. 1994, "Okapi at TREC-3"; Lucene's variant, with
-    k1 = 1.5 and b = 0.75). Words are compared as they are written, without stemming, but without
-    regard to case and compatibility forms (NFKC). English stop words do not count.
+    k1 = 1.5 and b = 0.75). Words are compared without stemming, and without regard to case and
+    compatibility forms (NFKC). English stop words do not count.
 
     Attributes:
-        passages: what can be injected, in the order of files and text; as in `split_passages`, less
-            those that have no word to find them by.
+        passages: those of `split_passages` that have a word to find them by, in the order of files
+            and text.
     """
 
     passages: tuple[str, ...]
@@ -53,26 +52,26 @@ class Retriever:
         """Reads and indexes a folder.
 
         Args:
-            folder: where the texts lie.
-            longest: characters of a passage, at most.
+            folder: of the texts.
+            longest: most characters of a passage.
 
         Raises:
-            UserError: bm25s is not installed, no such folder, a file in its place, a file or folder below it that cannot be
-                read or is not UTF-8, or no text.
+            UserError: bm25s is not installed, no such folder, a file or folder below it that cannot
+                be read or is not UTF-8, or no text.
             ValueError: `longest` is not positive.
         """
         require("retrieve", "bm25s")
-        # This import starts JAX, so it must come after JAX has been configured, not with ours.
+        # This import starts JAX, so it must come after JAX has been configured.
         import bm25s
 
-        passages = [p for path in _text_files(folder) for p in _passages_of(path, longest)]
-        compared = [_compared(passage) for passage in passages]
-        words = _words(compared)
+        passages = [p for path in _find_texts(folder) for p in _read_passages(path, longest)]
+        normalized = [_normalize(passage) for passage in passages]
+        words = _split_words(normalized)
         kept = [number for number, found in enumerate(words) if found]
         if not kept:
             raise UserError(f"{folder}: no text: no *.txt or *.md file with words in it")
         self.passages = tuple(passages[number] for number in kept)
-        self._compared = [compared[number] for number in kept]
+        self._normalized = [normalized[number] for number in kept]
         self._index = bm25s.BM25(dtype="float64")
         self._index.index(
             [words[number] for number in kept], create_empty_token=False, show_progress=False
@@ -81,36 +80,35 @@ class Retriever:
     def __call__(self, text: str) -> str:
         """What to inject after `text`, the whole text of a row so far.
 
-        The query is the text's last `QUERY_WORDS` words. Passages that stand in the text already,
-        as earlier calls put them there, are not given again; nor are they part of the query, which
-        so remains what was written around them. White space and case do not matter in this.
+        The query is the text's last `QUERY_WORDS` words. Passages that the text already contains,
+        from earlier calls, are neither returned again nor part of the query. White space and case
+        are ignored in this.
 
         Returns:
-            The best passage (of equals the earlier one) on lines of its own, since the text may
+            The best passage (the earlier one of equals) on lines of its own, since the text may
             stop in the middle of a sentence: after a line break, unless the text ends with one, and
-            with a line break at its end. "" where no passage that is not yet there has a word of
-            the query.
+            with a line break at its end. "" where no new passage has a word of the query.
         """
-        whole = around = _compared(text)
-        standing: set[int] = set()
+        whole = query = _normalize(text)
+        present: set[int] = set()
         while True:
-            best = next((n for n in self._ranking(around) if n not in standing), None)
+            best = next((n for n in self._rank(query) if n not in present), None)
             if best is None:
                 return ""
-            if self._compared[best] not in whole:
+            if self._normalized[best] not in whole:
                 line_break = "" if not text or text.endswith("\n") else "\n"
                 return f"{line_break}{self.passages[best]}\n"
-            standing.add(best)
-            around = around.replace(self._compared[best], " ")
+            present.add(best)
+            query = query.replace(self._normalized[best], " ")
 
-    def _ranking(self, text: str) -> Iterator[int]:
-        """The numbers of the passages that have a word of the query, the best one first."""
-        # That many words stand in far fewer characters.
-        query = _words([text[-64 * QUERY_WORDS :]])[0][-QUERY_WORDS:]
+    def _rank(self, text: str) -> Iterator[int]:
+        """The indices of the passages that have a word of the query, the best one first."""
+        # So many words take far fewer characters.
+        query = _split_words([text[-64 * QUERY_WORDS :]])[0][-QUERY_WORDS:]
         ids = self._index.get_tokens_ids(query)
         if not ids:
             return
-        # Sums of the same terms in another order are equal, but for their last digits.
+        # Rounded: sums of the same terms in another order differ in their last digits.
         scores = self._index.get_scores_from_ids(ids).round(9)
         for number in np.argsort(-scores, kind="stable"):
             if scores[number] <= 0:
@@ -119,11 +117,11 @@ class Retriever:
 
 
 def split_passages(text: str, longest: int) -> list[str]:
-    """The passages of a text, in its order, each of at most `longest` characters.
+    """The passages of a text in order, each of at most `longest` characters.
 
-    A passage is a paragraph, which blank lines part from the next; its own line breaks remain. A
-    Markdown heading goes with the paragraph below it. What is too long is cut after the last
-    sentence that fits, or else between words, or else anywhere.
+    A passage is a paragraph, separated by blank lines; its own line breaks remain. A Markdown
+    heading belongs to the paragraph below it. A longer one is cut after the last sentence that
+    fits, or else between words, or else anywhere.
 
     Raises:
         ValueError: `longest` is not positive.
@@ -143,7 +141,7 @@ def split_passages(text: str, longest: int) -> list[str]:
 
 
 def _cut(paragraph: str, longest: int) -> Iterator[str]:
-    """Pieces of a stripped text, as long as they may be."""
+    """Cuts a stripped text into pieces that are as long as allowed."""
     start = 0
     while len(paragraph) - start > longest:
         window = paragraph[start : start + longest + 1]  # one more: is a space next?
@@ -156,8 +154,8 @@ def _cut(paragraph: str, longest: int) -> Iterator[str]:
     yield paragraph[start:]
 
 
-def _text_files(folder: Path) -> list[Path]:
-    """The text files of a folder, sorted by path, whatever order the file system has.
+def _find_texts(folder: Path) -> list[Path]:
+    """The text files of a folder, sorted by path.
 
     Raises:
         UserError: no folder, or one below it that cannot be read.
@@ -181,18 +179,18 @@ def _text_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.parts)
 
 
-def _passages_of(path: Path, longest: int) -> list[str]:
+def _read_passages(path: Path, longest: int) -> list[str]:
     text = read_text(path).removeprefix("\ufeff")  # a byte order mark
     return split_passages(text.replace("\r\n", "\n").replace("\r", "\n"), longest)
 
 
-def _compared(text: str) -> str:
-    """A text as it is compared with others."""
+def _normalize(text: str) -> str:
+    """The form in which texts are compared."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _words(texts: Sequence[str]) -> list[list[str]]:
-    """The words of texts that `_compared` gave, in order, without stop words."""
+def _split_words(texts: Sequence[str]) -> list[list[str]]:
+    """The words of normalized texts, in order, without stop words."""
     import bm25s
 
     words: list[list[str]] = bm25s.tokenize(

@@ -1,4 +1,4 @@
-"""Stop strings: text is held back while it could still become one."""
+"""Stop strings: text that may become one is held back."""
 
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
@@ -7,7 +7,7 @@ Tag = TypeVar("Tag")
 
 
 class StopFilter(Generic[Tag]):
-    """Lets tagged pieces of a text through up to the first stop string, never a part of one."""
+    """Passes tagged pieces of a text through up to the first stop string, never a part of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -15,23 +15,23 @@ class StopFilter(Generic[Tag]):
         self.stopped = False
 
     def push(self, text: str, tag: Tag) -> Iterator[tuple[str, Tag]]:
-        """Takes a piece, and gives the pieces that are now certain to be printed."""
+        """Takes a piece and yields the pieces that no stop string can contain any more."""
         if self.stopped:
             return
         self._held.append((text, tag))
         held = "".join(piece for piece, _ in self._held)
         found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
         self.stopped = bool(found)
-        yield from self._release(min(found) if found else len(held) - self._open(held))
+        yield from self._release(min(found) if found else len(held) - self._open_length(held))
         if self.stopped:
             self._held.clear()
 
     def flush(self) -> Iterator[tuple[str, Tag]]:
-        """Gives what was held back: the text has ended and no stop string came of it."""
+        """Yields what was held back, at the end of the text."""
         yield from self._release(sum(len(piece) for piece, _ in self._held))
 
-    def _open(self, text: str) -> int:
-        """The length of the longest end of the text that begins a stop string."""
+    def _open_length(self, text: str) -> int:
+        """The length of the longest suffix of the text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""How a run looks in a terminal: text coloured by regime, a legend, a line of summary."""
+"""What a run shows in a terminal: text coloured by regime, a legend, a line of summary."""
 
 import sys
 from collections import Counter
@@ -9,16 +9,16 @@ from rich.style import Style
 from rich.text import Text
 
 from entropix_jax.commandline import printable
-from entropix_jax.interrupts import undeferred_interrupts
+from entropix_jax.interrupts import leave_on_interrupt
 from entropix_jax.results import Event, Row
 from entropix_jax.scoring import ScoredToken
-from entropix_jax.status import StatusLine, is_terminal, same_file
+from entropix_jax.status import StatusLine, is_same_file, is_terminal
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import MEANINGS, REGIMES
 
-# Okabe and Ito's colours, which colour-blind people tell apart: those that stand out on dark and on
-# light alike (contrast 3 or more), two of them darker, so that the nearest of 256 colours does too.
-# What is certain keeps the terminal's own colour.
+# Okabe and Ito's colours for colour-blind readers: those with a contrast of 3 or more on dark and
+# light backgrounds, two of them darkened so that the nearest of 256 colours has it too. Certain
+# tokens keep the terminal's own colour.
 _STYLES = {
     "lelv": "",
     "helv": "#0072B2 bold",
@@ -28,14 +28,13 @@ _STYLES = {
 }
 _INJECTED = "underline"
 _LOG_TOKENS = 64
-_LOG_COLUMNS = 200
 
 
 class TextScreen:
     """Writes the text of a run to standard output as it comes, and nothing else there."""
 
     def __init__(self, status: StatusLine | None = None) -> None:
-        """`status` is the line that has to make room."""
+        """`status` is the line that makes room for the text."""
         self._out = sys.stdout
         self._status = status or StatusLine()
         console = Console(file=self._out)
@@ -66,10 +65,9 @@ class TextScreen:
             self._write("\n", "\n")
 
     def _write(self, painted: str, text: str) -> None:
-        self._status.clear()
+        self._status.make_room()
         self._out.write(painted)
         self._out.flush()
-        self._status.wrote(text)
         self._last = text[-1:] or self._last
 
 
@@ -81,7 +79,7 @@ def style_of(token: TokenRecord | ScoredToken) -> str:
 
 
 def print_legend() -> None:
-    """What the colours mean, on one line of standard error, where that is a terminal."""
+    """Prints what the colours mean, on one line of standard error, where that is a terminal."""
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     if not err.is_terminal:
         return
@@ -94,8 +92,8 @@ def print_legend() -> None:
 
 
 def ask_person(row: int, texts: Sequence[str]) -> int | None:
-    """Shows two ways in which a text may go on, on standard error, and reads which it shall be from
-    standard input; None where the person leaves it to the model."""
+    """Shows two continuations on standard error and reads which one to take from standard input;
+    None where the person leaves the choice to the model."""
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     err.print("\n[bold]Two ways to go on, too close to call:[/bold]")
     for number, text in enumerate(texts, 1):
@@ -104,7 +102,7 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
     while True:
         err.print("1, 2, or Enter for the model's choice (1): ", end="")
         try:
-            with undeferred_interrupts():
+            with leave_on_interrupt():
                 line = sys.stdin.readline()
         except EOFError:
             line = ""
@@ -119,7 +117,7 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
 def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
     """Tokens, speed, the share of each regime and why the rows ended, on one line.
 
-    The speed is that after the first step, which waits for the prompt and for the compiler.
+    The speed leaves out the first step, which includes the prompt and the compiler.
     """
     tokens = [token for row in rows for token in row.tokens]
     first = sum(1 for row in rows if row.tokens)
@@ -133,8 +131,8 @@ def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
 
 
 class Meter:
-    """What `--verbose` tells of a run: the metrics of the last token whose text is out, on the
-    status line. A log, which has no such line, is told every so many tokens."""
+    """The metrics that `--verbose` shows: those of the latest token whose text is printed, on the
+    status line, or in a log every 64 tokens."""
 
     def __init__(
         self, status: StatusLine, rows: Sequence[Row], seconds: Callable[[], float]
@@ -144,31 +142,31 @@ class Meter:
         self._rows = rows
         self._seconds = seconds
         # Not where lines could end up in the middle of the text.
-        self._logs = not is_terminal(sys.stderr) and not same_file(sys.stdout, sys.stderr)
+        self._logs = not is_terminal(sys.stderr) and not is_same_file(sys.stdout, sys.stderr)
         self._first = 0.0  # when the first token came
         self._latest: dict[int, TokenRecord] = {}
         self._counts: Counter[int] = Counter()
-        self._told: TokenRecord | None = None
+        self._shown: TokenRecord | None = None
 
     def take(self, event: Event, row: int) -> None:
-        """An event, and the row whose text is on its way out."""
+        """Takes an event; `row` is the row whose text is being printed."""
         token = event.token
         if token is not None and not event.retracted:
             if not self._latest:
                 self._first = self._seconds()
             self._latest[event.row.number] = token
             self._counts[event.row.number] += 1
-        last = self._latest.get(row)
-        if last is None or last is self._told:
+        latest = self._latest.get(row)
+        if latest is None or latest is self._shown:
             return
-        self._told = last
-        if self._status.live:
-            self._status.show(*self._parts(last, self._status.columns))
+        self._shown = latest
+        if self._status.enabled:
+            self._status.show(self._line(latest))
         elif self._logs and self._counts[row] % _LOG_TOKENS == 0:
-            print("".join(text for text, _ in self._parts(last, _LOG_COLUMNS)), file=sys.stderr)
+            print(self._line(latest), file=sys.stderr)
 
     def summary(self) -> str:
-        """Means over all tokens, and how many tokens each action gave: two lines, or none."""
+        """Means over all tokens, and the number of tokens by action: two lines, or none."""
         tokens = [token for row in self._rows for token in row.tokens]
         if not tokens:
             return ""
@@ -183,25 +181,15 @@ class Meter:
             f"{' '.join(f'{name} {count}' for name, count in actions.most_common())}\n"
         )
 
-    def _parts(self, token: TokenRecord, columns: int) -> list[tuple[str, str]]:
-        """The line in full where that has room, else with short names."""
+    def _line(self, token: TokenRecord) -> Text:
         tokens = sum(self._counts.values()) - len(self._latest)
         seconds = self._seconds() - self._first
-        speed = f"{tokens / seconds:.0f} tok/s" if tokens and seconds > 0 else ""
         sample = f"{token.row + 1}/{len(self._rows)} " if len(self._rows) > 1 else ""
-        values = [
-            (f"  entropy {token.entropy:5.2f} bits", f" h {token.entropy:.2f}b"),
-            (f"  varentropy {token.varentropy:5.2f} bits²", f" u {token.varentropy:.2f}b²"),
-            (f"  agreement {token.agreement:.2f}", f" agree {token.agreement:.2f}"),
-            (f"  attention {token.attn_entropy_norm:.2f}", f" attn {token.attn_entropy_norm:.2f}"),
-            (f"  temperature {token.temperature:.2f}", f" T {token.temperature:.2f}"),
-            (f"  {speed}", f" {speed}"),
-        ]
-        start = f"{sample}{token.position:>4} "
-        fits = len(start) + 14 + sum(len(long) for long, _ in values) <= columns
-        rest = "".join(long if fits else short for long, short in values)
-        return [
-            (start, ""),
-            (f"{token.regime:4}", _STYLES[token.regime]),
-            (f" {token.action:9}{rest}", ""),
-        ]
+        line = Text(f"{sample}{token.position:>4} ").append(
+            f"{token.regime:4}", style=_STYLES[token.regime]
+        )
+        line.append(
+            f" {token.action:9} h {token.entropy:.2f} bits  u {token.varentropy:.2f} bits²"
+            f"  agree {token.agreement:.2f}  T {token.temperature:.2f}"
+        )
+        return line.append(f"  {tokens / seconds:.0f} tok/s" if tokens and seconds > 0 else "")

@@ -1,41 +1,35 @@
 """The tokenizer of a checkpoint folder: text to ids, ids to text, conversations to ids.
 
-`tokenizer.json` is read by the `tokenizers` library. A folder that has only Meta's
-`tokenizer.model` (Llama 3's ranks) goes through `tiktoken`. Both libraries are imported when a
-tokenizer of their kind is loaded, Jinja when a chat is rendered.
+The `tokenizers` library does the work, for `tokenizer.json` as for Meta's `tokenizer.model` (Llama
+3's ranks). It is imported when a tokenizer is loaded, and Jinja when a chat is rendered.
 
-Special tokens are recognised wherever their text stands, in prompts as in chat messages, as
-`transformers` does by default. Who passes on text from others should know that such a text can
-end a turn.
+Special tokens are recognised wherever they occur in a text, in prompts as in chat messages, as
+`transformers` does by default: text from a third party can end a turn.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import math
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from entropix_jax.config import check_own_code
-from entropix_jax.detokenizer import StreamDecoder, TokenBytes, token_bytes_of_decoder
+from entropix_jax.detokenizer import BYTE_SYMBOLS, StreamDecoder, token_bytes_of_decoder
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_bytes, read_json_object, read_text
+from entropix_jax.files import check_own_code, read_bytes, read_json_object, read_text
 
 if TYPE_CHECKING:
     import tokenizers
 
-# Llama 3's split into words, as Meta publishes it.
-_LLAMA3_SPLIT = (
+# How Llama 3 splits a text before merging, as Meta publishes it.
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# They follow the ranks; the others of the 256 are reserved.
+# The special tokens that follow the ranks; the others of the 256 are reserved.
 _LLAMA3_SPECIAL = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -48,14 +42,8 @@ _LLAMA3_SPECIAL = (
     "<|eom_id|>",
     "<|eot_id|>",
     "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
-_LLAMA3_SPECIAL_COUNT = 256
-# The expression above backtracks, up to an error on long runs. Meta's own reader cuts runs of
-# (non-)whitespace at this length, so these ids are the ones that the model knows.
-_LLAMA3_LONGEST_RUN = 25_000
-# How much longer a tokenizer.json may make a text. Real ones stay far below; a short file of steps
-# that each write more than they read would fill the memory.
-_MOST_GROWTH = 4096
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -70,20 +58,24 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     settings = _Settings.load(folder)
     path = folder / "tokenizer.json"
     if path.is_file():
-        return _HuggingFaceTokenizer(path, read_bytes(path), settings)
-    if (folder / "tokenizer.model").is_file():
-        return _TiktokenTokenizer(folder / "tokenizer.model", settings)
+        return Tokenizer(path, read_bytes(path), settings)
+    path = folder / "tokenizer.model"
+    if path.is_file():
+        special = {"bos_token": _LLAMA3_SPECIAL[0], **settings.special_tokens}
+        add_bos = settings.add_bos is not False
+        settings = replace(settings, special_tokens=special, add_bos=add_bos)
+        return Tokenizer(path, _tokenizer_of_ranks(_read_ranks(path)), settings)
     raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model is there")
 
 
 def build_tokenizer(path: Path, tokenizer: bytes, settings: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of what a `tokenizer.json` and a `tokenizer_config.json` would hold; `path` is
-    the file that both are from.
+    """The tokenizer that the contents of a `tokenizer.json` and of a decoded
+    `tokenizer_config.json` describe; errors name `path`.
 
     Raises:
-        UserError: they are not that.
+        UserError: they describe none.
     """
-    return _HuggingFaceTokenizer(path, tokenizer, _Settings.parse(settings, path))
+    return Tokenizer(path, tokenizer, _Settings.parse(settings, path))
 
 
 @dataclass(frozen=True)
@@ -114,16 +106,13 @@ class _Settings:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], path: Path) -> _Settings:
-        """Of a decoded `tokenizer_config.json`; `path` is where it is from."""
+        """Reads a decoded `tokenizer_config.json`; errors name `path`."""
         check_own_code(raw, path)
         special_tokens = {}
         for key, value in raw.items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    raise UserError(f"{path}: '{key}' has half a surrogate pair") from None
+                _check_unicode(text, f"{path}: '{key}'")
                 special_tokens[key] = text
         add_bos = raw.get("add_bos_token")
         if not isinstance(add_bos, bool | None):
@@ -133,7 +122,7 @@ class _Settings:
 
 
 def _default_template(value: Any, path: Path) -> str | None:
-    """A template, or the one named "default" of a list of named templates."""
+    """A template, or the one named "default" in a list of named templates."""
     if value is None or isinstance(value, str):
         return value
     try:
@@ -144,7 +133,7 @@ def _default_template(value: Any, path: Path) -> str | None:
         ) from error
 
 
-class Tokenizer(ABC):
+class Tokenizer:
     """Text to ids and back, for one checkpoint.
 
     Attributes:
@@ -155,32 +144,62 @@ class Tokenizer(ABC):
         chat_template: Jinja source, None without one.
     """
 
-    vocab_size: int
-    bos_id: int | None
-    special_ids: frozenset[int]
-    _token_bytes: TokenBytes
+    def __init__(
+        self, path: Path, source: bytes | tokenizers.Tokenizer, settings: _Settings
+    ) -> None:
+        """`source` is what a tokenizer.json holds, or a tokenizer that puts nothing before a text;
+        errors name `path`.
 
-    def __init__(self, settings: _Settings) -> None:
+        Raises:
+            UserError: the source is damaged, or its decoder is not implemented.
+        """
+        import tokenizers
+
+        self._path = path
         self._settings = settings
         self.chat_template = settings.chat_template
+        with _report_library_errors(f"{path}: not a tokenizer.json"):
+            if isinstance(source, bytes):
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(source)
+                self._tokenizer_within = _without_prefix(self._tokenizer, source)
+            else:
+                self._tokenizer = self._tokenizer_within = source
+            for tokenizer in (self._tokenizer, self._tokenizer_within):
+                tokenizer.no_truncation()  # such files may hold the settings of a training run
+                tokenizer.no_padding()
+            self.bos_id = self._find_bos()
+        decoder = self._tokenizer.decoder
+        try:
+            self._token_bytes = token_bytes_of_decoder(decoder, _rule(decoder))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        # Not the number of tokens: a file may leave out ids.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        if self.bos_id is not None and self.bos_id >= self.vocab_size:
+            raise UserError(f"{path}: the post-processor puts {self.bos_id}, which is no token")
 
-    @abstractmethod
+    def _find_bos(self) -> int | None:
+        if self._settings.add_bos is False:
+            return None
+        if self._settings.add_bos is None:
+            # The file's own post-processor decides: look at what it puts before a text.
+            probe = self._tokenizer.encode("a")
+            return probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
+        bos_id = self.named_token_id("bos_token")
+        if bos_id is None:
+            raise UserError(f"{self._path}: 'add_bos_token' is set, but 'bos_token' is not a token")
+        return bos_id
+
     def token_id(self, token: str) -> int | None:
         """The id of a token's own string (of "<|eot_id|>", say), None outside the vocabulary."""
+        return self._tokenizer.token_to_id(token)
 
     def named_token_id(self, name: str) -> int | None:
         """The id of the token that the checkpoint names so ("bos_token", "eos_token", ...); None
         where it names none."""
         return self.token_id(self._settings.special_tokens.get(name, ""))
-
-    @abstractmethod
-    def _token(self, token_id: int) -> str | None: ...
-
-    @abstractmethod
-    def _encode(self, text: str) -> list[int]: ...
-
-    def _encode_within(self, text: str) -> list[int]:
-        return self._encode(text)
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; with `add_bos` they start with `bos_id`, where there is one.
@@ -190,19 +209,24 @@ class Tokenizer(ABC):
         Raises:
             UserError: text with surrogates, which stand for bytes that were not UTF-8.
         """
-        ids = self._encode(_checked(text))
+        ids = self._encode(self._tokenizer, text)
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """The ids of a text that goes on another one: with nothing before it, neither `bos_id` nor
-        the space that tokenizers of SentencePiece's kind put before a text.
+        """The ids of a text that continues another one: with nothing before it, neither `bos_id`
+        nor the space that tokenizers of SentencePiece's kind put before a text.
 
         Raises:
             UserError: as `encode`.
         """
-        return self._encode_within(_checked(text))
+        return self._encode(self._tokenizer_within, text)
+
+    def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        _check_unicode(text, "text")
+        with _report_library_errors(f"{self._path}: the tokenizer fails"):
+            return tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of some ids: what `stream` gives for them, to the end."""
@@ -211,25 +235,29 @@ class Tokenizer(ABC):
     def decode_within(self, ids: Iterable[int]) -> str:
         """The text of ids from the middle of a text, special tokens included. A space before it is
         kept, which `decode` may drop."""
-        return self._decoder(frozenset(), begun=True).run(ids)
+        return self._decoder(frozenset(), first=False).run(ids)
 
     def stream(self, *, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
         """A decoder that takes one id at a time.
 
         Args:
             skip_special: leave special tokens out of the text.
-            after: ids that come before, a prompt's for instance. Their text is not given again, but
-              the start of a text, where some tokenizers drop a space, is at theirs.
+            after: ids that come before, such as a prompt's. Their text is not given again, but the
+              start of a text, where some tokenizers drop a space, is at theirs.
         """
-        decoder = self._decoder(self.special_ids if skip_special else frozenset())
+        decoder = self._decoder(self.special_ids if skip_special else frozenset(), first=True)
         for token_id in after:
             decoder.push(token_id)
         return decoder
 
-    def _decoder(self, skip: frozenset[int], *, begun: bool = False) -> StreamDecoder:
-        return StreamDecoder(
-            token=self._token, token_bytes=self._token_bytes, skip=skip, begun=begun
-        )
+    def _decoder(self, skip: frozenset[int], *, first: bool) -> StreamDecoder:
+        return StreamDecoder(self._token, self._token_bytes, skip=skip, first=first)
+
+    def _token(self, token_id: int) -> str | None:
+        try:
+            return self._tokenizer.id_to_token(token_id)
+        except OverflowError:
+            return None
 
     def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation by the checkpoint's chat template.
@@ -263,95 +291,17 @@ class Tokenizer(ABC):
         return self.encode(text, add_bos=True)
 
 
-def _checked(text: str) -> str:
+def _check_unicode(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"text is not valid Unicode at character {error.start}") from error
-    return text
-
-
-class _HuggingFaceTokenizer(Tokenizer):
-    """What a tokenizer.json holds."""
-
-    def __init__(self, path: Path, file: bytes, settings: _Settings) -> None:
-        super().__init__(settings)
-        import tokenizers
-
-        self._path = path
-        with _panics_told(f"{path}: not a tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
-            # Such files may hold the settings of a training run.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            normalizer, pre_tokenizer, decoder = (
-                _rule(self._tokenizer, name) for name in ("normalizer", "pre_tokenizer", "decoder")
-            )
-        times = max(_growth(normalizer) * _growth(pre_tokenizer), _growth(decoder))
-        if times > _MOST_GROWTH:
-            raise UserError(
-                f"{path}: its rules may make a text {times:.0e} times as long, "
-                f"at most {_MOST_GROWTH:,} are possible"
-            )
-        within = {
-            "normalizer": _without_prefix(normalizer),
-            "pre_tokenizer": _without_prefix(pre_tokenizer),
-        }
-        self._tokenizer_within = self._tokenizer
-        if within != {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}:
-            # From the file once more: what the library writes of a vocabulary takes memory for each
-            # id below the highest.
-            with _panics_told(f"{path}: not a tokenizer.json"):
-                whole = json.loads(file) | within
-                whole |= {"truncation": None, "padding": None}
-                self._tokenizer_within = tokenizers.Tokenizer.from_str(json.dumps(whole))
-        try:
-            self._token_bytes = token_bytes_of_decoder(decoder)
-        except ValueError as error:
-            raise UserError(f"{path}: {error}") from error
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        # Not how many there are: a file may leave out ids.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-        with _panics_told(f"{path}: not a tokenizer.json"):
-            self.bos_id = self._find_bos(path, settings)
-        if self.bos_id is not None and self.bos_id >= self.vocab_size:
-            raise UserError(f"{path}: the post-processor puts {self.bos_id}, which is no token")
-
-    def _find_bos(self, path: Path, settings: _Settings) -> int | None:
-        if settings.add_bos is False:
-            return None
-        if settings.add_bos is None:
-            # The file's own post-processor decides: look at what it puts before a text.
-            probe = self._tokenizer.encode("a")
-            return probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
-        bos_id = self.token_id(settings.special_tokens.get("bos_token", ""))
-        if bos_id is None:
-            raise UserError(f"{path}: 'add_bos_token' is set, but 'bos_token' is not a token")
-        return bos_id
-
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
-
-    def _token(self, token_id: int) -> str | None:
-        try:
-            return self._tokenizer.id_to_token(token_id)
-        except OverflowError:
-            return None
-
-    def _encode(self, text: str) -> list[int]:
-        with _panics_told(f"{self._path}: the tokenizer fails"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def _encode_within(self, text: str) -> list[int]:
-        with _panics_told(f"{self._path}: the tokenizer fails"):
-            return self._tokenizer_within.encode(text, add_special_tokens=False).ids
+        raise UserError(f"{what} is not valid Unicode at character {error.start}") from None
 
 
 @contextmanager
-def _panics_told(what: str) -> Iterator[None]:
-    """Turns whatever the library raises over a damaged file into an error that a user can act on:
-    it has no narrower class, and its panics are no `Exception`."""
+def _report_library_errors(what: str) -> Iterator[None]:
+    """Turns whatever the library raises over a damaged file into a UserError: it has no narrower
+    class, and its panics are no `Exception`."""
     try:
         yield
     except UserError:
@@ -362,14 +312,24 @@ def _panics_told(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}") from error
 
 
-def _rule(tokenizer: tokenizers.Tokenizer, name: str) -> dict[str, Any] | None:
-    # Its pickled state is its part of tokenizer.json; reading that file again takes longer.
-    rule = getattr(tokenizer, name)
-    return None if rule is None else json.loads(rule.__getstate__())
+def _rule(component: Any) -> dict[str, Any] | None:
+    """A tokenizer's normalizer, pre-tokenizer or decoder as tokenizer.json writes it."""
+    # That is its pickled state; reading the file again would take longer.
+    return None if component is None else json.loads(component.__getstate__())
 
 
-def _without_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A rule that puts nothing before a text."""
+def _without_prefix(tokenizer: tokenizers.Tokenizer, source: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer without the space that it may put before a text."""
+    rules = {name: _rule(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
+    changed = {name: _drop_prefix(rule) for name, rule in rules.items()}
+    if changed == rules:
+        return tokenizer
+    # From the file again: what the library writes takes memory for each id below the highest.
+    return type(tokenizer).from_str(json.dumps(json.loads(source) | changed))
+
+
+def _drop_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The rule without what it puts before a text."""
     if rule is None or rule["type"] == "Prepend":
         return None
     changed = dict(rule)
@@ -378,86 +338,38 @@ def _without_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
     if rule.get("add_prefix_space"):
         changed["add_prefix_space"] = False
     for name in {"normalizers", "pretokenizers"} & set(rule):
-        changed[name] = [step for step in map(_without_prefix, rule[name]) if step is not None]
+        changed[name] = [step for step in map(_drop_prefix, rule[name]) if step is not None]
     return changed
 
 
-def _growth(rule: Mapping[str, Any] | None) -> float:
-    """How many characters a rule makes of one at most.
+def _tokenizer_of_ranks(ranks: Mapping[bytes, int]) -> tokenizers.Tokenizer:
+    """Llama 3's tokenizer of its byte-pair ranks, with the special tokens after them."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    Steps that add up are counted: what a form of Unicode's writes, it leaves as it is. A table
-    that was compiled is not looked into; the number lets only one stand.
-    """
-    match rule:
-        case {"normalizers": steps} | {"pretokenizers": steps} | {"decoders": steps}:
-            return math.prod(map(_growth, steps), start=1.0)
-        case {"type": "Prepend", "prepend": text}:
-            return 1.0 + len(text)
-        case {"type": "Replace", "content": text, "pattern": pattern}:
-            matches_nothing = not pattern.get("String")  # as expressions may
-            return max(1.0, float(len(text) + matches_nothing))
-        case {"type": "ByteLevel"}:
-            return 4.0
-        case {"type": "Precompiled"}:
-            return 100.0
-    return 1.0
+    def spell(token: bytes) -> str:
+        return "".join(BYTE_SYMBOLS[byte] for byte in token)
 
-
-class _TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer.model: byte-pair ranks, with the special tokens after them."""
-
-    _token_bytes = TokenBytes(of=lambda token: token.encode("latin-1"))
-
-    def __init__(self, path: Path, settings: _Settings) -> None:
-        super().__init__(settings)
-        import tiktoken
-
-        ranks = _read_ranks(path)
-        names = [
-            *_LLAMA3_SPECIAL,
-            *(
-                f"<|reserved_special_token_{i}|>"
-                for i in range(3, _LLAMA3_SPECIAL_COUNT - len(_LLAMA3_SPECIAL) + 3)
-            ),
+    merges: list[tuple[str, str]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        # Pairs of one token are equally good; the order only has to be a fixed one.
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(spell(left), spell(right)) for left, right in pairs]
+    vocab = {spell(token): rank for token, rank in ranks.items()}
+    # A word that is a token needs no merge, in Meta's reader as with `ignore_merges`.
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-        special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self._encoding = tiktoken.Encoding(
-            path.name, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special
-        )
-        self.special_ids = frozenset(special.values())
-        self.vocab_size = len(ranks) + len(special)
-        self.bos_id = None if settings.add_bos is False else special["<|begin_of_text|>"]
-
-    def token_id(self, token: str) -> int | None:
-        try:
-            return self._encoding.encode_single_token(token)
-        except KeyError:
-            return None
-
-    def _token(self, token_id: int) -> str | None:
-        try:
-            # Latin-1: the bytes, each as a character.
-            return self._encoding.decode_single_token_bytes(token_id).decode("latin-1")
-        except (KeyError, OverflowError):
-            return None
-
-    def _encode(self, text: str) -> list[int]:
-        return [
-            token_id
-            for piece in _cut_runs(text)
-            for token_id in self._encoding.encode(piece, allowed_special="all")
-        ]
-
-
-def _cut_runs(text: str) -> Iterator[str]:
-    """The text, cut inside of every run of (non-)whitespace that is longer than the bound."""
-    start = 0
-    if len(text) > _LLAMA3_LONGEST_RUN:
-        for run in re.finditer(r"\s+|\S+", text):
-            for cut in range(run.start() + _LLAMA3_LONGEST_RUN, run.end(), _LLAMA3_LONGEST_RUN):
-                yield text[start:cut]
-                start = cut
-    yield text[start:]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in _LLAMA3_SPECIAL]
+    )
+    return tokenizer
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file as the `tokenizer.json` and `tokenizer_config.json` of a folder.
+"""The tokenizer of a GGUF file, as the `tokenizer.json` and `tokenizer_config.json` of a folder.
 
-Two kinds are known: byte-level BPE, with the name of how it splits a text before merging, and
+Two kinds are known: byte-level BPE, with a name for how it splits a text before merging, and
 SentencePiece's BPE, whose merges follow from its scores.
 """
 
@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.tokenizer import LLAMA3_SPLIT
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # types of tokens
 
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Each model's own split of a text, as its authors published it.
-_LLAMA3_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
-_QWEN2_SPLIT = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+# How a text is split before merging, as the models' authors published it.
+_QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit alone
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -32,26 +30,26 @@ def _split(pattern: str) -> list[dict[str, Any]]:
     return [rule, _BYTES]
 
 
-# How a text is split, by the name that llama.cpp has for it.
+# Pre-tokenizers by llama.cpp's name for them.
 _SPLITS: Mapping[str, list[dict[str, Any]]] = {
     "gpt-2": [_GPT2_SPLIT],
     "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2_SPLIT],
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _split(_LLAMA3_SPLIT)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _split(LLAMA3_SPLIT)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(_QWEN2_SPLIT)),
     "tekken": _split(_TEKKEN_SPLIT),
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is it
-_BEGUN = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with a token, unless it says
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # Unicode's composed form is read
+# Those for which a word that is a token needs no merge, and a text begins with BOS by default.
+_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_NFC = ("qwen2", "deepseek-r1-qwen")  # those that read Unicode's composed form
 _SPACE = "\u2581"  # SentencePiece's
 
 
 def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dict[str, Any]]:
-    """What `tokenizer.json` and, decoded, `tokenizer_config.json` would hold.
+    """The contents of `tokenizer.json` and of a decoded `tokenizer_config.json`.
 
     Raises:
         UserError: a kind of tokenizer or of split that is not known, or parts that are missing or
-            do not go together; `path` is the file that the metadata are from.
+            inconsistent; the error names `path`, the file that the metadata are from.
     """
     prefix = "tokenizer.ggml."
     own = {key[len(prefix) :]: metadata[key] for key in metadata if key.startswith(prefix)}
@@ -66,9 +64,9 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
                 f"(known: {', '.join(_SPLITS)})"
             )
         rules = _byte_level(own, split, path)
-        begun = split in _BEGUN
+        add_bos = split in _LLAMA3_LIKE
     elif kind == "llama":
-        rules, begun = _sentencepiece(own, path), True
+        rules, add_bos = _sentencepiece(own, path), True
     else:
         raise UserError(
             f"{path}: '{prefix}model': the tokenizer {kind!r} is not known (known: gpt2, llama)"
@@ -95,7 +93,7 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
         "post_processor": None,
         **rules,
     }
-    settings: dict[str, Any] = {"add_bos_token": own.get("add_bos_token", begun)}
+    settings: dict[str, Any] = {"add_bos_token": own.get("add_bos_token", add_bos)}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = own.get(f"{key}_token_id")
         if token_id is None:
@@ -113,20 +111,14 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
 def _byte_level(own: Mapping[str, Any], split: str, path: Path) -> dict[str, Any]:
     """Byte-level BPE: tokens are spelled in GPT-2's alphabet of bytes."""
     return {
-        "normalizer": {"type": "NFC"} if split in _COMPOSED else None,
+        "normalizer": {"type": "NFC"} if split in _NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _SPLITS[split]},
         "decoder": _BYTES,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": split in _WHOLE_WORDS_FIRST,
-            "vocab": _vocabulary(own["tokens"]),
-            "merges": _written_merges(own, path),
+            "ignore_merges": split in _LLAMA3_LIKE,
+            "vocab": _token_ids(own["tokens"]),
+            "merges": _read_merges(own, path),
         },
     }
 
@@ -136,9 +128,9 @@ def _sentencepiece(own: Mapping[str, Any], path: Path) -> dict[str, Any]:
     tokens, scores = own["tokens"], own.get("scores")
     types = own.get("token_type") or []
     if "merges" in own:
-        merges = _written_merges(own, path)
+        merges = _read_merges(own, path)
     elif isinstance(scores, list) and len(scores) == len(tokens):
-        merges = _scored_merges(tokens, scores, types)
+        merges = _merges_of_scores(tokens, scores, types)
     else:
         raise UserError(f"{path}: 'tokenizer.ggml.scores' must be a number for each token")
     unknown = own.get("unknown_token_id", 0)
@@ -160,25 +152,21 @@ def _sentencepiece(own: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": ends},
         "model": {
             "type": "BPE",
-            "dropout": None,
             "unk_token": tokens[unknown],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
             "fuse_unk": True,
             "byte_fallback": _BYTE in types,
-            "ignore_merges": False,
-            "vocab": _vocabulary(tokens),
+            "vocab": _token_ids(tokens),
             "merges": merges,
         },
     }
 
 
-def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """Ids by token: of two that are spelled alike the first."""
+def _token_ids(tokens: Sequence[str]) -> dict[str, int]:
+    """Ids by token; the first of two that are spelled alike counts."""
     return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 
-def _written_merges(own: Mapping[str, Any], path: Path) -> list[list[str]]:
+def _read_merges(own: Mapping[str, Any], path: Path) -> list[list[str]]:
     written = own.get("merges")
     if not isinstance(written, list):
         raise UserError(f"{path}: 'tokenizer.ggml.merges' is missing")
@@ -188,13 +176,13 @@ def _written_merges(own: Mapping[str, Any], path: Path) -> list[list[str]]:
     return merges
 
 
-def _scored_merges(
+def _merges_of_scores(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[list[str]]:
-    """SentencePiece joins the pair whose token has the highest score: every way to cut a token into
-    two is a merge, in the order of the scores. Control and byte tokens come of no merge."""
-    whole = {_CONTROL, _BYTE}
-    ids = {token: i for i, token in enumerate(tokens) if i >= len(types) or types[i] not in whole}
+    """SentencePiece joins the pair whose token has the highest score: every way to cut a token in
+    two is a merge, in the order of the scores. Control and byte tokens are never merged."""
+    atoms = {_CONTROL, _BYTE}
+    ids = {token: i for i, token in enumerate(tokens) if i >= len(types) or types[i] not in atoms}
     cuts = [
         (-scores[i], ids[token[:at]], ids[token[at:]], token[:at], token[at:])
         for token, i in ids.items()

@@ -18,24 +18,21 @@ TOKEN = "hf_stand_in"
 
 
 class Hub:
-    """What the stand-in serves, and what it was asked.
+    """A repository and the requests for it.
 
-    `cut` files break off in the middle when they are first asked for, `broken` ones always; `lost`
-    ones are listed and not there; a `gated` repository is for who sends the token.
+    `lost` files are listed but missing; a `gated` repository needs the token.
     """
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-        self.cut: set[str] = set()
-        self.broken: set[str] = set()
         self.lost: set[str] = set()
         self.gated = False
-        self.asked: list[tuple[str, str, str | None]] = []  # method, path, range
+        self.asked: list[tuple[str, str]] = []  # method, path
         self.address = ""
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        path, span = handler.path.partition("?")[0], handler.headers.get("Range")
-        self.asked.append((handler.command, path, span))
+        path = handler.path.partition("?")[0]
+        self.asked.append((handler.command, path))
         if self.gated and handler.headers.get("Authorization") != f"Bearer {TOKEN}":
             return _send(handler, 401, b"{}", {"X-Error-Code": "GatedRepo"})
         if re.fullmatch(rf"/api/models/{REPO}(/revision/(main|{COMMIT}))?", path):
@@ -52,21 +49,8 @@ class Hub:
         if found is None or found[1] not in self.files.keys() - self.lost:
             code = "EntryNotFound" if found else "RepoNotFound"
             return _send(handler, 404, b"{}", {"X-Error-Code": code})
-        self._file(handler, found[1], span)
-        return None
-
-    def _file(self, handler: BaseHTTPRequestHandler, name: str, span: str | None) -> None:
-        data = self.files[name]
-        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if span is not None:
-            first = int(span.removeprefix("bytes=").partition("-")[0])
-            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-            return _send(handler, 206, data[first:], headers)
-        if handler.command == "GET" and name in self.cut | self.broken:
-            self.cut.discard(name)
-            handler.close_connection = True
-            return _send(handler, 200, data[: len(data) // 2], headers, size=len(data))
-        return _send(handler, 200, data, headers)
+        data = self.files[found[1]]
+        return _send(handler, 200, data, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT})
 
 
 @contextmanager
@@ -102,12 +86,11 @@ def _send(
     status: int,
     body: bytes,
     headers: dict[str, str] | None = None,
-    size: int | None = None,
 ) -> None:
     handler.send_response(status)
     for name, value in (headers or {}).items():
         handler.send_header(name, value)
-    handler.send_header("Content-Length", str(len(body) if size is None else size))
+    handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
     if handler.command == "GET":
         handler.wfile.write(body)

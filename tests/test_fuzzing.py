@@ -148,7 +148,6 @@ def surface(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, list[bytes], Reader]:
     """The format, valid files, and the reader of each kind."""
-    monkeypatch.setattr("entropix_jax.chat_template.SECONDS", 0.5)
     monkeypatch.setattr("entropix_jax.report.page.plotly_source", bytes)
     chosen = SURFACES[request.param]
     return chosen.format, *chosen.prepare(tmp_path)

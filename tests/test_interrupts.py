@@ -1,4 +1,4 @@
-"""What Ctrl-C does: these tests send themselves real signals."""
+"""Ctrl-C: these tests send real signals to themselves."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_elsewhere_than_in_the_main_thread() -> None:
 
     def work() -> None:
         interrupts.exit_at_once()
-        with interrupts.deferred_interrupts(lambda: None), interrupts.noticed_interrupts(work):
+        with interrupts.deferred_interrupts(lambda: None), interrupts.announce_interrupts(work):
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -71,23 +71,23 @@ def test_elsewhere_than_in_the_main_thread() -> None:
     assert done == [signal.default_int_handler]
 
 
-def test_who_presses_is_heard_while_the_main_thread_is_elsewhere() -> None:
+def test_an_interrupt_is_announced_while_the_main_thread_is_elsewhere() -> None:
     """Soon, though no handler has run; not where the block ends before."""
-    heard = threading.Event()
+    announced = threading.Event()
     with interrupts.deferred_interrupts(lambda: None):
         before = signal.set_wakeup_fd(-1)
-        with interrupts.noticed_interrupts(heard.set, patience=0.01):
-            # To be told of while a handler waits: Python runs them one after the other.
-            signal.signal(signal.SIGINT, lambda *_: heard.wait(60))
+        with interrupts.announce_interrupts(announced.set, delay=0.01):
+            # Announced while a handler waits: Python runs handlers one after the other.
+            signal.signal(signal.SIGINT, lambda *_: announced.wait(60))
             press()
-            assert heard.is_set()
-        heard.clear()
-        with interrupts.noticed_interrupts(heard.set, patience=60):
+            assert announced.is_set()
+        announced.clear()
+        with interrupts.announce_interrupts(announced.set, delay=60):
             press_without_waiting()
-        assert not heard.is_set()
-        with interrupts.noticed_interrupts(heard.set, patience=0.0):
+        assert not announced.is_set()
+        with interrupts.announce_interrupts(announced.set, delay=0.0):
             pass
-        assert not heard.is_set()
+        assert not announced.is_set()
         assert signal.set_wakeup_fd(before) == -1
 
 

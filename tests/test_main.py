@@ -15,23 +15,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import entropix_jax
-from entropix_jax import cli, loading, main
+from entropix_jax import __main__ as cli
+from entropix_jax import loading, main
 from entropix_jax.engine import Engine
-from entropix_jax.generation import Generation
 from entropix_jax.loading import load
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.patience import PATIENCE
-from tests.test_status import Open, window  # noqa: F401 (a fixture)
 from tests.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[1]
@@ -40,8 +39,7 @@ PROMPT = "Once upon a time"
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     status: int
     out: str
     err: str
@@ -134,32 +132,31 @@ def test_an_encoding_that_lacks_characters(
 
 
 COLOUR = re.compile(r"\x1b\[(?=[^m]*[34]\d)[\d;]+m")
+ERASED = "\x1b[2K"
 
 
-@pytest.mark.parametrize("option", [[], ["--verbose"], ["--verbose", "--samples", 3]])
+@pytest.mark.parametrize("option", [[], ["--verbose", "--samples", 3]])
 def test_a_terminal(
     command: Callable[..., Result],
     folder: str,
-    window: Open,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
     option: list[object],
 ) -> None:
-    """What is on the screen at the end is the same, colours or none, status lines or none."""
+    """The text is the same, with or without colours and status lines."""
     arguments = [str(a) for a in short(*option, "--model", folder, tokens=40)]
     plain = command(*arguments[:-2]).out
     for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
-        screen = window(**environment)
+        screen = Screen(monkeypatch, **environment)
         assert main.main(arguments) == 0
         written = screen.read()
+        screen.close()
         assert bool(COLOUR.search(written)) == colours
-        can_move = "TERM" not in environment
-        for told in ("loading the model", "compiling and reading"):
-            assert (told in written) == can_move
-        assert ("tok/s\x1b8" in written) == (can_move and bool(option))
-        shown = screen.shown(written).splitlines()
-        if colours:
-            assert shown.pop(0).startswith("lelv certain  helv")
-        summary = 3 if option else 1
-        assert [line.rstrip() for line in plain.splitlines()] == shown[:-summary]
+        assert ("lelv certain  helv" in ESCAPE.sub("", written)) == colours
+        for line in ("loading the model", "compiling and reading"):
+            assert (line in written) == ("TERM" not in environment)
+        text = ESCAPE.sub("", written.rpartition(ERASED)[2])
+        assert text.startswith(plain)
+        assert text.removeprefix(plain).count("\n") == (3 if option else 1), "the summary"
 
 
 def test_metrics_in_a_log(command: Callable[..., Result]) -> None:
@@ -167,18 +164,17 @@ def test_metrics_in_a_log(command: Callable[..., Result]) -> None:
     plain, told = command(*short(tokens=70)), command(*short("--verbose", tokens=70))
     assert told.out == plain.out
     line, means, actions, _ = told.err.splitlines()
-    assert re.search(r"entropy +\d+\.\d\d bits  varentropy +\d+\.\d\d bits²", line)
+    assert re.search(r"h \d+\.\d\d bits  u \d+\.\d\d bits²", line)
     assert means.startswith("mean entropy")
     counts = actions.split()[1::2]
     assert sum(map(int, counts)) == 70
     assert command(*short("--verbose", "--format", "json")).out.startswith('{"row": 0')
 
 
-@pytest.mark.parametrize("width", [80])
-def test_help(capsys: pytest.CaptureFixture[str], width: int) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= width
+    assert max(map(len, text.splitlines())) <= 80
     for option in main.Arguments.__dataclass_fields__:
         assert f"--{option.replace('_', '-')}" in text
     assert "None" not in text
@@ -205,7 +201,7 @@ def test_prompts_from_files(
         assert prompt_of(trace) == "<|begin_of_text|>" + prompt
 
 
-@pytest.mark.parametrize("prompt", ["None", "-5 degrees", "- a", "a=b", "\n", "--", "🙂"])
+@pytest.mark.parametrize("prompt", ["None", "-5 degrees", "--", "🙂"])
 def test_prompts_that_look_like_something_else(
     command: Callable[..., Result], tmp_path: Path, prompt: str
 ) -> None:
@@ -249,23 +245,6 @@ def test_chats(
     assert prompt("--messages", messages) == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(messages.read_bytes()), "ascii"))
     assert prompt("--messages", "-") == expected
-
-
-def test_the_end_of_a_turn_ends_a_chat_alone(
-    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where the folder, a base model's, does not say so."""
-    seen: list[bool] = []
-    init = Generation.__init__
-
-    def spy(self: Generation, *arguments: Any, **options: Any) -> None:
-        seen.append(token_ids()["<|eot_id|>"] in arguments[1][0].eos_ids)
-        init(self, *arguments, **options)
-
-    monkeypatch.setattr(Generation, "__init__", spy)
-    for option in ("--chat", "--no-chat"):
-        command("--prompt", "Hi", option, "--max-new-tokens", 1)
-    assert seen == [True, False]
 
 
 # Options.
@@ -338,14 +317,11 @@ def test_a_budget_beyond_the_models_positions(command: Callable[..., Result]) ->
     assert result.err.rstrip().endswith("| context")
 
 
-@pytest.mark.parametrize("option", ["--dtype", "--weights"])
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_narrow_weights(
-    command: Callable[..., Result], tmp_path: Path, option: str, weights: str
-) -> None:
+def test_narrow_weights(command: Callable[..., Result], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert command(*short(option, weights, "--trace", trace, tokens=2)).status == 0
-    assert read_trace(trace)[0]["precision"]["weights"] == weights
+    options = ["--weights", "int8", "--sampler", "greedy", "--trace", trace]
+    assert command(*short(*options, tokens=2)).status == 0
+    assert read_trace(trace)[0]["precision"]["weights"] == "int8"
 
 
 # The trace.
@@ -436,7 +412,8 @@ def test_the_trace(
 
 def test_more_in_the_trace(command: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    assert command(*short("--trace", path, "--trace-top", 2, "--trace-layers")).status == 0
+    options = ["--sampler", "greedy", "--trace-top", 2, "--trace-layers"]
+    assert command(*short("--trace", path, *options)).status == 0
     for token in read_trace(path)[1:-1]:
         assert [len(entry) for entry in token["top"]] == [3, 3]
         assert [len(heads) for heads in token["layers"]] == [4, 4]
@@ -522,11 +499,6 @@ BAD: list[tuple[list[object], str]] = [
     (["--prompt", ""], "the prompt is empty"),
     (["--prompt", "a", "--prompt-file", "b"], "only one of --prompt, --prompt-file and --messages"),
     (["--prompt", "a", "--messages", "b"], "only one of --prompt, --prompt-file and --messages"),
-    (["--prompt", "a", "--prompt", "b"], "--prompt is given more than once"),
-    (["--prompt-file", "a", "--prompt_file=b"], "--prompt-file is given more than once"),
-    (short("--seed", 1, "--seed=2"), "--seed is given more than once"),
-    (short("--weights", "int8", "--weights=float32"), "--dtype is given more than once"),
-    (short("--dtype", "float32", "--weights", "int8"), "--dtype is given more than once"),
     (["--prompt-file", "missing.txt"], "missing.txt: no such file"),
     (["--prompt-file", "."], "Is a directory"),
     (["--prompt-file", "empty.txt"], "the prompt is empty"),
@@ -538,19 +510,17 @@ BAD: list[tuple[list[object], str]] = [
         ["--prompt", "a", "--max-new-tokens", 0],
         "--max-new-tokens must be at least 1, not 0",
     ),
-    (["--prompt", "a", "--max-new-tokens", -5], "--max-new-tokens must be at least 1, not -5"),
-    (["--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens: 'many' is not an integer"),
-    (["--prompt", "a", "--max-new-tokens", "1.5"], "--max-new-tokens"),
+    (["--prompt", "a", "--max-new-tokens", "many"], "Error parsing --max-new-tokens: invalid"),
     (short("--samples", 0), "--samples must be at least 1, not 0"),
     (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),
-    (short("--seed", "x"), "--seed"),
     (short("--dtype", "int4"), "invalid choice 'int4' for argument '--weights/--dtype'"),
     (short("--format", "xml"), "invalid choice 'xml' for argument '--format'"),
-    (short("--promt", "a"), "Unrecognized options: --promt, a, did you mean --prompt? (see"),
-    (short("--Max-new", 3), "Unrecognized options: --Max-new, 3 (see"),
-    (short("stray"), "Unrecognized options: stray"),
+    (short("--promt", "a"), "unknown options: --promt a, did you mean --prompt? (see"),
+    (short("--Max-new", 3), "unknown options: --Max-new 3 (see"),
+    (short("stray"), "unknown options: stray"),
     (short("--stop", ""), "--stop: an empty text ends nothing"),
     (short("--report", "-"), "--report -: standard output is for the text"),
+    (short("--trace", "-"), "--trace -: standard output is for the text"),
     (short("--stop"), "--stop: nothing follows it"),
     (short("--set"), "--set: nothing follows it"),
     (short("--set", ""), "--set: an empty text sets nothing: expected sampler.KEY=VALUE"),
@@ -563,8 +533,6 @@ BAD: list[tuple[list[object], str]] = [
     (["--messages", "empty.txt"], "empty.txt: not valid JSON"),
     (["--messages", "deep.json"], "deep.json: not valid JSON"),
     (["--messages", "object.json"], "messages must be a non-empty list"),
-    (["--messages", "none.json"], "messages must be a non-empty list"),
-    (["--messages", "number.json"], "messages must be a non-empty list"),
     (["--messages", "contentless.json"], "message 1 has no 'content'"),
     (
         short("--sampler", "entropy"),
@@ -593,8 +561,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "deep.json": "[" * 100_000,
         "messages.json": '[{"role": "user", "content": "Hi"}]',
         "object.json": '{"role": "user", "content": "Hi"}',
-        "none.json": "[]",
-        "number.json": "5",
         "contentless.json": '[{"role": "user"}]',
         "bad.toml": "a = ",
     }.items():
@@ -607,8 +573,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_bad_input(
     command: Callable[..., Result], workplace: Path, arguments: list[object], message: str
 ) -> None:
-    one_error(command(*arguments, "--trace", "trace.jsonl"), message)
+    trace = [] if "--trace" in arguments else ["--trace", "trace.jsonl"]
+    one_error(command(*arguments, *trace), message)
     assert not (workplace / "trace.jsonl").exists()
+
+
+def test_trace_options_without_a_trace(command: Callable[..., Result]) -> None:
+    one_error(command(*short("--trace-layers")), "--trace-top and --trace-layers need --trace FILE")
 
 
 @pytest.mark.parametrize("given", ["--prompt-file", "--messages"])
@@ -621,10 +592,6 @@ def test_a_prompt_is_not_replaced(
     message = f"{path}: would take the place of its own source"
     one_error(command(given, path, written, path), message)
     assert path.read_text() == before
-
-
-def test_standard_output_is_no_trace(command: Callable[..., Result]) -> None:
-    one_error(command(*short("--trace", "-")), "--trace -: standard output is for the text")
 
 
 def test_standard_input_that_is_not_utf8(
@@ -669,10 +636,6 @@ def test_a_trace_that_ends_on_a_full_disk(
     (line,) = result.err.splitlines()
     assert line.endswith("cannot be written: No space left on device")
     assert result.out.endswith("\n"), "the text so far, and the error on a line of its own"
-
-
-def test_trace_options_without_a_trace(command: Callable[..., Result]) -> None:
-    one_error(command(*short("--trace-layers")), "--trace-top and --trace-layers need --trace FILE")
 
 
 @pytest.mark.parametrize(
@@ -858,15 +821,9 @@ def start(long_model: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         flags: Sequence[str] = (),
         **options: Any,
     ) -> subprocess.Popen[bytes]:
-        command = [
-            *before,
-            sys.executable,
-            *flags,
-            "-m",
-            "entropix_jax.main",
-            "--model",
-            long_model,
-        ]
+        # The sampler that takes least to compile.
+        own = ["-m", "entropix_jax.main", "--model", long_model, "--sampler", "temperature"]
+        command = [*before, sys.executable, *flags, *own]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
         # Unbuffered: what a reader here held back would be lost to `communicate`.
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0, **options}
@@ -903,7 +860,7 @@ def test_ctrl_c_ends_with_the_text_so_far(
     assert (first + rest).decode() == row["text"].removesuffix("\n") + "\n"
 
 
-@pytest.mark.parametrize("module", [b" rich", b" numpy", b" jaxlib", b" jax._src.core"])
+@pytest.mark.parametrize("module", [b" rich", b" jax._src.core"])
 def test_ctrl_c_while_importing(
     start: Callable[..., subprocess.Popen[bytes]], module: bytes, tmp_path: Path
 ) -> None:
@@ -959,10 +916,9 @@ def test_a_reader_that_has_enough(start: Callable[..., subprocess.Popen[bytes]])
     assert err == b""
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_a_full_disk(start: Callable[..., subprocess.Popen[bytes]], form: str) -> None:
+def test_a_full_disk(start: Callable[..., subprocess.Popen[bytes]]) -> None:
     with open("/dev/full", "w") as full:
-        process = start("--format", form, tokens=3, stdout=full)
+        process = start(tokens=3, stdout=full)
         _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert err.splitlines() == [b"error: the output cannot be written: No space left on device"]
@@ -983,38 +939,27 @@ def test_closed_streams(start: Callable[..., subprocess.Popen[bytes]], closed: i
 # The installed command.
 
 
-def in_cli(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> Result:
-    status = cli.main(arguments)
-    captured = capsys.readouterr()
-    return Result(status, captured.out, captured.err)
+def test_the_installed_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    def run(*arguments: str) -> Result:
+        return Result(cli.main(arguments), *capsys.readouterr())
 
-
-def test_the_installed_command(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     arguments = [str(argument) for argument in short("--model", folder)]
     assert main.main(arguments) == 0
     expected = capsys.readouterr().out
-    result = in_cli(capsys, ["generate", *arguments])
-    assert (result.status, result.out) == (0, expected)
-    result = in_cli(capsys, ["generate", "--nonsense"])
-    assert result.status == 2
-    assert (
-        result.err == "error: Unrecognized options: --nonsense (see entropix-jax generate --help)\n"
-    )
-
-
-def test_the_installed_command_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for arguments, message in (([], "no command given"), (["x"], "no command 'x'"), ([""], "no")):
-        one_error(in_cli(capsys, arguments), f"{message}")
-    result = in_cli(capsys, ["--help"])
-    assert (result.status, result.err) == (0, "")
-    assert "entropix-jax COMMAND" in result.out
-    assert "generate" in result.out
-    told = f"entropix-jax {entropix_jax.__version__}\n"
-    assert in_cli(capsys, ["--version"]).out == told
+    assert run("generate", *arguments)[:2] == (0, expected)
+    unknown = run("generate", "--nonsense")
+    one_error(unknown, "unknown options: --nonsense (see entropix-jax generate --help)")
+    for name, message in (("x", "no command 'x'"), ("", "no command given")):
+        one_error(run(name), message)
+    one_error(run(), "no command given")
+    help_text = run("--help")
+    assert help_text.status == 0
+    assert "entropix-jax COMMAND" in help_text.out
+    version = f"entropix-jax {entropix_jax.__version__}\n"
     module = [sys.executable, "-m", "entropix_jax", "--version"]
-    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout == told
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout == version
     monkeypatch.setattr(sys, "argv", ["entropix-jax", "--version"])
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -1022,6 +967,7 @@ def test_the_installed_command_alone(
         assert signal.getsignal(signal.SIGINT) is not before, "Ctrl-C ends the program"
     finally:
         signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().out == version
 
 
 # The package as a library.
@@ -1037,7 +983,7 @@ def test_the_public_names() -> None:
 
 def test_importing_the_package_is_cheap() -> None:
     script = (
-        "import sys, entropix_jax, entropix_jax.main, entropix_jax.cli\n"
+        "import sys, entropix_jax, entropix_jax.main, entropix_jax.__main__\n"
         "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), 'imported too early'\n"
         "from entropix_jax import terminal\n"
         "assert callable(entropix_jax.generate) and callable(entropix_jax.load)"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from entropix_jax import cli
+from entropix_jax import __main__ as cli
 from entropix_jax.errors import UserError
 from entropix_jax.report import command, embedding, page, reading, shapes
 from entropix_jax.report.page import check_report, run_page, write_report

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
-from entropix_jax.retrieval import LONGEST, QUERY_WORDS, Retriever, split_passages
+from entropix_jax.retrieval import QUERY_WORDS, Retriever, split_passages
 
 LIONS = "Lions live in prides on the savannah and hunt at night."
 PRIDES = "A pride of lions has up to fifteen lionesses."
@@ -85,15 +85,6 @@ def test_all_passages_in_their_order(tmp_path: Path) -> None:
     assert retriever(text) == ""
 
 
-def test_of_equals_the_earlier_one(tmp_path: Path) -> None:
-    passages = [f"{word} number{number}" for number in range(40) for word in ("yeast", "sugar")]
-    retriever = Retriever(write(tmp_path, a="\n\n".join(passages)))
-    text = "yeast"
-    for passage in passages[::2]:
-        text += retriever(text)
-        assert text.endswith(f"\n{passage}\n")
-
-
 def test_equals_whose_terms_are_summed_in_another_order(tmp_path: Path) -> None:
     """Floating-point sums of the same terms may differ in their last digit: equals all the same."""
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta"]
@@ -158,17 +149,6 @@ def test_the_same_in_every_process(tmp_path: Path) -> None:
         text += retriever(text)
     assert text.count("\n") > 20
     assert run.stdout == text
-
-
-def test_a_changed_folder(tmp_path: Path) -> None:
-    folder = corpus(tmp_path)
-    text = "Bread and yeast"
-    before = Retriever(folder)
-    write(folder, kitchen="Bread without yeast is flat.", more="Yeast, yeast: the yeast of bread.")
-    assert before(text).strip() == BREAD  # read once
-    assert Retriever(folder)(text).strip() == "Yeast, yeast: the yeast of bread."
-    (folder / "more.txt").unlink()
-    assert Retriever(folder)(text).strip() == "Bread without yeast is flat."
 
 
 # The query
@@ -306,22 +286,6 @@ def test_no_text_is_lost_and_none_is_too_long(text: str, longest: int) -> None:
     assert all(passage == passage.strip() and 0 < len(passage) <= longest for passage in passages)
 
 
-def test_a_length_that_is_none() -> None:
-    with pytest.raises(ValueError, match="cannot have 0 characters"):
-        split_passages("a", 0)
-
-
-def test_long_paragraphs_of_a_folder(tmp_path: Path) -> None:
-    text = " ".join(f"Sentence {number} is about thing{number}." for number in range(50))
-    folder = write(tmp_path, a=text)
-    for longest in (LONGEST, 80):
-        retriever = Retriever(folder, longest=longest)
-        assert " ".join(retriever.passages) == text
-        assert longest // 2 < max(map(len, retriever.passages)) <= longest
-        assert "thing31." in retriever("thing31")
-    assert Retriever(folder).passages == Retriever(folder, longest=LONGEST).passages
-
-
 def test_line_ends_and_the_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree\rfour\r\r---\n\nthe")
     assert Retriever(tmp_path).passages == ("one\ntwo", "three\nfour")  # of what has words
@@ -374,12 +338,6 @@ def test_refusals(tmp_path: Path, make: Callable[[Path], object], message: str) 
     assert str(error.value) == message.format(folder)
 
 
-def test_a_path_that_none_can_be() -> None:
-    for name in ("a\0b", "x" * 5000):
-        with pytest.raises(UserError, match="no such folder"):
-            Retriever(Path(name))
-
-
 @pytest.mark.parametrize("name", ["open", "lstat", "scandir"])
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = write(tmp_path / "texts", a="fine")
@@ -397,22 +355,3 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     with pytest.raises(UserError) as error:
         Retriever(folder)
     assert str(error.value) == f"{hidden}: cannot be read: Permission denied"
-
-
-# How it runs
-
-
-def test_importing_it_is_cheap() -> None:
-    code = """if True:
-        import sys
-        import entropix_jax.retrieval
-        assert not {"bm25s", "jax", "scipy", "tqdm"} & set(sys.modules)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_it_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    retriever = Retriever(corpus(tmp_path))
-    assert retriever("yeast")
-    assert retriever("nothing") == ""
-    assert capfd.readouterr() == ("", "")

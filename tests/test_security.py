@@ -1,4 +1,4 @@
-"""What comes from others runs nothing, reaches nothing, and takes neither all time nor memory."""
+"""Files from others run no code, and nothing reaches out that was not asked to."""
 
 from __future__ import annotations
 
@@ -9,27 +9,18 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from entropix_jax import chat_template
 from entropix_jax.chat_template import render_chat
 from entropix_jax.checkpoint import load_params
 from entropix_jax.errors import UserError
 from entropix_jax.loading import load
 from entropix_jax.programs import use_compilation_cache
 from tests.folders import config_of_folder, write_model
-from tests.surfaces import SURFACES
-from tests.test_report import Parsed
-
-CHAT = [{"role": "user", "content": "Why?"}]
 
 
 @pytest.fixture(scope="module")
@@ -129,115 +120,21 @@ def test_the_library_raises_and_does_not_crash(folder: Path) -> None:
 # Chat templates.
 
 
-def rendered(template: str, messages: Any = CHAT) -> str:
-    return render_chat(
-        template, messages, origin="T", special_tokens={}, add_generation_prompt=True
-    )
-
-
-@pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-
-
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "error"),
     [
-        ("{% for i in range(10**9) %}a{% endfor %}", "Range too big"),
-        ("{{ 'a' * 10**9 }}", "more than 512 MiB of memory"),
-        ("{{ [0] * 10**9 }}", "more than 512 MiB of memory"),
-        ("{{ '{:>999999999}'.format(1) }}", "more than 512 MiB of memory"),
-        ("{{ '%999999999d' % 1 }}", "more than 512 MiB of memory"),
-        ("{{ 'a'.center(10**9) }}", "more than 512 MiB of memory"),
-        ("{{ 'a' | indent(10**9, true) }}", "more than 512 MiB of memory"),
-        ("{{ (['a'] * 10**4) | join('a' * 10**5) }}", "more than 512 MiB of memory"),
-        ("{{ ('a' * 10**5).replace('a', 'a' * 10**5) }}", "more than 512 MiB of memory"),
-        ("{% set x = 'a' * 2**24 %}{{ x }}{{ x }}", "more than 16,777,216 characters"),
+        ("{% for i in range(10**9) %}a{% endfor %}", "OverflowError: Range too big"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{ messages[0].__class__.__base__ }}", "SecurityError"),
-        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ messages.clear() }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "TypeError: no loader"),
     ],
 )
-def test_templates_take_no_more_than_they_may(template: str, said: str) -> None:
-    begun = time.monotonic()
-    with pytest.raises(UserError, match=said) as caught:
-        rendered(template)
-    assert str(caught.value).startswith("T: the chat template fails: ")
-    assert time.monotonic() - begun < 30
-    assert rendered("{{ messages[0].content }}") == "Why?"  # and the next is as ever
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
-        "{{ 3 ** (3 ** 17) }}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) + m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
-        "{{ range(10**5) | map('center', 10**6) | map('length') | sum }}",
-        "{% for i in range(10**5) %}{% set _ = messages | string | list | sort %}{% endfor %}",
-    ],
-)
-@pytest.mark.usefixtures("brief")
-def test_templates_end_in_time(template: str) -> None:
-    """Where no single step is too large."""
-    with pytest.raises(UserError, match=r"T: the chat template fails: it takes more than 0\.3 s"):
-        rendered(template)
-    assert rendered("{{ messages[0].content }}") == "Why?"
-
-
-def test_a_template_that_ends_its_process_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered("a")
-    worker = chat_template._worker
-    assert worker is not None
-
-    def killed(request: bytes) -> bytes:
-        worker._process.kill()
-        worker._process.wait()
-        return type(worker).ask(worker, request)
-
-    monkeypatch.setattr(worker, "ask", killed)
-    with pytest.raises(UserError, match=r"T: .* it ends the process that renders it \(-9\)"):
-        rendered("a")
-    assert rendered("b") == "b"
-
-
-def test_one_process_renders_for_all_threads() -> None:
-    """And each gets its own text."""
-    texts: dict[int, str] = {}
-
-    def render(number: int) -> None:
-        for _ in range(20):
-            texts[number] = rendered(f"{number}{{{{ messages[0].content }}}}")
-            assert texts[number] == f"{number}Why?"
-
-    threads = [threading.Thread(target=render, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {i: f"{i}Why?" for i in range(4)}
-
-
-@pytest.mark.parametrize("value", [{1, 2}, b"a", Path("a")])
-def test_messages_of_no_json_are_refused(value: Any) -> None:
-    with pytest.raises(UserError, match="messages must hold nothing but what JSON can"):
-        rendered("a", [{**CHAT[0], "more": value}])
-
-
-def test_nothing_of_a_template_is_imported_from_where_one_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that a command is run in may hold modules of any name."""
-    (tmp_path / "jinja2.py").write_text("open('intruded', 'w')")
-    (tmp_path / "sitecustomize.py").write_text("open('intruded', 'w')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    chat_template._close()
-    try:
-        assert rendered("a") == "a"
-    finally:
-        chat_template._close()
-    assert not (tmp_path / "intruded").exists()
+def test_templates_are_sandboxed(template: str, error: str) -> None:
+    messages = [{"role": "user", "content": "Why?"}]
+    with pytest.raises(UserError, match=f"^T: the chat template fails: {error}"):
+        render_chat(template, messages, origin="T", special_tokens={}, add_generation_prompt=True)
+    assert len(messages) == 1
 
 
 # The network.
@@ -270,7 +167,7 @@ def test_importing_asks_nothing_of_a_network() -> None:
     )
     number, _, asked = ran.stdout.partition(" ")
     assert asked == "[]\n", ran.stderr
-    assert int(number) > 80
+    assert int(number) > 50
 
 
 def test_the_hub_is_asked_for_an_id_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,105 +233,3 @@ def test_a_cache_that_others_could_write_to_is_not_used(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # then it is another's
     use_compilation_cache()
     assert "jax_compilation_cache_dir" not in chosen
-
-
-# Pages.
-
-HOSTILE = "</script><script>alert(1)</script>'\"><img src=x onerror=alert(1)>"
-PAGES = (
-    *("trace", "trace-compare", "trace-samples", "batch-output", "batch-run"),
-    *("study-findings", "study-about", "study-results"),
-)
-
-
-def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The place of each text, keys' as well."""
-    if isinstance(value, str):
-        yield path
-    elif isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(key, str):
-                yield (*path, key, ...)
-            yield from strings(inner, (*path, key))
-
-
-def hostile(value: Any, path: tuple[Any, ...]) -> Any:
-    """The value with the text, or the key, of a place changed."""
-    if not path:
-        return HOSTILE
-    key, *rest = path
-    if rest == [...]:
-        return {HOSTILE if k == key else k: v for k, v in value.items()}
-    changed = dict(value) if isinstance(value, dict) else list(value)
-    changed[key] = hostile(value[key], tuple(rest))
-    return changed
-
-
-def variants(seed: bytes) -> Iterator[bytes]:
-    """A file with each of its texts in turn replaced by a hostile one; of lines, tables and lists
-    of one kind some stand for all."""
-    try:
-        whole = json.loads(seed)
-    except ValueError:
-        lines = seed.splitlines()
-        first = {line[:16]: number for number, line in reversed([*enumerate(lines)])}
-        for number in first.values():
-            line = lines[number]
-            try:
-                inner: Iterator[bytes] = variants_of(json.loads(line))
-            except ValueError:  # CSV
-                cells = line.decode().split(",")
-                quoted = HOSTILE.replace('"', '""')
-                inner = (
-                    ",".join([*cells[:i], f'"{quoted}"', *cells[i + 1 :]]).encode()
-                    for i in range(len(cells))
-                )
-            for changed in inner:
-                yield b"\n".join([*lines[:number], changed, *lines[number + 1 :]]) + b"\n"
-    else:
-        yield from variants_of(whole)
-
-
-def variants_of(value: Any) -> Iterator[bytes]:
-    tried: Counter[tuple[Any, ...]] = Counter()
-    for path in strings(value):
-        kind = tuple(key for key in path[:-1] if isinstance(key, str))[:2]
-        tried[kind] += 1
-        if tried[kind] <= 24:
-            yield json.dumps(hostile(value, path)).encode()
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_nothing_breaks_out_of_a_page_wherever_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Model, sampler, settings, prompt, text, action, error, ...: every text and every key."""
-    import entropix_jax.report.kinds as kinds
-    from entropix_jax.report import page
-
-    monkeypatch.setattr(page, "plotly_source", bytes)
-    monkeypatch.setattr(page, "script", lambda kind: "")  # the package's own
-    monkeypatch.setattr(page, "style", lambda names: "")
-    made: list[str] = []
-    plain: Callable[..., str] = kinds.page_of
-
-    def kept(*inputs: Any, **options: Any) -> str:
-        made.append(plain(*inputs, **options))
-        return made[-1]
-
-    monkeypatch.setattr(kinds, "page_of", kept)
-    seeds, read = SURFACES[name].prepare(tmp_path)
-    read(seeds[0])
-    tags = {tag for tag, _ in Parsed(made[-1]).tags}
-    scripts = [tag for tag, _ in Parsed(made[-1]).tags].count("script")
-    for changed in variants(seeds[0]):
-        try:
-            read(changed)
-        except UserError:
-            continue
-        found = [tag for tag, _ in Parsed(made[-1]).tags]
-        assert found.count("script") == scripts, changed
-        assert set(found) <= tags | {"p", "td", "tr", "li", "dd", "dt", "span"}, changed
-        assert "<script>alert" not in made[-1]
-        assert "<img" not in made[-1]
-    assert len(made) > 5

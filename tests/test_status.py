@@ -1,159 +1,108 @@
-"""The status line: read on a terminal in small, which must show the text as if there were none."""
+"""The status line on standard error, and the metrics that --verbose shows on it."""
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import random
-import struct
 import sys
-import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from entropix_jax.batches.progress import ProgressView, Standing
 from entropix_jax.results import Event, Piece, Row
-from entropix_jax.status import StatusLine
+from entropix_jax.status import StatusLine, show_status
 from entropix_jax.terminal import Meter, TextScreen
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import REGIMES
-from tests.glass import Glass
 from tests.runs import unrun
-from tests.test_terminal import Screen, own_environment, token  # noqa: F401 (a fixture)
-
-
-class Window(Screen):
-    """A terminal with a size, and what is on it."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, width: int, height: int, **terminal: str
-    ) -> None:
-        super().__init__(monkeypatch, **terminal)
-        size = struct.pack("HHHH", height, width, 0, 0)
-        fcntl.ioctl(self.file.fileno(), termios.TIOCSWINSZ, size)
-        self._glass = Glass(width, height)
-
-    def look(self) -> str:
-        return self.shown(self.read())
-
-    def shown(self, written: str) -> str:
-        """What is on the screen after this, too."""
-        self._glass.feed(written.replace("\n", "\r\n"))
-        return self._glass.text
-
-
-Open = Callable[..., Window]
+from tests.test_terminal import ESCAPE, own_environment, token  # noqa: F401 (a fixture)
 
 
 @pytest.fixture
-def window(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    opened = []
+def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., io.StringIO]:
+    """Makes both standard streams one terminal, and gives what is written to it."""
 
-    def make(width: int = 80, height: int = 24, **terminal: str) -> Window:
-        opened.append(Window(monkeypatch, width, height, **terminal))
-        return opened[-1]
+    def make(**environment: str) -> io.StringIO:
+        terminal = {"TERM": "xterm-256color", "TTY_COMPATIBLE": "1", "COLUMNS": "80"}
+        for name, value in {**terminal, **environment}.items():
+            monkeypatch.setenv(name, value)
+        written = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", written)
+        monkeypatch.setattr(sys, "stderr", written)
+        return written
 
-    yield make
-    for one in opened:
-        one.close()
-
-
-def shown_alone(text: str, width: int, height: int) -> str:
-    glass = Glass(width, height)
-    glass.feed(text.replace("\n", "\r\n"))
-    return glass.text
+    return make
 
 
-@pytest.mark.parametrize("width", [80, 21, 20])
-@pytest.mark.parametrize("height", [24, 3])
-def test_the_text_is_as_if_there_were_no_line(window: Open, width: int, height: int) -> None:
-    """Whatever the text does: wraps, scrolls, ends in the last column, has wide letters, tabs."""
-    screen, status = window(width, height), StatusLine()
+def take(written: io.StringIO) -> str:
+    text = written.getvalue()
+    written.seek(0)
+    written.truncate()
+    return text
+
+
+def test_the_line_is_gone_before_the_text_and_does_not_come_back(
+    screen: Callable[..., io.StringIO],
+) -> None:
+    """In the middle of a line of text there is no room for it."""
+    written = screen(NO_COLOR="1")
+    status = StatusLine()
+    status.show("loading")
+    assert take(written) == "loading"
+    status.show("compiling " * 20)
+    assert take(written) == "\r\x1b[2K" + ("compiling " * 20)[:79] + "…", "one line, whatever fits"
     out = TextScreen(status)
-    rng = random.Random(width)
-    text, looks = "", []
-    for number in range(300):
-        piece = rng.choice(
-            ["a", " bc", " d\n", "\n", "日本", " déjà", "x" * width, "", " lo\nng", "\t", " ef gh"]
-        )
-        out.show(piece, token(rng.choice(REGIMES)))
-        text += piece
-        status.show((f"<{number}> ", "bold"), ("status " * 20, ""))
-        if number % 20 == 19:
-            looks.append(f"<{number}> status" in screen.look())
-    assert sum(looks) > 10, "the line is there while the text comes"
+    out.show("text", token("mid"))
+    assert take(written).endswith("\x1b[1A\x1b[2Ktext"), "it was erased"
+    status.show("stopping")
+    out.show(" more\n", token("mid"))
     status.clear()
-    out.end_text()
-    assert screen.look() == shown_alone(text, width, height)
+    assert take(written) == " more\n"
 
 
-def test_a_line_before_the_text_and_one_that_is_left(window: Open) -> None:
-    screen, status = window(40, 5), StatusLine()
-    status.show(("loading", ""))
-    assert screen.look() == "loading\n"
-    status.show(("compiling " * 9, ""))
-    assert screen.look() == ("compiling " * 9)[:39] + "\n"
-    TextScreen(status).show("text", token("mid"))
-    assert screen.look() == "text\n"
-    status.show(("stopping", ""))
-    assert screen.look() == "text\nstopping\n"
-    status.clear()
-    status.clear()
-    assert screen.look() == "text\n"
+def test_the_cursor_stays_visible(screen: Callable[..., io.StringIO]) -> None:
+    """Who ends the process by Ctrl-C finds the terminal as it was."""
+    written = screen()
+    with show_status("loading"):
+        assert "loading" in written.getvalue()
+    assert "\x1b[?25" not in written.getvalue()
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}])
-def test_no_line_on_a_terminal_that_cannot(window: Open, environment: dict[str, str]) -> None:
-    screen, status = window(**environment), StatusLine()
-    status.show(("compiling", ""))
-    TextScreen(status).show("text", token("mid"))
-    status.show(("stopping", ""))
-    assert screen.read() == "text"
-
-
-def test_a_line_without_colours(window: Open) -> None:
-    screen, status = window(NO_COLOR="1"), StatusLine()
-    status.show(("helv", "#0072B2 bold"))
-    assert screen.read() == "helv\n"
-
-
-def test_text_in_a_pipe_may_come_out_on_the_terminal(
-    window: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}])
+def test_no_line_where_none_can_be_seen(
+    screen: Callable[..., io.StringIO], environment: dict[str, str]
 ) -> None:
-    """As with `| cat`. So the line is there until the text begins, and not again."""
-    screen = window()
-    reader, writer = os.pipe()
-    with os.fdopen(reader), os.fdopen(writer, "w") as out:
+    written = screen(**environment)
+    status = StatusLine()
+    status.show("compiling")
+    TextScreen(status).show("text", token("lelv"))
+    status.show("stopping")
+    status.clear()
+    assert written.getvalue() == "text"
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_text_that_goes_elsewhere(
+    screen: Callable[..., io.StringIO], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """Text in a file leaves the line; text in a pipe may come out on the terminal (`| cat`)."""
+    written = screen(NO_COLOR="1")
+    reader, writer = os.pipe() if kind == "pipe" else (None, tmp_path / "out")
+    with open(writer, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         status = StatusLine()
-        status.show(("compiling", ""))
-        assert screen.look() == "compiling\n"
+        status.show("compiling")
         TextScreen(status).show("text", token("mid"))
-        status.show(("metrics", ""))
-        assert screen.look() == "\n"
-
-
-def test_text_in_a_file_leaves_the_line(
-    window: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    screen = window()
-    with (tmp_path / "out").open("w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        status = StatusLine()
-        for number in range(3):
-            TextScreen(status).show("text", token("mid"))
-            status.show((f"metrics {number}", ""))
-            assert screen.look() == f"metrics {number}\n"
+        take(written)
+        status.show("metrics")
+        assert take(written) == ("\r\x1b[2Kmetrics" if kind == "file" else "")
         status.clear()
-        assert screen.look() == "\n"
-    assert (tmp_path / "out").read_text() == "text" * 3
+    if reader is not None:
+        os.close(reader)
 
 
-# What --verbose tells.
+# What --verbose shows.
 
 
 def measured(row: int = 0, position: int = 97, **changes: object) -> TokenRecord:
@@ -178,128 +127,53 @@ def rows(number: int) -> list[Row]:
     return [Row(unrun([1], str(i), 9)) for i in range(number)]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 2.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-SHORT = "  98 hehv backspace h 3.21b u 10.52b² agree 0.83 attn 0.70 T 0.67 2 tok/s\n"
-LONG = (
-    "  98 hehv backspace  entropy  3.21 bits  varentropy 10.52 bits²  agreement 0.83"
-    "  attention 0.70  temperature 0.67  2 tok/s\n"
-)
-
-
-@pytest.mark.parametrize(("width", "line"), [(80, SHORT), (140, LONG), (20, SHORT[:19] + "\n")])
-def test_the_metrics_of_the_last_token(window: Open, width: int, line: str) -> None:
-    screen, clock = window(width), Clock()
-    meter = Meter(StatusLine(), rows(1), clock)
+def test_the_metrics_of_the_latest_token(screen: Callable[..., io.StringIO]) -> None:
+    written = screen(NO_COLOR="1")
+    times = iter([2.0, 2.0, 2.5, 3.0])
+    meter = Meter(StatusLine(), rows(1), lambda: next(times))
     meter.take(event(measured()), 0)
-    assert screen.look().startswith("  97 hehv backspace"[: width - 1])
-    assert "tok/s" not in screen.look(), "the first token waited for the compiler"
-    clock.now += 0.5
+    line = "hehv backspace h 3.21 bits  u 10.52 bits²  agree 0.83  T 0.67"
+    shown = ESCAPE.sub("", take(written))
+    assert shown == f"  97 {line}", "no speed: the first token waited for the compiler"
     meter.take(event(measured(position=99), retracted=True), 0)
+    assert take(written) == ""
     meter.take(event(measured(position=98)), 0)
-    assert screen.look() == line
+    shown = ESCAPE.sub("", take(written))
+    assert shown == f"\r\x1b[2K  98 {line}  2 tok/s"
 
 
-def test_the_line_is_of_the_sample_that_is_on_the_screen(window: Open) -> None:
-    screen = window()
-    meter = Meter(StatusLine(), rows(3), Clock())
-    meter.take(event(measured(row=1)), 0)
-    assert screen.look() == "\n"
-    meter.take(event(measured(row=0)), 0)
-    assert screen.look().startswith("1/3   97 hehv")
-    meter.take(event(measured(row=2)), 1)
-    assert screen.look().startswith("2/3   97 hehv")
+def test_the_metrics_are_of_the_sample_that_is_printed(screen: Callable[..., io.StringIO]) -> None:
+    written = screen()
+    meter = Meter(StatusLine(), rows(3), lambda: 2.0)
+    for row, printed, start in ((1, 0, ""), (0, 0, "1/3   97 hehv"), (2, 1, "2/3   97 hehv")):
+        meter.take(event(measured(row=row)), printed)
+        shown = ESCAPE.sub("", take(written)).removeprefix("\r\x1b[2K")
+        assert shown.startswith(start)
+        assert bool(shown) == bool(start)
 
 
-def test_the_longest_line_that_is_usual_fits_80_columns(window: Open) -> None:
-    screen, clock = window(), Clock()
-    meter = Meter(StatusLine(), rows(1), clock)
-    for position in (1000, 1001):
-        meter.take(event(measured(position=position, entropy=12.34, varentropy=34.56)), 0)
-        clock.now += 1 / 999
-    meter.take(event(measured(position=1002, entropy=12.34, varentropy=34.56)), 0)
-    assert screen.look().rstrip().endswith(" tok/s")
-
-
-def test_a_log_is_told_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_log_has_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    meter = Meter(StatusLine(), rows(1), Clock())
-    for position in range(150):
-        meter.take(event(measured(position=position)), 0)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[:3] for line in lines] == [[n, "hehv", "backspace"] for n in ("63", "127")]
-    assert "entropy  3.21 bits  varentropy 10.52 bits²" in lines[0]
-
-
-def test_no_lines_in_the_middle_of_the_text(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where both streams go to one file (`2>&1`)."""
-    path = tmp_path / "both"
-    with path.open("a") as out, path.open("a") as err:
+    """None where both streams go to one file (`2>&1`): not in the middle of the text."""
+    paths = tmp_path / "out", tmp_path / ("out" if shared else "err")
+    with paths[0].open("a") as out, paths[1].open("a") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        meter = Meter(StatusLine(), rows(1), Clock())
+        meter = Meter(StatusLine(), rows(1), lambda: 2.0)
         for position in range(150):
             meter.take(event(measured(position=position)), 0)
-    assert path.read_text() == ""
+    lines = [line.split()[:3] for line in paths[1].read_text().splitlines()]
+    assert lines == [] if shared else [[n, "hehv", "backspace"] for n in ("63", "127")]
 
 
 def test_the_metrics_at_the_end() -> None:
     (row,) = rows(1)
-    meter = Meter(StatusLine(), [row], Clock())
+    meter = Meter(StatusLine(), [row], lambda: 2.0)
     assert meter.summary() == ""
     row.tokens += [measured(), measured(entropy=0.0, action="argmax"), measured(entropy=0.0)]
     assert meter.summary() == (
         "mean entropy 1.07 bits, varentropy 10.52 bits², agreement 0.83, attention 0.70\n"
         "backspace 2 argmax 1\n"
     )
-    assert max(map(len, meter.summary().splitlines())) <= 80
-
-
-# A batch's progress.
-
-
-def test_a_batch_s_speed_is_that_after_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which waited for the compiler: 20 s here, and after it 30 tokens in 3 s."""
-    clock = Clock()
-    monkeypatch.setattr("entropix_jax.batches.progress.time.monotonic", clock)
-    standing = Standing(0, 0, 0, 0.0)
-    view = ProgressView(lambda: standing, 9)
-    view.looked()
-    assert view.speed(standing) == 0.0
-    clock.now += 20
-    for tokens in (1, 2, 3):  # of one step
-        standing = Standing(0, tokens, 1, 1.0)
-        view.looked()
-        assert view.speed(standing) == 0.0
-    for _ in range(3):
-        clock.now += 1
-        standing = Standing(0, standing.tokens + 10, standing.steps + 1, 1.0)
-        view.looked()
-        assert view.speed(standing) == pytest.approx(10.0)
-
-
-def test_the_lines_of_a_batch_s_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr("entropix_jax.batches.progress.time.monotonic", clock)
-    standing = Standing(0, 0, 0, 0.0)
-    with ProgressView(lambda: standing, 9) as view:
-        clock.now += 20
-        standing = Standing(0, 5, 1, 1.0)
-        view.looked()
-        clock.now += 50
-        standing = Standing(3, 505, 101, 1.0)
-        view.looked()
-    line = "3 of 9 done | 505 tokens, 10 tok/s | 100% of slots used | 1 min 40 s left\n"
-    assert capsys.readouterr().err == line
