@@ -43,7 +43,14 @@ _TOKEN = {
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],
 }
-_ROW = {"row": int, "text": str, "tokens": int, "forwards": int, "finish_reason?": str, "error?": str}
+_ROW = {
+    "row": int,
+    "text": str,
+    "tokens": int,
+    "forwards": int,
+    "finish_reason?": str,
+    "error?": str,
+}
 _FOOTER = {"rows": [_ROW], "timings": {...: float}}
 _KINDS = {
     int: "an integer",
@@ -115,7 +122,9 @@ class TraceReader:
             if raw.startswith(b"{") and not raw.endswith(b"\n"):
                 self.torn = True
                 return None
-            self._refuse("not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON: not a trace")
+            self._refuse(
+                "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON: not a trace"
+            )
         if not isinstance(record, dict):
             self._refuse("not a JSON object: not a trace")
         return record
@@ -144,14 +153,18 @@ class TraceReader:
 
     def _take_token(self, record: dict[str, Any]) -> None:
         if "context" in record and "row" not in record:
-            self._refuse("a trace of inspect, which generates nothing; a page shows a generated text")
+            self._refuse(
+                "a trace of inspect, which generates nothing; a page shows a generated text"
+            )
         self._check_shape(record, _TOKEN)
         if record["regime"] not in REGIMES:
             self._refuse(f"unknown regime {json.dumps(record['regime'])}")
         row, position = record["row"], record["position"]
         expected = self._next.setdefault(row, position)
         if position != expected:
-            self._refuse(f"row {row} has position {position}, expected {expected}: lines are missing")
+            self._refuse(
+                f"row {row} has position {position}, expected {expected}: lines are missing"
+            )
         counts = self.retracted if record["type"] == "retracted" else self.tokens
         counts[row] = counts.get(row, 0) + 1
         if record["type"] == "token":
@@ -162,7 +175,9 @@ class TraceReader:
         for row in record["rows"]:
             found = self.tokens.get(row["row"], 0)
             if row["tokens"] != found:
-                self._refuse(f"the footer counts {row['tokens']} tokens in row {row['row']}, the file has {found}")
+                self._refuse(
+                    f"the footer counts {row['tokens']} tokens in row {row['row']}, the file has {found}"
+                )
         self.footer = record
 
     def _check_shape(self, record: dict[str, Any], shape: dict[Any, Any]) -> None:

@@ -512,7 +512,6 @@ def _batch_output(folder: Path) -> tuple[list[bytes], Reader]:
     from entropix_jax.batches.lines import lines_of
     from entropix_jax.errors import UserError
 
-    page = _page(folder, "out.jsonl")
     _write_sidecar(folder)
 
     def read(data: bytes) -> object:
@@ -522,7 +521,7 @@ def _batch_output(folder: Path) -> tuple[list[bytes], Reader]:
                     assert line.raw.endswith(b"\n")
             except UserError as error:
                 check_line(error)
-        return page(data)
+        return None
 
     written = [json.dumps(result).encode() + b"\n" for result in _results()]
     return [b"".join(written), b"".join(written) + b'{"id": "to'], read
@@ -555,15 +554,13 @@ def _sidecar(folder: Path) -> tuple[list[bytes], Reader]:
 
     seed = _write_sidecar(folder)
     path = folder / "out.jsonl.run.json"
-    page = _page(folder, "out.jsonl")
-    output = b"".join(json.dumps(result).encode() + b"\n" for result in _results())
     own: Mapping[str, Any] = json.loads(seed)["identity"]
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
         found = agreed("out.jsonl", parse_sidecar(data, str(path)), own, empty=False, mix=True)
         json.dumps(found)
-        return page(output)
+        return found
 
     return [seed, _json({"identity": dict(own)})], read
 
@@ -571,20 +568,17 @@ def _sidecar(folder: Path) -> tuple[list[bytes], Reader]:
 # Pages.
 
 
-def _page(
-    folder: Path, name: str, *others: Path, of: Path | None = None, compare: bool = False
-) -> Reader:
-    """The page of a file, or `of` what it belongs to. The plotting library, the same in all pages,
-    is left out."""
+def _page(folder: Path, name: str, *others: Path, compare: bool = False) -> Reader:
+    """The page of a trace. The plotting library, the same in all pages, is left out."""
     from entropix_jax.report import page
-    from entropix_jax.report.kinds import page_of
 
     setattr(page, "plotly_source", bytes)  # noqa: B010
     path = folder / name
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
-        made = page_of([of or path, *others], compare=compare)
+        several = compare or others
+        made = page.comparison_page([path, *others]) if several else page.run_page(path)
         assert made.startswith("<!")
         assert "</html>" in made[-100:]
         return len(made)
@@ -667,43 +661,6 @@ def _samples(folder: Path) -> tuple[list[bytes], Reader]:
     return [_trace_lines(), _trace_lines(3)], _page(folder, "trace.jsonl", compare=True)
 
 
-def _study(name: str) -> Callable[[Path], tuple[list[bytes], Reader]]:
-    """One of the files of a study; the others are as they should be."""
-
-    def prepare(folder: Path) -> tuple[list[bytes], Reader]:
-        from entropix_jax.resources import resource_folder
-
-        whole = resource_folder("configs") / "ablations" / "study"
-        found = json.loads((whole / "findings.json").read_text(encoding="utf-8"))
-        about = json.loads((whole / "study.json").read_text(encoding="utf-8"))
-        found["settings"], found["items"] = found["settings"][:2], found["items"][:4]
-        names = [one["name"] for one in found["settings"]]
-        for one in found["settings"]:
-            for field in ("scores", "forwards"):
-                one[field] = one[field][:4]
-        for field in ("predictors", "reliability", "truth", "tuned"):
-            found[field] = found[field][:2]
-        about["settings"] = {name: about["settings"][name] for name in names}
-        header = (
-            "task,item,setting,seed,score,answer,expected,finish_reason,error,tokens,forwards,text"
-        )
-        rows = [
-            f'{item["task"]},"{item["item"]}",{name},0,1.0,7,7,eos,,3,5,"a ""text"""'
-            for item in found["items"]
-            for name in names
-        ]
-        files = {
-            "findings.json": _json(found),
-            "study.json": _json(about),
-            "results.csv": "\n".join([header, *rows, ""]).encode(),
-        }
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        return [files[name]], _page(folder, name, of=folder)
-
-    return prepare
-
-
 def check_line(error: Exception) -> None:
     """What a user is told is one line that is not too long."""
     text = str(error)
@@ -752,13 +709,6 @@ SURFACES = {
         Surface("trace", "traces", mutations.json_lines, _trace),
         Surface("trace-compare", "traces side by side", mutations.json_lines, _comparison),
         Surface("trace-samples", "samples side by side", mutations.json_lines, _samples),
-        Surface(
-            "study-findings", "findings of studies", mutations.json_like, _study("findings.json")
-        ),
-        Surface(
-            "study-about", "descriptions of studies", mutations.json_like, _study("study.json")
-        ),
-        Surface("study-results", "tables of studies", mutations.csv_like, _study("results.csv")),
     )
 }
 

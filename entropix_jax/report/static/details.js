@@ -9,7 +9,7 @@ export function badge(side) {
 }
 
 function row(label, cells, attributes = {}) {
-  return element("tr", attributes, element("th", { scope: "row" }, ...[label].flat()), ...cells.map((cell) => (cell instanceof Element ? cell : element("td", {}, cell))));
+  return element("tr", attributes, element("th", { scope: "row" }, ...[label].flat()), ...cells.map((cell) => (cell.tagName === "TD" ? cell : element("td", {}, cell))));
 }
 
 function groupRow(title, columns) {
@@ -24,11 +24,11 @@ export function showDetails(texts) {
   const describe = texts.single ? describeToken : describePlace;
   texts.on("token bounds", () => {
     const found = texts.shown.map((side) => side.token);
-    const columns = texts.shown.length + 1;
+    const columns = found.length + texts.single;
     const metrics = METRICS.map(({ title, fields }) => element("tbody", {}, groupRow(title, columns),
       ...fields.map(([name, label, unit, meaning]) => row(label, [
         ...found.map((token) => element("td", { class: "value" }, token ? numberNode(token[name]) : "–")),
-        element("td", { class: "unit" }, unit)], { "data-field": name, title: meaning }))));
+        ...(texts.single ? [element("td", { class: "unit" }, unit)] : [])], { "data-field": name, title: unit ? `${meaning}; ${unit}` : meaning }))));
     const [before, top] = describe(texts, found);
     byId("details-body").replaceChildren(...before, element("table", { class: "columns" }, ...top, ...metrics));
     if (texts.pinned) byId("announcement").textContent = announcement(texts, found);

@@ -88,11 +88,10 @@ export function showSeries(texts) {
       text: side.tokens.map(hoverText), hovertemplate: i ? "%{y:.4g}<extra>%{fullData.name}</extra>" : "%{text} %{y:.4g}<extra>%{fullData.name}</extra>",
     })));
     const height = 1 / SERIES.length;
-    const axes = SERIES.map(([, unit], i) => [`yaxis${i ? i + 1 : ""}`, axis(look, unit, { domain: [1 - (i + 0.8) * height, 1 - i * height], rangemode: "tozero", nticks: 4, fixedrange: true })]);
-    const names = SERIES.map(([name], i) => ({ text: name, showarrow: false, xref: "paper", yref: "paper", x: 0, xanchor: "left", y: 1 - i * height, yanchor: "bottom" }));
+    const axes = SERIES.map(([, unit], i) => [`yaxis${i ? i + 1 : ""}`, axis(look, unit, { domain: [1 - (i + 1) * height, 1 - (i + 0.22) * height], rangemode: "tozero", nticks: 4, fixedrange: true })]);
+    const names = SERIES.map(([name], i) => ({ text: name, showarrow: false, xref: "paper", yref: "paper", x: 0, xanchor: "left", y: 1 - (i + 0.22) * height, yanchor: "bottom" }));
     Plotly.react(box, traces, layout(look, texts, {
-      margin: { l: 52, r: 12, t: texts.single ? 30 : 60, b: 40 },
-      legend: { orientation: "h", x: 0, y: 1.07, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
+      margin: { l: 52, r: 12, t: texts.single ? 20 : 46, b: 40 },
       height: 500,
       hovermode: "x unified",
       hoversubplots: "axis",
