@@ -9,7 +9,6 @@ import re
 from entropix_jax.errors import nearest
 
 TRACE_FORMAT = 1  # of traces
-FINDINGS_FORMAT = 1  # of a study's findings.json
 
 REGIMES = ("lelv", "helv", "lehv", "hehv", "mid")
 BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID

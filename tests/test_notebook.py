@@ -16,7 +16,7 @@ import entropix_jax
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.notebook.display import MOST_TOKENS, style
+from entropix_jax.notebook.display import MAX_TOKENS, style
 from entropix_jax.report.page import run_page
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.results import Row, Rows
@@ -81,7 +81,7 @@ def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any)
 EVIL = "<script>alert('&amp;\"')</script>"
 
 
-def test_the_text_is_coloured_and_its_metrics_are_hints() -> None:
+def test_tokens_have_their_regime_and_a_tooltip() -> None:
     row = row_of(
         told(" a", "lelv", position=3),
         told(" b\n\nc", "helv", entropy=3.214, varentropy=10.52, logprob=-0.693147, position=4),
@@ -102,7 +102,7 @@ def test_the_text_is_coloured_and_its_metrics_are_hints() -> None:
     assert "3 tokens · eos" in page.plain
 
 
-def test_thoughts_branches_and_what_was_taken_back_are_marked() -> None:
+def test_thoughts_branches_and_retracted_tokens_are_marked() -> None:
     futures = [
         BranchRecord([1], EVIL * 9, -0.51, chosen=True),
         BranchRecord([2], "\n", None, chosen=False),
@@ -126,22 +126,21 @@ def test_thoughts_branches_and_what_was_taken_back_are_marked() -> None:
         (" q", "retracted"),
         (" r", "retracted"),
         (" z",),
-        ("", "loop", "empty"),
+        ("⟨77⟩", "loop", "empty"),
     ]
-    assert "⟨77⟩" in page.plain
-    assert "2 taken back" in page.plain
+    assert "2 retracted" in page.plain
     hint = page.tokens[2]["title"].split("\n")
     assert hint[-2].startswith("→ -0.51 <script>")
     assert len(hint[-2]) < 80
     assert hint[-1] == r"   no score \n"
-    assert page.tokens[4]["title"].startswith(" q · hehv · sample · taken back\n")
-    for meaning in ("injected by the sampler", "the best of several futures", "in a loop"):
+    assert page.tokens[4]["title"].startswith(" q · hehv · sample · retracted\n")
+    for meaning in ("injected by the sampler", "the best of several", "part of a repetition"):
         assert meaning in page.plain
-    assert "in a loop" not in Page(row_of(told("a"))._repr_html_()).plain
+    assert "part of a repetition" not in Page(row_of(told("a"))._repr_html_()).plain
 
 
-def test_nothing_in_it_is_anything_but_text() -> None:
-    """Neither a token nor a prompt, an error or a hint."""
+def test_everything_is_text() -> None:
+    """Tokens, prompt, error and tooltips."""
     failed = row_of(told(EVIL), error=f"row 0: {EVIL}", finish_reason="error")
     rows = Rows([failed, failed], {"prompt": EVIL})
     page = Page(rows._repr_html_())
@@ -152,9 +151,8 @@ def test_nothing_in_it_is_anything_but_text() -> None:
     assert "@import" not in style()
 
 
-def test_dollars_are_no_formulas() -> None:
-    """Notebooks set what stands between dollar signs as formulas, in HTML too, but not here:
-    MathJax 3 and 2 look for these classes."""
+def test_dollars_are_not_formulas() -> None:
+    """MathJax 3 and 2 skip elements of these classes."""
     rows = Rows([row_of(told("$x^2$"))], {"prompt": "$y$"})
     (classes,) = re.findall(r'^<div class="([^"]*)">', rows._repr_html_())
     assert {"mathjax_ignore", "tex2jax_ignore"} <= set(classes.split())
@@ -165,38 +163,36 @@ def test_the_table_of_shares() -> None:
         *[told("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, told("b", "mid", entropy=2.0)
     )
     cells = Page(row._repr_html_()).cells
-    assert cells[6:12] == ["lelv", "certain", "3", "75%", "0.50 bits", "1.00 bits²"]
-    assert cells[12:18] == ["helv", "undecided", "0", "0%", "–", "–"]
-    assert cells[-6:] == ["mid", "between", "1", "25%", "2.00 bits", "0.00 bits²"]
+    assert cells[6:12] == ["LELV", "certain", "3", "75%", "0.50 bits", "1.00 bits²"]
+    assert cells[12:18] == ["HELV", "undecided", "0", "0%", "–", "–"]
+    assert cells[-6:] == ["MID", "between", "1", "25%", "2.00 bits", "0.00 bits²"]
     nothing = Page(row_of()._repr_html_())
     assert (nothing.cells, nothing.tokens) == ([], [])
 
 
-def test_it_is_bounded() -> None:
-    """A thousand tokens take a quarter of a megabyte, and many more or many rows twice that."""
+def test_its_size_is_bounded() -> None:
+    """A quarter of a megabyte for 1,000 tokens, twice that for any number."""
     names = [told(f" {i} <b>", REGIMES[i % 5], position=i) for i in range(5000)]
     assert len(row_of(*names[:1000])._repr_html_()) < 300_000
     page = row_of(*names)._repr_html_()
     assert len(page) < 600_000
-    assert len(Page(page).tokens) == MOST_TOKENS
+    assert len(Page(page).tokens) == MAX_TOKENS
     assert "and 3000 more tokens" in page
     assert ">1000<" in page, "the table counts them all"
     many = Rows([row_of(*names[:900])] * 1000)._repr_html_()
-    assert len(Page(many).tokens) == MOST_TOKENS
+    assert len(Page(many).tokens) == MAX_TOKENS
     assert "and 700 more tokens" in many
     assert "and 997 more texts" in many
     assert len(Rows([row_of(told("a"))] * 1000)._repr_html_()) < 300_000
 
 
-@pytest.mark.parametrize(("part", "background"), [(0, 1.0), (0, 0.0), (1, 0.0)])
-def test_colours_stand_out(part: int, background: float) -> None:
-    """Those of the pages; where nothing says that a notebook is dark, the light ones do for both.
-    Contrast by WCAG 2.1, 3 for signs."""
-    block = style().split("\n")[part]
+@pytest.mark.parametrize(("theme", "background"), [(0, 1.0), (0, 0.0), (1, 0.0)])
+def test_colours_stand_out(theme: int, background: float) -> None:
+    """By WCAG 2.1, 3 for signs. The light colours must do on dark, too, where nothing says that a
+    notebook is dark."""
     for regime in REGIMES:
-        (colour,) = re.findall(rf"--{regime}: #(\w{{6}});", block)
-        assert f"--{regime}-fill: " in block
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        (colours,) = re.findall(rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);", style())
+        parts = [int(colours[theme][i : i + 2], 16) / 255 for i in (0, 2, 4)]
         linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
         luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
         dark, light = sorted([luminance, background])
@@ -204,8 +200,9 @@ def test_colours_stand_out(part: int, background: float) -> None:
 
 
 def test_every_rule_keeps_to_its_own_cell() -> None:
-    """A notebook's styles are everybody's."""
-    rules = re.sub(r"\{[^}]*\}", "\0", style()).split("\0")
+    """A cell's styles apply to the whole notebook."""
+    sheet = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL)
+    rules = re.sub(r"\{[^}]*\}", "\0", sheet).split("\0")
     selectors = [one.strip() for rule in rules if rule.strip() for one in rule.split(",")]
     assert len(selectors) > 20
     assert all(re.search(r"(^| )\.entropix-jax( |$)", one) for one in selectors)
@@ -213,7 +210,7 @@ def test_every_rule_keeps_to_its_own_cell() -> None:
         assert any(sign in one for one in selectors), sign
 
 
-def test_in_a_terminal_a_result_is_a_line() -> None:
+def test_the_repr_is_one_line() -> None:
     row = row_of(told("né " * 99), finish_reason="length")
     assert repr(row) == f"<Row 0: 1 token, length: '{('né ' * 17)[:50]}...'>"
     assert repr(row_of()) == "<Row 0: 0 tokens, running: ''>"
@@ -240,7 +237,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
-def test_a_result_writes_what_the_run_would_have(model: LanguageModel, tmp_path: Path) -> None:
+def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) -> None:
     run = entropix_jax.stream(
         model,
         "Once upon a time",

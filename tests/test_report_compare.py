@@ -1,4 +1,4 @@
-"""The page of several runs side by side: what is refused, what it shows, how its parts link."""
+"""The page that compares runs: what it refuses, what it shows, how its parts are linked."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from entropix_jax.report.comparing import comparison_page
 
 from entropix_jax import main
 from entropix_jax.report import command
-from entropix_jax.report.comparing import comparison_page
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.vocabulary import REGIMES
 from tests.browsing import (
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 SAMPLERS = {"greedy": "0", "temperature": "1", "entropix": "0"}
 
 
-# What is refused, and what is embedded: without a browser.
+# Without a browser.
 
 
 def trace_at(path: Path, records: list[Json], **changes: Any) -> Path:
@@ -43,7 +43,7 @@ def report(*arguments: str | Path) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path, *inputs: str | Path) -> str:
-    """The one line in which inputs are refused, and nothing is written."""
+    """The one line of the error; nothing is written."""
     before = sorted(folder.iterdir())
     assert report(*inputs, "--output", folder / "page.html") == 2
     out, err = capsys.readouterr()
@@ -58,21 +58,16 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return trace_at(tmp_path / "a.jsonl", run_of()), trace_at(tmp_path / "b.jsonl", run_of(8))
 
 
-def test_traces_of_other_prompts(
+def test_another_prompt(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Within a model the tokens decide; another model encodes the same prompt differently."""
     other = trace_at(tmp_path / "c.jsonl", run_of(), prompt="Once more", prompt_tokens=[1, 2, 9])
     line = refused(capsys, tmp_path, *pair, other)
     assert line == (
-        f'error: {other}: another prompt than that of {pair[0]}: "Once more", not "Once": give'
-        " traces of one prompt"
+        f'error: {other}: another prompt than {pair[0]}: "Once more", not "Once": only traces of'
+        " one prompt can be compared"
     )
-
-
-def test_one_text_put_in_two_ways(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """For one model other tokens are another prompt; another model has its own."""
     chat = trace_at(tmp_path / "c.jsonl", run_of(), prompt_tokens=[9, 1, 2, 3])
     assert "another prompt" in refused(capsys, tmp_path, pair[0], chat)
     model = trace_at(tmp_path / "d.jsonl", run_of(), prompt_tokens=[9, 1, 2, 3], model="other")
@@ -82,20 +77,20 @@ def test_one_text_put_in_two_ways(
 def test_what_cannot_be_compared(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "one text alone" in refused(capsys, tmp_path, pair[0], "--compare")
+    assert "only one text" in refused(capsys, tmp_path, pair[0], "--compare")
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(pair[0].read_bytes().replace(b'"type": "token"', b'"type": "tok"', 1))
     line = refused(capsys, tmp_path, pair[0], damaged)
-    assert line == f'error: {damaged}: line 2: no line of a trace has the type "tok"'
+    assert line == f'error: {damaged}: line 2: unknown line type "tok"'
     assert "no such file" in refused(capsys, tmp_path, pair[0], tmp_path / "none")
-    assert refused(capsys, tmp_path).startswith("error: a trace, a batch's output or a study's")
+    assert refused(capsys, tmp_path).startswith("error: no trace is given")
     before = pair[1].read_bytes()
     assert report(*pair, "--output", pair[1]) == 2
     assert "would take the place of its own source" in capsys.readouterr().err
     assert pair[1].read_bytes() == before
 
 
-# In a browser, made of real runs.
+# In a browser, of real runs.
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +158,7 @@ def test_the_texts_are_the_runs_and_say_where_they_part(
     first = min(place for place in partings if place is not None)
     for i, trace in enumerate(traces):
         spans = page.evaluate(
-            f"""() => [...document.querySelectorAll("#side-{i} .token")].map((node) =>
+            f"""() => [...document.querySelectorAll("#text-{i} .token")].map((node) =>
                 [node.dataset.regime, [...node.classList]])"""
         )
         assert [regime for regime, _ in spans] == [r["regime"] for r in trace.tokens]
@@ -173,24 +168,24 @@ def test_the_texts_are_the_runs_and_say_where_they_part(
             where = first if i == 0 else partings[i - 1]
             assert ("common" in classes) == (at < first)
             assert ("parts" in classes) == (at == where and record["type"] == "token")
-        assert page.locator(f"#side-{i} .parting").count() == 1
+        assert page.locator(f"#text-{i} .parting").count() == 1
         assert where is not None
-        words = page.locator(f".side[data-number='{i}'] .about").inner_text()
-        assert f"at token {where + 1};" in words
+        words = page.locator(f".side >> nth={i} >> .about").inner_text()
+        assert f"at token {where + 1}." in words
 
 
-def test_all_show_what_they_have_at_a_place(page: Any, runs: tuple[Path, list[Trace]]) -> None:
+def test_all_texts_show_the_selected_place(page: Any, runs: tuple[Path, list[Trace]]) -> None:
     traces = runs[1]
     for i, source in ((10, 1), (25, 0)):
         record = committed(traces[source])[i]
         index = traces[source].tokens.index(record)
-        page.locator(f"#side-{source}-token-{index}").hover()
+        page.locator(f"#text-{source}-{index}").hover()
         found = place(page)
         for j, trace in enumerate(traces):
             expected = committed(trace)[i]
             assert found[j] == {name: expected[name] for name in found[j]}
             assert len(found[j]) == 16
-            where = page.locator(f"#side-{j} .selected").get_attribute("data-index")
+            where = page.locator(f"#text-{j} .selected").get_attribute("data-index")
             assert trace.tokens[int(where)] == expected
         frames(page)
         cursor = page.evaluate("document.getElementById('series').layout.shapes[0].x0")
@@ -202,13 +197,13 @@ def test_all_show_what_they_have_at_a_place(page: Any, runs: tuple[Path, list[Tr
         assert rings == [[r["entropy"], r["varentropy"]] for r in expected_rings]
 
 
-def test_keys_lead_all_texts(page: Any, runs: tuple[Path, list[Trace]]) -> None:
-    page.locator("#side-1").focus()
+def test_arrow_keys_move_all_texts(page: Any, runs: tuple[Path, list[Trace]]) -> None:
+    page.locator("#text-1").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
         page.keyboard.press(key)
     assert page.locator("#place").inner_text().startswith("Token 3 · held")
     assert page.locator(".token.selected.pinned").count() == 3
-    page.locator("#side-0 .token").nth(9).hover()  # held: pointing moves nothing
+    page.locator("#text-0 .token").nth(9).hover()
     assert page.locator("#place").inner_text().startswith("Token 3")
     page.keyboard.press("End")
     last = len(committed(runs[1][1]))
@@ -246,33 +241,38 @@ def test_facts_and_settings(page: Any, runs: tuple[Path, list[Trace]]) -> None:
     assert found["arms.mid"] == [json.dumps(v["arms.mid"]) for v in values]
 
 
-def test_sides_are_put_away_and_fetched(page: Any, runs: tuple[Path, list[Trace]]) -> None:
+def test_texts_are_hidden_and_shown(page: Any, runs: tuple[Path, list[Trace]]) -> None:
     buttons = page.locator("#sides button")
     buttons.nth(0).click()
     frames(page)
     assert page.locator(".side:visible").count() == 2
     where = parting(runs[1][1], runs[1][2])
     assert where is not None
-    assert page.locator("#side-1 .token.common").count() == sum(
+    assert page.locator("#text-1 .token.common").count() == sum(
         r["position"] - runs[1][1].tokens[0]["position"] < where for r in runs[1][1].tokens
     )
     assert len(place(page)) == 2
-    assert page.evaluate("document.getElementById('series').data.length") == 2
+    assert page.evaluate("document.getElementById('series').data.length") == 2 * 4
     buttons.nth(1).click()
-    buttons.nth(2).click()  # the last one stays
+    buttons.nth(2).click()  # the last one cannot be hidden
     assert page.locator(".side:visible").count() == 1
     buttons.nth(0).click()
     buttons.nth(1).click()
     frames(page)
     assert page.locator(".side:visible").count() == 3
     lines = page.evaluate("document.getElementById('series').data.map((t) => [t.x, t.y])")
-    for (x, y), trace in zip(lines, runs[1], strict=True):
-        assert x == [r["position"] for r in committed(trace)]
-        assert y == [r["entropy"] for r in committed(trace)]
+    expected = [
+        [[r["position"] for r in committed(trace)], [r[name] for r in committed(trace)]]
+        for name in ("entropy", "varentropy", "agreement", "temperature")
+        for trace in runs[1]
+    ]
+    assert lines == expected
 
 
-def test_sides_and_regimes_are_told_apart_without_colour(page: Any) -> None:
-    dashes = page.evaluate("document.getElementById('series').data.map((t) => t.line.dash)")
+def test_texts_and_regimes_are_told_apart_without_colour(page: Any) -> None:
+    dashes = page.evaluate(
+        "document.getElementById('series').data.slice(0, 3).map((t) => t.line.dash)"
+    )
     symbols = page.evaluate(
         "document.getElementById('plane').data.slice(0, 3).map((t) => t.marker.symbol)"
     )
@@ -283,27 +283,20 @@ def test_sides_and_regimes_are_told_apart_without_colour(page: Any) -> None:
     assert hidden == page.locator(".text .token[data-regime=lelv]").count() > 0
 
 
-def test_another_measure(page: Any, runs: tuple[Path, list[Trace]]) -> None:
-    page.locator("#measure").select_option("agreement")
-    frames(page)
-    lines = page.evaluate("document.getElementById('series').data.map((t) => t.y)")
-    assert lines == [[r["agreement"] for r in committed(trace)] for trace in runs[1]]
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_how_it_looks(
+def test_nothing_is_cut_off(
     watched: Callable[..., Watched], runs: tuple[Path, list[Trace]], scheme: str
 ) -> None:
     for width in (1440, 400):
         page = watched(width, scheme=scheme).open(runs[0])
         nothing_is_cut_off(page, width)
-        tops = [page.locator(f"#side-{i}").bounding_box()["y"] for i in range(2)]
+        tops = [page.locator(f"#text-{i}").bounding_box()["y"] for i in range(2)]
         assert (tops[0] == tops[1]) == (width == 1440)  # columns, or one below the other
-    texts_stand_out(page, ".side-badge, #sides .what, .side .about, .text .token.common, .parting")
+    texts_stand_out(page, ".badge, #sides .muted, .side .about, .text .token.common, .parting")
 
 
 def test_long_runs_open_in_time(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """Two seconds for three runs of a thousand tokens, pictures included."""
+    """Two seconds for three runs of a thousand tokens, with plots."""
     paths = [
         trace_at(tmp_path / f"{i}.jsonl", run_of(1000), sampler=name)
         for i, name in enumerate(("greedy", "temperature", "<b>entropix &lt; 1</b>"))
@@ -311,32 +304,32 @@ def test_long_runs_open_in_time(watched: Callable[..., Watched], tmp_path: Path)
     output = tmp_path / "page.html"
     assert report(*paths, "--output", output) == 0
     page = opened_in_time(watched, output).page
-    assert page.locator("#texts .token").count() == 3 * len(run_of(1000))
+    assert page.locator(".texts .token").count() == 3 * len(run_of(1000))
     legend = page.locator("#series .legendtext").all_text_contents()
     assert legend == ["A greedy", "B temperature", "C <b>entropix &lt; 1</b>"]
 
 
 def test_texts_of_one_trace(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """Those of several rows, of which one has nothing, and one ends where it would part."""
+    """One of them is a prefix of another."""
     rows = [run_of(12, 0), run_of(8, 1), [token(3, row=2, text="!")]]
     records = [r for row in rows for r in row]
     path = trace_at(tmp_path / "t.jsonl", records)
     output = tmp_path / "page.html"
     assert report(path, "--compare", "--output", output) == 0
     page = watched().open(output)
-    assert [page.locator(f"#side-{i} .token").count() for i in range(3)] == [13, 9, 1]
+    assert [page.locator(f"#text-{i} .token").count() for i in range(3)] == [13, 9, 1]
     notes = [page.locator(".side .about").nth(i).inner_text() for i in range(3)]
-    assert notes[0] == "Parts from the others at once."
-    assert notes[1] == "Ends where it would part from A, after 8 tokens."
-    assert notes[2] == "Parts from A at once."
-    page.locator("#side-0").focus()
+    assert notes[0] == "Differs from the other texts from the start."
+    assert notes[1] == "A prefix of A: 8 tokens."
+    assert notes[2] == "Differs from A from the start."
+    page.locator("#text-0").focus()
     page.keyboard.press("End")
     frames(page)
     assert place(page)[0]["entropy"] == rows[0][-1]["entropy"]
-    assert page.locator("#side-2 .selected").count() == 0
-    page.locator("#side-2").focus()
+    assert page.locator("#text-2 .selected").count() == 0
+    page.locator("#text-2").focus()
     page.keyboard.press("ArrowLeft")  # from past its end to its last token
-    assert page.locator("#side-2 .selected").count() == 1
+    assert page.locator("#text-2 .selected").count() == 1
     assert page.locator("#place").inner_text().startswith("Token 1 ")
 
 
@@ -345,12 +338,11 @@ def test_runs_without_tokens(watched: Callable[..., Watched], tmp_path: Path) ->
     output = tmp_path / "page.html"
     assert report(*paths, "--output", output) == 0
     page = watched().open(output)
-    assert page.locator(".side .about").first.inner_text() == "Nothing was generated."
-    assert page.locator("body").inner_text().count("this run was interrupted") == 2
+    assert page.locator(".side .about").first.inner_text() == "No tokens."
+    assert page.locator("body").inner_text().count("the run was interrupted") == 2
 
 
 def test_hostile_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """As model, sampler, prompt, settings, file name, token, and what ended the run."""
     records = [token(3 + i, text=NASTY, action=NASTY) for i in range(3)]
     values = {**load_sampler("entropix").values, NASTY: NASTY}
     names: Json = {"prompt": NASTY, "model": NASTY, "backend": NASTY, "versions": {NASTY: NASTY}}
@@ -367,7 +359,7 @@ def test_hostile_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
     output.write_text(comparison_page(paths), encoding="utf-8")
     opened = watched()
     page = opened.open(output)
-    page.locator("#side-0").focus()
+    page.locator("#text-0").focus()
     page.keyboard.press("ArrowRight")
     frames(page)
     assert opened.requests == [output.as_uri()]

@@ -1,8 +1,9 @@
-"""The page of a run in a browser: what it shows, what it answers, and what it must not do."""
+"""The page of a run in a browser."""
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shlex
 from collections import Counter
@@ -16,11 +17,10 @@ import numpy as np
 import pytest
 
 from entropix_jax import main
-from entropix_jax.report import page as report_page
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import QUANTITIES, REGIMES, THRESHOLDS
+from entropix_jax.vocabulary import QUANTITIES, REGIMES
 from tests.browsing import (
     Watched,
     frames,
@@ -31,7 +31,7 @@ from tests.browsing import (
     watched_page,
 )
 from tests.samplers import metrics_of, params_of
-from tests.test_report import NASTY, footer, header, run_of, token, write
+from tests.test_report import NASTY, STATIC, Parsed, footer, header, run_of, token, write
 from tests.traces import Trace, load_trace
 
 # A run of the embedded model in which everything happens.
@@ -41,7 +41,6 @@ RUN = [
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
     "sampler.base.temperature=1.0",
 ]
-STATIC = Path(report_page.__file__).parent / "static"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def details(page: Any) -> dict[str, float]:
 
 
 def selected(page: Any) -> int:
-    return int(page.locator("#text .token.selected").get_attribute("data-index"))
+    return int(page.locator("#text-0 .token.selected").get_attribute("data-index"))
 
 
 # Loading.
@@ -109,21 +108,13 @@ def test_it_loads_without_a_request_and_in_time(
 def test_nothing_is_cut_off(
     watched: Callable[..., Watched], run: tuple[Path, Trace], width: int, scheme: str
 ) -> None:
-    """No sideways scrolling, and no panel that overlaps another or is wider than the window."""
+    """And text has enough contrast."""
     page = watched(width, scheme=scheme).open(run[0])
     page.locator("#attention").scroll_into_view_if_needed()
     page.wait_for_selector("#heat .heatmaplayer image")
     nothing_is_cut_off(page, width)
+    texts_stand_out(page, "#legend .token, #legend .muted, main .about, main .muted, .marks li")
     assert page.locator("main > .panel:not([hidden])").count() == 9
-
-
-def test_texts_stand_out_from_what_is_behind_them(
-    watched: Callable[..., Watched], run: tuple[Path, Trace]
-) -> None:
-    """The contrast that WCAG asks for, 4.5, of text in each regime's colours, in both schemes."""
-    for scheme in ("light", "dark"):
-        page = watched(scheme=scheme).open(run[0])
-        texts_stand_out(page, "#legend .token, #legend .what, #run .about, #run .muted")
 
 
 # What it shows.
@@ -132,7 +123,7 @@ def test_texts_stand_out_from_what_is_behind_them(
 def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
     trace = run[1]
     spans = page.evaluate(
-        """() => [...document.querySelectorAll("#text .token")].map((node) => {
+        """() => [...document.querySelectorAll("#text-0 .token")].map((node) => {
             const copy = node.cloneNode(true);
             copy.querySelectorAll(".sign").forEach((sign) => sign.remove());
             return [copy.textContent, node.dataset.regime, [...node.classList]];
@@ -165,10 +156,10 @@ def test_the_header(page: Any, run: tuple[Path, Trace]) -> None:
     assert trace.footer is not None
     (row,) = trace.footer["rows"]
     words = page.locator("header").inner_text()
-    for word in ("tiny", "entropix", "the token limit", *trace.header["versions"].values()):
+    for word in ("tiny", "entropix", "token limit", *trace.header["versions"].values()):
         assert word in words
     assert page.locator("#prompt").text_content() == trace.header["prompt"]
-    assert page.locator("#forwards-0").get_attribute("value") == str(row["forwards"])
+    assert f"Positions evaluated\n{row['forwards']}" in words
     timings = trace.footer["timings"]
     speed = (row["tokens"] - 1) / (timings["total"] - timings["first_token"])
     (found,) = re.findall(r"([\d.]+) tokens/s", words)
@@ -180,7 +171,7 @@ def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace
     records = run[1].tokens
     some = [i for i, r in enumerate(records) if i % 50 == 0 or r["type"] == "retracted"]
     for i in some:
-        page.evaluate(f"document.getElementById('token-{i}').click()")
+        page.evaluate(f"document.getElementById('text-0-{i}').click()")
         found, record = details(page), records[i]
         assert found == {name: record[name] for name in found}
         assert len(found) == 16
@@ -194,19 +185,19 @@ def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace
 def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
     records = run[1].tokens
     for i in (5, 9):
-        page.locator("#text .token").nth(i).hover()
+        page.locator("#text-0 .token").nth(i).hover()
         assert selected(page) == i
         assert details(page)["entropy"] == records[i]["entropy"]
-    page.locator("#text .token").nth(7).click()  # held
-    page.locator("#text .token").nth(3).hover()
+    page.locator("#text-0 .token").nth(7).click()  # held
+    page.locator("#text-0 .token").nth(3).hover()
     assert selected(page) == 7
-    page.locator("#text .token").nth(7).click()  # let go
-    page.locator("#text .token").nth(3).hover()
+    page.locator("#text-0 .token").nth(7).click()  # let go
+    page.locator("#text-0 .token").nth(3).hover()
     assert selected(page) == 3
 
 
 def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) -> None:
-    box = page.locator("#text")
+    box = page.locator("#text-0")
     box.focus()
     last = len(run[1].tokens) - 1
     for key, expected in (
@@ -215,18 +206,18 @@ def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) ->
     ):
         page.keyboard.press(key)
         assert selected(page) == expected
-        assert box.get_attribute("aria-activedescendant") == f"token-{expected}"
+        assert box.get_attribute("aria-activedescendant") == f"text-0-{expected}"
     inside = page.evaluate(
-        """() => { const box = document.getElementById("text").getBoundingClientRect();
-            const token = document.querySelector("#text .selected").getBoundingClientRect();
+        """() => { const box = document.getElementById("text-0").getBoundingClientRect();
+            const token = document.querySelector("#text-0 .selected").getBoundingClientRect();
             return token.top >= box.top && token.bottom <= box.bottom; }"""
     )
     assert inside
     page.keyboard.press("Home")
-    tops = [page.locator("#text .token.selected").bounding_box()["y"]]
+    tops = [page.locator("#text-0 .token.selected").bounding_box()["y"]]
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
         page.keyboard.press(key)
-        tops.append(page.locator("#text .token.selected").bounding_box()["y"])
+        tops.append(page.locator("#text-0 .token.selected").bounding_box()["y"])
     assert tops[0] < tops[1] < tops[2]
     assert tops[3] == pytest.approx(tops[1], abs=8)
 
@@ -245,17 +236,16 @@ def test_every_control_is_reached_by_the_keyboard(page: Any) -> None:
         reached.add(name[0])
         if name[0] == "copy-file":
             break
-    assert {"save", "text", "details-body", "knob-h1", "copy-command", "copy-file"} <= reached
+    assert {"save", "text-0", "details-body", "knob-h1", "copy-command", "copy-file"} <= reached
     assert set(REGIMES) <= reached
 
 
-# Links.
+# Linked plots.
 
 
-def test_the_text_leads_to_the_plane(page: Any, run: tuple[Path, Trace]) -> None:
-    """And to the cursor of the series."""
+def test_a_selected_token_is_marked_in_the_plots(page: Any, run: tuple[Path, Trace]) -> None:
     for i in (4, 40):
-        page.evaluate(f"document.getElementById('token-{i}').click()")
+        page.evaluate(f"document.getElementById('text-0-{i}').click()")
         frames(page)
         record = run[1].tokens[i]
         x, y = page.evaluate(
@@ -281,9 +271,7 @@ def on_screen(page: Any, entropy: float, varentropy: float) -> tuple[float, floa
     return x, y
 
 
-def test_tokens_picked_out_on_the_plane_stand_out_in_the_text(
-    page: Any, run: tuple[Path, Trace]
-) -> None:
+def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, Trace]) -> None:
     page.locator("#plane").scroll_into_view_if_needed()
     page.locator("#plane .modebar-btn[data-title='Box Select']").click()
     left, right, bottom, top = 1.5, 3.6, 3.0, 9.0
@@ -291,7 +279,7 @@ def test_tokens_picked_out_on_the_plane_stand_out_in_the_text(
     page.mouse.down()
     page.mouse.move(*on_screen(page, right, top), steps=5)
     page.mouse.up()
-    page.wait_for_selector("#text .token.faded")
+    page.wait_for_selector("#text-0 .token.faded")
     inside = [
         i
         for i, r in enumerate(run[1].tokens)
@@ -299,14 +287,14 @@ def test_tokens_picked_out_on_the_plane_stand_out_in_the_text(
     ]
     assert 5 < len(inside) < 500
     found = page.evaluate(
-        """() => [...document.querySelectorAll("#text .token:not(.faded)")]
+        """() => [...document.querySelectorAll("#text-0 .token:not(.faded)")]
             .map((node) => Number(node.dataset.index))"""
     )
     assert found == inside
 
 
-def test_the_plane_leads_to_the_text(page: Any, run: tuple[Path, Trace]) -> None:
-    """The one token in HEHV that lies farthest from all others is pointed at, then clicked."""
+def test_a_point_of_the_plane_selects_its_token(page: Any, run: tuple[Path, Trace]) -> None:
+    """The token farthest from all others."""
     records = run[1].tokens
     points = np.array([[r["entropy"], r["varentropy"]] for r in records])
     scale = points.max(axis=0)
@@ -317,9 +305,9 @@ def test_the_plane_leads_to_the_text(page: Any, run: tuple[Path, Trace]) -> None
     x, y = on_screen(page, *points[index].tolist())
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
-    page.wait_for_selector(f"#token-{index}.selected")
+    page.wait_for_selector(f"#text-0-{index}.selected")
     page.mouse.click(x, y)
-    page.wait_for_selector(f"#token-{index}.pinned")
+    page.wait_for_selector(f"#text-0-{index}.pinned")
 
 
 def test_the_plane_holds_every_token(page: Any, run: tuple[Path, Trace]) -> None:
@@ -352,18 +340,18 @@ def test_regimes_are_hidden_and_shown(page: Any, run: tuple[Path, Trace]) -> Non
     button.click()
     frames(page)
     assert button.get_attribute("aria-pressed") == "false"
-    assert page.locator("#text .token.faded").count() == count
+    assert page.locator("#text-0 .token.faded").count() == count
     assert page.evaluate("document.getElementById('plane').data[4].visible") is False
     button.click()
     frames(page)
-    assert page.locator("#text .token.faded").count() == 0
+    assert page.locator("#text-0 .token.faded").count() == 0
     assert page.evaluate("document.getElementById('plane').data[4].visible") is True
 
 
-# Branches and tokens that were taken back.
+# Branches and retracted tokens.
 
 
-def test_trees(page: Any, run: tuple[Path, Trace]) -> None:
+def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
     branched = [r for r in committed(run[1]) if "branches" in r]
     forked = [r for r in branched if len(r["branches"]) > 1]
     assert page.locator("#branches-list .tree").count() == len(forked)
@@ -392,7 +380,7 @@ def quoted(text: str, token_id: int) -> str:
     return f"“{text}”".replace("\n", "↵") if text else f"⟨{token_id}⟩"
 
 
-def test_what_was_taken_back(page: Any, run: tuple[Path, Trace]) -> None:
+def test_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
     records = run[1].tokens
     rows = page.evaluate(
         """() => [...document.querySelectorAll("#retractions-list tr")].map((row) =>
@@ -407,7 +395,7 @@ def test_what_was_taken_back(page: Any, run: tuple[Path, Trace]) -> None:
         assert after == quoted(instead["text"], instead["token_id"])
 
 
-# What if.
+# Other thresholds.
 
 
 def shares(page: Any) -> dict[str, list[int]]:
@@ -423,7 +411,7 @@ def set_knob(page: Any, name: str, value: float) -> None:
 
 
 def regimes_in_python(records: list[dict[str, Any]], values: dict[str, Any]) -> list[str]:
-    """What the sampler would have called them."""
+    """As the sampler classifies the tokens."""
     sampler = load_sampler("entropix").with_values(values)
     made = sampler.params(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
     metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
@@ -434,12 +422,12 @@ def regimes_in_python(records: list[dict[str, Any]], values: dict[str, Any]) -> 
     ]
 
 
-def test_other_bounds_sort_the_run_anew(page: Any, run: tuple[Path, Trace]) -> None:
+def test_other_thresholds_reclassify_the_run(page: Any, run: tuple[Path, Trace]) -> None:
     records = run[1].tokens
     tokens = committed(run[1])
     start = Counter(r["regime"] for r in tokens)
     assert shares(page) == {name: [start[name], start[name]] for name in REGIMES}
-    assert page.locator("#what-if-reset").is_disabled()
+    assert page.locator("#what-if .what-if-reset").is_disabled()
 
     values = {"h1": 0.8, "h2": 2.1, "u1": 0.9, "u2": 3.5}
     for name, value in values.items():
@@ -451,22 +439,22 @@ def test_other_bounds_sort_the_run_anew(page: Any, run: tuple[Path, Trace]) -> N
     assert shares(page) == {name: [start[name], now[name]] for name in REGIMES}
     assert (
         page.evaluate(
-            "[...document.querySelectorAll('#text .token')].map((node) => node.dataset.regime)"
+            "[...document.querySelectorAll('#text-0 .token')].map((node) => node.dataset.regime)"
         )
         == expected
     )
-    assert page.locator("#text-note").is_visible()
+    assert page.locator("#what-if-note").is_visible()
     boxes = page.evaluate("document.getElementById('plane').layout.shapes")
     assert boxes[0]["x1"] == float(np.float32(0.8))
 
-    # What it says to keep them is what the command and a sampler file understand.
+    # The command understands what the page prints.
     words = page.locator("#what-if-command").text_content().split()
     assert words[0] == "--set"
     assert dict(map(parse_setting, words[1:])) == settings
-    page.locator("#text-note-reset").click()
+    page.locator("#what-if-note .what-if-reset").click()
     frames(page)
     assert shares(page) == {name: [start[name], start[name]] for name in REGIMES}
-    assert not page.locator("#text-note").is_visible()
+    assert not page.locator("#what-if-note").is_visible()
 
 
 def test_a_slider_moves_with_the_keys(page: Any) -> None:
@@ -491,7 +479,7 @@ def test_a_sampler_file(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_sampler_file_is_the_runs_own(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """A file of the user's, or a preset that was changed, is not named but written whole."""
+    """It is complete, and valid TOML whatever the settings contain."""
     changes = {
         "base.temperature": 0.3,
         "inject.thought": [NASTY, '\\ \x7f\t"'],
@@ -510,7 +498,7 @@ def test_a_sampler_file_is_the_runs_own(watched: Callable[..., Watched], tmp_pat
     assert load_sampler(str(file)).values == values | {"thresholds.calibrated": False}
 
 
-def test_bounds_that_a_sampler_refuses(page: Any) -> None:
+def test_thresholds_that_a_sampler_refuses(page: Any) -> None:
     set_knob(page, "h1", 4.5)
     assert "h1 is above h2" in page.locator("#what-if-problem").text_content()
     assert page.locator("#copy-command").is_disabled()
@@ -519,8 +507,8 @@ def test_bounds_that_a_sampler_refuses(page: Any) -> None:
     assert not page.locator("#copy-command").is_disabled()
 
 
-def test_bounds_without_names(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """A preset that writes numbers: each has a slider, and what keeps them says so."""
+def test_thresholds_without_names(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    """A preset with numbers in its conditions."""
     values = dict(load_sampler("document-001").values)
     records = [token(3 + i, entropy=0.3 * i, varentropy=0.05) for i in range(20)]
     start = header(sampler="document-001", sampler_parameters=values)
@@ -558,24 +546,27 @@ def test_bounds_without_names(watched: Callable[..., Watched], tmp_path: Path) -
         ("document-004", {"thresholds.h1": 1.0, "thresholds.u2": 1.3}),
     ],
 )
-def test_the_page_sorts_as_the_sampler_does(
-    browser: Any, preset: str, changes: dict[str, Any]
+def test_the_page_classifies_as_the_sampler_does(
+    browser: Any, tmp_path: Path, preset: str, changes: dict[str, Any]
 ) -> None:
-    """Thousands of points, many of them on a bound or next to one, in float32's own steps."""
+    """Thousands of points, many on a bound or one float32 step beside it."""
     sampler = load_sampler(preset).with_values(changes)
-    boxes = report_page._boxes(dict(sampler.values), Path("trace"))
-    thresholds = {n: sampler.values.get(f"thresholds.{n}") for n in THRESHOLDS}
+    start = header(sampler_parameters=dict(sampler.values))
+    text = run_page(write(tmp_path / "trace.jsonl", start))
+    (facts,) = json.loads(Parsed(text).scripts["traces"])
     draw = np.random.default_rng(0)
     count = 6000
     points = draw.uniform(0, [7, 7, 1, 1], (count, 4)).astype(np.float32)
-    limits = np.array([v for v in thresholds.values() if v] + [0.1, 3, 5, 1, 0.4, 0.6, 0.7])
+    limits = np.array(
+        [v for v in facts["thresholds"].values() if v] + [0.1, 3, 5, 1, 0.4, 0.6, 0.7]
+    )
     near = draw.random((count, 4)) < 0.5
     exact = draw.choice(limits, (count, 4)).astype(np.float32)
     side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 4)).astype(np.float32))
     points = np.where(near, np.where(draw.random((count, 4)) < 0.5, exact, side), points)
     names = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
     assert names == QUANTITIES
-    # As the trace writes them: the shortest decimals that mean the float32.
+    # As in a trace: the shortest decimals of the float32.
     tokens = [
         {**{n: float(str(v)) for n, v in zip(names, p, strict=True)}, "loop": False} for p in points
     ]
@@ -583,16 +574,13 @@ def test_the_page_sorts_as_the_sampler_does(
     module = base64.b64encode((STATIC / "regimes.js").read_bytes()).decode()
     blank = browser.new_page()
     found = blank.evaluate(
-        """async ([module, boxes, thresholds, tokens]) => {
+        """async ([module, facts, tokens]) => {
             const source = `data:text/javascript;base64,${module}`;
-            const {boundsOf, classify, keyOf} = await import(source);
-            const values = {};
-            for (const conditions of Object.values(boxes)) for (const condition of conditions)
-                values[keyOf(condition)] = condition.value ?? thresholds[condition.name];
-            const bounds = boundsOf(boxes, values);
+            const {boundsOf, classify, valuesOf} = await import(source);
+            const bounds = boundsOf(facts.boxes, valuesOf(facts));
             return tokens.map((token) => classify(token, bounds));
         }""",
-        [module, boxes, thresholds, tokens],
+        [module, facts, tokens],
     )
     blank.close()
     made = params_of(preset, changes)
@@ -607,8 +595,7 @@ def test_the_page_sorts_as_the_sampler_does(
 # Other traces.
 
 
-def test_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """Wherever a text stands, it stands as it is."""
+def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Path) -> None:
     records = run_of()
     words = [NASTY, f"<img src=x onerror=alert(2)>{NASTY}"]
     for record, word in zip(records, words * len(records), strict=False):
@@ -623,18 +610,17 @@ def test_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Path) -> N
     write_report(path, output)
     one = watched()
     page = one.open(output)
-    page.locator("#text").focus()
+    page.locator("#text-0").focus()
     for _ in records:
         page.keyboard.press("ArrowRight")
     frames(page)
     assert one.requests == [output.as_uri()]
-    assert page.locator("img, svg image[href^=http], b > script, #text script").count() == 0
+    assert page.locator("img, svg image[href^=http], b > script, #text-0 script").count() == 0
     assert page.locator("#prompt").text_content() == NASTY
     assert NASTY.split("\n")[0][:28] in page.locator("#details-word").text_content()
 
 
-def test_nothing_but_the_pages_own_script_runs(browser: Any, tmp_path: Path) -> None:
-    """Were a script to get into a page all the same, the policy would stop it."""
+def test_the_policy_stops_a_foreign_script(browser: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", header(), *run_of())
     output = tmp_path / "page.html"
     intruder = (
@@ -655,11 +641,12 @@ def test_several_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
     output = tmp_path / "page.html"
     write_report(path, output)
     page = watched().open(output)
-    assert page.locator("#text .token").count() == 13
-    page.locator("#row").select_option("3")
+    assert page.locator("#text-0 .token").count() == 13
+    page.locator("#sides button").nth(1).click()
     frames(page)
-    assert page.locator("#text .token").count() == 9
-    assert "nothing: the run ended here" in page.locator("#retractions-list").inner_text()
+    assert page.locator("#text-0").is_hidden()
+    assert page.locator("#text-1 .token").count() == 9
+    assert "none: the run ended" in page.locator("#retractions-list").inner_text()
     assert page.locator("[data-of-row='0']").first.is_hidden()
     assert page.locator("[data-of-row='3']").first.is_visible()
     assert details(page)["entropy"] == rows[3][0]["entropy"]
@@ -680,15 +667,15 @@ def test_the_trace_is_saved_as_it_was(
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_an_interrupted_run(watched: Callable[..., Watched], tmp_path: Path, count: int) -> None:
-    """Bare tokens, without what was not asked for; or none at all."""
+    """With tokens that lack all optional fields, or without tokens."""
     bare = [token(3 + i, top=None, layers=None) for i in range(count)]
     path = write(tmp_path / "trace.jsonl", header(), *bare)
     output = tmp_path / "page.html"
     write_report(path, output)
     page = watched().open(output)
-    assert "This run was interrupted" in page.locator("body").inner_text()
-    assert page.locator("#nothing").is_visible() == (count == 0)
-    assert page.locator("#run").is_visible() == (count == 1)
+    assert "the run was interrupted" in page.locator("body").inner_text()
+    assert ("has no tokens" in page.locator("body").inner_text()) == (count == 0)
+    assert page.locator("main").count() == count
     if count:
         assert details(page)["entropy"] == bare[0]["entropy"]
         for name in ("branches", "retractions", "attention"):

@@ -34,7 +34,6 @@ class SettingDigest:
     tokens: int = 0
     positions: int = 0  # forwards of all rows
     rows: int = 0
-    errors: int = 0
     retracted: int = 0
     regimes: Counter[str] = field(default_factory=Counter)
     actions: Counter[str] = field(default_factory=Counter)
@@ -60,12 +59,11 @@ class SettingDigest:
 
 @dataclass
 class Digest:
-    """All settings, the task of each item (as a number, into `tasks`), and its id."""
+    """All settings, and the task of each item as an index into `tasks`."""
 
     tasks: list[str]
     strata: list[int]
     settings: dict[str, SettingDigest]
-    items: list[str] = field(default_factory=list)
 
 
 def digest_of(
@@ -85,7 +83,6 @@ def digest_of(
         if task_name not in found.tasks:
             found.tasks.append(task_name)
         found.strata.append(found.tasks.index(task_name))
-        found.items.append(item_id)
         task, items = judge[task_name]
         for name, of_setting in groupby(of_item, key=lambda row: row["setting"]):
             samples = list(of_setting)
@@ -120,7 +117,6 @@ def _add_row(one: SettingDigest, row: Mapping[str, Any], item: int) -> None:
     one.rows += 1
     one.tokens += row["tokens"]
     one.positions += row["forwards"]
-    one.errors += row["finish_reason"] == "error"
     one.retracted += row["retracted"]
     one.regimes.update(row["regimes"])
     one.actions.update(row["actions"])

@@ -29,7 +29,6 @@ from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.studies.digest import Digest, digest_of
-from entropix_jax.studies.figures import figures_of
 from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
 from entropix_jax.studies.sweep import Setting, Sweep, tuned_name
 from entropix_jax.studies.tables import Results, write_tables
@@ -46,7 +45,6 @@ from entropix_jax.studies.trials import (
 from entropix_jax.studies.truth import hold_against_truth, speaks_of_the_world
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Split, Task
-from entropix_jax.templating import as_text
 from entropix_jax.version import checked_out_commit
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
@@ -236,8 +234,7 @@ class Study:
         write_tables(results, varied, folder, "results")
         about = self._about(settings, len(results))
         _write_json(folder / "study.json", about | {"settings": _parameters(settings, samplers)})
-        _write_json(folder / "findings.json", figures_of(findings), indent=None)
-        lines = {name: as_text(value) for name, value in about.items()}
+        lines = {name: _as_text(value) for name, value in about.items()}
         pictures = draw_plots(findings, folder / "plots")
         page = summary(findings, lines) + "".join(
             f"\n![{name}](plots/{name}.png)\n" for name in pictures
@@ -321,6 +318,13 @@ def _about_the_world(tasks: Sequence[Task]) -> bool:
     return any(type(task).__module__ == "entropix_jax.tasks.tiny" for task in tasks)
 
 
-def _write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+def _as_text(value: Any) -> str:
+    """A JSON value on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _write_json(path: Path, content: Any) -> None:
     with replacing(path) as scratch:
-        scratch.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
