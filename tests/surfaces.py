@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,20 @@ import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from entropix_jax.batches.identity import agreed, parse_sidecar
-from entropix_jax.batches.index import hash_of
-from entropix_jax.batches.source import BadRecord, read_records
+from entropix_jax.batches.output import check_same_run, parse_sidecar
+from entropix_jax.batches.records import BadRecord, read_records
 from entropix_jax.calibration.output import calibration_text
 from entropix_jax.checkpoint import load_params
 from entropix_jax.config import load_generation_config, load_model_config, parse_model_config
 from entropix_jax.main import Arguments, _read_prompt
 from entropix_jax.params import param_specs
-from entropix_jax.report import kinds
+from entropix_jax.report.page import comparison_page, run_page
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import Sampler, read_thresholds
 from entropix_jax.studies.sweep import read_sweep
 from entropix_jax.tokenizer import load_tokenizer
-from entropix_jax.trace import TokenRecord
+from entropix_jax.trace import BranchRecord, TokenRecord
 from entropix_jax.vocabulary import REGIMES, TRACE_FORMAT
 
 Reader = Callable[[bytes], object]
@@ -320,29 +319,8 @@ def _batch(name: str, *valid: bytes) -> Prepare:
 CSV = b'id,prompt,seed,max_new_tokens,sampler\na,"Once, ""there""\nwas",1,5,greedy\n,b,,,\n'
 
 
-def _results() -> list[dict[str, Any]]:
-    done = {
-        "text": " there was a cat",
-        "finish_reason": "eos",
-        "tokens": 3,
-        "retracted": 0,
-        "regimes": {"lelv": 2, "mid": 1},
-        "actions": {"sample": 3},
-        "forwards": 3,
-        "mean_entropy": 0.5,
-        "mean_varentropy": 0.25,
-        "timings": {"seconds": 0.5},
-    }
-    failed = {"error": "neither 'prompt' nor 'messages'", "finish_reason": "error"}
-    return [
-        {"id": name, "line": i, "digest": f"{hash_of(json.dumps(record).encode()):015x}"}
-        | (failed if name == "b" else done)
-        for i, (name, record) in enumerate(zip("a73b", RECORDS, strict=True), 1)
-    ]
-
-
-def _sidecar_of(folder: Path) -> dict[str, Any]:
-    identity = {
+def _batch_run(folder: Path) -> tuple[list[bytes], Reader]:
+    own = {
         "model": "weights/tiny",
         "input": "in.jsonl",
         "seed": 0,
@@ -351,42 +329,27 @@ def _sidecar_of(folder: Path) -> dict[str, Any]:
         "version": "0.1.0",
         "sampler": {"base.temperature": 1.0},
     }
-    content = {"format_version": 1, "identity": identity, "earlier": [None, identity]}
-    (folder / "in.jsonl").write_bytes(lines(RECORDS))
-    (folder / "out.jsonl.run.json").write_bytes(encoded(content))
-    return content
-
-
-def _batch_output(folder: Path) -> tuple[list[bytes], Reader]:
-    _sidecar_of(folder)
-    written = lines(_results())
-    return [written, written + b'{"id": "to'], _page(folder, "out.jsonl")
-
-
-def _batch_run(folder: Path) -> tuple[list[bytes], Reader]:
-    content, name = _sidecar_of(folder), "out.jsonl.run.json"
-    own: Mapping[str, Any] = content["identity"]
-    page, output = _page(folder, "out.jsonl"), lines(_results())
+    path = folder / "out.jsonl.run.json"
 
     def read() -> object:
-        sidecar = parse_sidecar((folder / name).read_bytes(), name)
-        json.dumps(agreed("out.jsonl", sidecar, own, empty=False, mix=True))
-        return page(output)
+        sidecar = parse_sidecar(path.read_bytes(), path.name)
+        return check_same_run("out.jsonl", sidecar, own, mix=True)
 
-    return [encoded(content), encoded({"identity": own})], into(folder / name, read)
+    content = {"format_version": 1, "identity": own, "samplers": {"own.toml": "a"}}
+    return [encoded(content), encoded({"identity": own})], into(path, read)
 
 
 # Pages.
 
 
-def _page(folder: Path, name: str, *others: Path, of: Path | None = None, **options: Any) -> Reader:
+def _page(folder: Path, make: Callable[[Path], str]) -> Reader:
     def read() -> object:
-        made = kinds.page_of([of or folder / name, *others], **options)
+        made = make(folder / "trace.jsonl")
         assert made.startswith("<!")
         assert "</html>" in made[-100:]
         return len(made)
 
-    return into(folder / name, read)
+    return into(folder / "trace.jsonl", read)
 
 
 def trace(rows: int) -> bytes:
@@ -412,7 +375,7 @@ def trace(rows: int) -> bytes:
     for row in range(rows):
         for i in range(4):
             branched = i == 2
-            rollouts = [{"tokens": [5], "text": " a", "score": -0.5, "chosen": True}]
+            rollouts = [BranchRecord([5], " a", -0.5, chosen=True)]
             fields: dict[str, Any] = {
                 "row": row,
                 "position": 3 + i,
@@ -441,47 +404,18 @@ def trace(rows: int) -> bytes:
 
 def _trace(folder: Path) -> tuple[list[bytes], Reader]:
     whole = trace(2)
-    return [whole, trace(1), whole[: whole.rindex(b"{") - 40]], _page(folder, "trace.jsonl")
+    return [whole, trace(1), whole[: whole.rindex(b"{") - 40]], _page(folder, run_page)
 
 
 def _comparison(folder: Path) -> tuple[list[bytes], Reader]:
     (folder / "other.jsonl").write_bytes(trace(2))
-    return [trace(2), trace(1)], _page(folder, "trace.jsonl", folder / "other.jsonl")
+    return [trace(2), trace(1)], _page(
+        folder, lambda path: comparison_page([path, folder / "other.jsonl"])
+    )
 
 
 def _samples(folder: Path) -> tuple[list[bytes], Reader]:
-    return [trace(2), trace(3)], _page(folder, "trace.jsonl", compare=True)
-
-
-def _study(name: str) -> Prepare:
-    """One file of a study whose other files are whole."""
-
-    def prepare(folder: Path) -> tuple[list[bytes], Reader]:
-        shipped = resource_folder("configs") / "ablations" / "study"
-        found = json.loads((shipped / "findings.json").read_text(encoding="utf-8"))
-        about = json.loads((shipped / "study.json").read_text(encoding="utf-8"))
-        found["settings"], found["items"] = found["settings"][:2], found["items"][:4]
-        for one in found["settings"]:
-            one |= {field: one[field][:4] for field in ("scores", "forwards")}
-        found |= {k: found[k][:2] for k in ("predictors", "reliability", "truth", "tuned")}
-        names = [one["name"] for one in found["settings"]]
-        about["settings"] = {setting: about["settings"][setting] for setting in names}
-        columns = "task,item,setting,seed,score,answer,expected,finish_reason,error,tokens,forwards"
-        rows = [
-            f'{item["task"]},"{item["item"]}",{setting},0,1.0,7,7,eos,,3,5,"a ""text"""'
-            for item in found["items"]
-            for setting in names
-        ]
-        files = {
-            "findings.json": encoded(found),
-            "study.json": encoded(about),
-            "results.csv": "\n".join([f"{columns},text", *rows, ""]).encode(),
-        }
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        return [files[name]], _page(folder, name, of=folder)
-
-    return prepare
+    return [trace(2), trace(3)], _page(folder, lambda path: comparison_page([path]))
 
 
 def check_line(error: object) -> None:
@@ -510,12 +444,8 @@ SURFACES = {
     "batch-jsonl": Surface("lines", _batch("input.jsonl", lines(RECORDS))),
     "batch-csv": Surface("bytes", _batch("input.csv", CSV)),
     "batch-gzip": Surface("bytes", _batch("input.jsonl.gz", gzip.compress(lines(RECORDS)))),
-    "batch-output": Surface("lines", _batch_output),
     "batch-run": Surface("json", _batch_run),
     "trace": Surface("lines", _trace),
     "trace-compare": Surface("lines", _comparison),
     "trace-samples": Surface("lines", _samples),
-    "study-findings": Surface("json", _study("findings.json")),
-    "study-about": Surface("json", _study("study.json")),
-    "study-results": Surface("bytes", _study("results.csv")),
 }
