@@ -41,7 +41,7 @@ from tests.samplers import calibrated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
-# What the README shows besides the names of the package: by the name that it is known by here.
+# What the documentation shows besides the names of the package: by the name known here.
 SHOWN: Mapping[str, Any] = {"draw": draw, "Item": Item, "Task": Task}
 
 
@@ -504,8 +504,10 @@ def test_what_the_comparison_finds() -> None:
         uncovered(text, ["no file"])
 
 
-def test_all_that_the_readme_imports_is_looked_at() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_all_that_the_documentation_imports_is_looked_at() -> None:
+    root = Path(__file__).parents[1]
+    pages = ("README.md", "docs/python.md", "docs/studies.md")
+    text = "".join((root / page).read_text(encoding="utf-8") for page in pages)
     imported = {
         name.strip()
         for names in re.findall(r"^from entropix_jax\S* import (.+)$", text, re.MULTILINE)
