@@ -306,11 +306,11 @@ def test_a_model_is_a_line(model: LanguageModel) -> None:
     assert re.fullmatch(line, repr(model))
 
 
-def test_the_readme_s_cell(
+def test_the_documented_cell(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a notebook does it: the last line's value shows itself."""
-    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.M | re.S)
     (cell,) = (block for block in shown if "save_report" in block)
     *lines, last = cell.splitlines()
     monkeypatch.chdir(tmp_path)

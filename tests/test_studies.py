@@ -764,8 +764,9 @@ def test_another_sweep_under_the_same_folder(small: str, words: Path, tmp_path: 
 
 
 def test_a_task_of_ones_own(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that the README shows."""
-    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    """The one that the documentation shows."""
+    page = (ROOT / "docs/studies.md").read_text()
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     (code,) = (block for block in shown if "CAPITALS" in block)
     (tmp_path / "my_task.py").write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -1043,7 +1044,7 @@ def test_a_killed_study_goes_on(
 
 
 def test_a_sampler_field_of_ones_own(small: str, words: Path, tmp_path: Path) -> None:
-    """The three lines that the README names, in a copy of the package: a sweep varies it."""
+    """The three lines that the documentation names, in a copy of the package: a sweep varies it."""
     copy = tmp_path / "copy"
     for name in ("entropix_jax", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
