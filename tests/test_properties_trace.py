@@ -168,5 +168,5 @@ def test_a_line_that_is_missing_or_twice_there_is_told(
     damaged = [*trace[:at], *[trace[at]] * (2 if twice else 0), *trace[at + 1 :]]
     with pytest.raises(UserError, match=r"trace\.jsonl: line \d+: "):
         read(written(damaged))
-    with pytest.raises(UserError, match=r"line \d+: something follows the footer"):
+    with pytest.raises(UserError, match=r"line \d+: data after the footer"):
         read(written([*trace, trace[at]]))
