@@ -103,7 +103,7 @@ def test_a_row_that_fails_has_a_page(command: Command, tmp_path: Path) -> None: 
     result = command(*short("--report", output, tokens=40), model=broken)
     assert result.status == 2
     (row,) = facts_of(output)["rows"]
-    assert row["finish_reason"] == "error"
+    assert row["ended"] == "error"
     assert row["error"] in result.err
 
 
@@ -128,5 +128,5 @@ def test_an_interrupted_run_has_a_page(
     facts = facts_of(output)
     assert facts["complete"] is True
     (row,) = facts["rows"]
-    assert row["finish_reason"] == "interrupt"
+    assert row["ended"] == "interrupt"
     assert row["tokens"] == sum(record["type"] == "token" for record in written) < 100

@@ -106,7 +106,7 @@ def _add_lines(path: Path, name: str, left: Left) -> None:
 
 def _tokens_of_page(text: str) -> bytes | None:
     """The lines of the trace that a run's page carries, but for the footer; None of other pages."""
-    carried = re.search(r'<script type="text/plain" id="trace">([^<]*)</script>', text)
+    carried = re.search(r'<script type="text/plain" id="trace-0">([^<]*)</script>', text)
     if carried is None:
         return None
     return zlib.decompress(base64.b64decode(carried[1])).rpartition(b'{"type": "footer"')[0]

@@ -515,13 +515,11 @@ def _batch_output(folder: Path) -> tuple[list[bytes], Reader]:
     _write_sidecar(folder)
 
     def read(data: bytes) -> object:
-        for whole in (False, True):
-            try:
-                for line in lines_of(io.BytesIO(data), "out.jsonl", whole=whole):
-                    assert line.raw.endswith(b"\n")
-            except UserError as error:
-                check_line(error)
-        return None
+        try:
+            return len(list(lines_of(io.BytesIO(data), "out.jsonl", whole=True)))
+        except UserError as error:
+            check_line(error)
+        return len(list(lines_of(io.BytesIO(data), "out.jsonl", whole=False)))
 
     written = [json.dumps(result).encode() + b"\n" for result in _results()]
     return [b"".join(written), b"".join(written) + b'{"id": "to'], read
