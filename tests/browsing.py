@@ -1,4 +1,4 @@
-"""Pages in a browser: opened, watched, and looked at."""
+"""Opens pages in a browser and watches what they do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Watched:
-    """A page, and all that it asked for or complained of."""
+    """A page, with its network requests and console messages."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
         self.context = browser.new_context(**options)
@@ -30,8 +30,7 @@ class Watched:
         return self.page
 
     def timed(self) -> Callable[[], float]:
-        """The seconds that the page's own thread is at work from here on: what a quiet machine's
-        clock would say, whoever else is at work on this one."""
+        """Measures the page's own CPU seconds from here on, whatever else this machine runs."""
         session = self.context.new_cdp_session(self.page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
@@ -43,8 +42,7 @@ class Watched:
 
 
 def opened_in_time(watched: Callable[..., Watched], path: Path) -> Watched:
-    """A page whose own thread is at work for less than two seconds until it is ready: the best of
-    five, for who shares the processor slows it down."""
+    """A page that takes less than two CPU seconds until it is ready, in the best of five tries."""
     took: list[float] = []
     while len(took) < 5:
         one = watched()
@@ -59,8 +57,7 @@ def opened_in_time(watched: Callable[..., Watched], path: Path) -> Watched:
 
 @contextmanager
 def watched_page(browser: Any, path: Path) -> Iterator[Any]:
-    """A page in a wide window, opened once for many tests; it may ask for itself alone, and not
-    complain of anything."""
+    """A page opened once for many tests; it must make no other request and log nothing."""
     watched = Watched(browser, viewport={"width": 1440, "height": 900})
     yield watched.open(path)
     assert watched.messages == []
@@ -69,20 +66,32 @@ def watched_page(browser: Any, path: Path) -> Iterator[Any]:
 
 
 def reloaded(page: Any) -> Any:
-    """The page as it is at first."""
+    """The page in its first state."""
     page.reload()
     page.wait_for_selector("html[data-ready]", timeout=60_000)
     return page
 
 
+def each(page: Any, selector: str, expression: str) -> list[Any]:
+    """A JavaScript expression of `node`, for each element."""
+    found: list[Any] = page.locator(selector).evaluate_all(
+        f"(nodes) => nodes.map((node) => {expression})"
+    )
+    return found
+
+
+def plot(page: Any, name: str, expression: str) -> Any:
+    """A JavaScript expression of a plot's `data` and `layout`."""
+    return page.locator(f"#{name}").evaluate(f"({{data, layout}}) => {expression}")
+
+
 def frames(page: Any) -> None:
-    """Waits for what is drawn in the next frames."""
+    """Waits for the next frames to be drawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 60)))")
 
 
 def nothing_is_cut_off(page: Any, width: int) -> None:
-    """No sideways scrolling, no panel over another or wider than the window, no text past the end
-    of what holds it."""
+    """No horizontal scrolling, overlapping panels or clipped text."""
     assert page.evaluate("document.documentElement.scrollWidth") == width
     boxes = page.evaluate(
         """() => [...document.querySelectorAll("main > .panel:not([hidden])")].map((node) => {
@@ -107,14 +116,8 @@ def nothing_is_cut_off(page: Any, width: int) -> None:
     assert wide == []
 
 
-def all_in_sight(page: Any, selector: str) -> None:
-    """What may scroll sideways where there is little room has room enough."""
-    inner, outer = page.locator(selector).evaluate("(node) => [node.scrollWidth, node.clientWidth]")
-    assert inner <= outer
-
-
 def texts_stand_out(page: Any, selector: str) -> None:
-    """The contrast that WCAG asks for, 4.5, between texts and what is behind them on a panel."""
+    """WCAG's contrast, 4.5, between texts and their background on a panel."""
     colours = page.evaluate(
         """(selector) => {
             const rgb = (text) => text.match(/[\\d.]+/g).map(Number);

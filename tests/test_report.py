@@ -170,89 +170,75 @@ def without(record: Json, name: str) -> Json:
     return {key: value for key, value in record.items() if key != name}
 
 
-def bad_footer(**changes: Any) -> Json:
+def ended(**changes: Any) -> Json:
+    """A footer of one token, with a changed row."""
     whole = footer([token(3)])
     return whole | {"rows": [whole["rows"][0] | changes]}
 
 
-DAMAGED: dict[str, tuple[list[Json | str | bytes], str]] = {
-    "an empty file": ([], "empty: not a trace"),
-    "another text": (["Once upon a time\n"], "line 1: not JSON: not a trace"),
-    "bytes": ([b"\x89PNG\r\n\x1a\n\xff\x00"], "line 1: not UTF-8"),
-    "a list": (["[1, 2]\n"], "line 1: not a JSON object: not a trace"),
-    "another object": ([{"id": "a"}], "line 1: not a trace: the first line must be a header"),
-    "a token first": ([token(3)], "line 1: not a trace: the first line must be a header"),
-    "half a header": (['{"type": "header", "for'], "line 1: truncated within the header"),
-    "a later format": ([header(format_version=2)], "line 1: trace format 2; this version"),
-    "no model": ([without(header(), "model")], "line 1: 'model' is missing"),
-    "a model of a wrong type": ([header(model=1)], "line 1: 'model' is not text"),
-    "an unknown line": ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
-    "damage in the middle": ([header(), '{"type": "to\n', token(3)], "line 2: not JSON"),
-    "another text at the end": ([header(), token(3), "Killed"], "line 3: not JSON"),
-    "a blank line": ([header(), "\n", token(3)], "line 2: not JSON"),
-    "NaN": ([header(), token(3, entropy=float("nan"))], "line 2: NaN is not a number"),
-    "a number too large": (
-        [header(), json.dumps(token(3, entropy=0.5)).replace("0.5,", "1e999,", 1) + "\n"],
-        "line 2: 'entropy' is not a number",
-    ),
-    "a token without a row": ([header(), without(token(3), "row")], "line 2: 'row' is missing"),
-    "a token of inspect": (
-        [header(), without(token(3), "row") | {"context": 3}],
-        "line 2: a trace of inspect, which generates nothing",
-    ),
-    "true for a number": ([header(), token(3, entropy=True)], "'entropy' is not a number"),
-    "a position of a wrong type": ([header(), token(3) | {"position": 1.5}], "is not an integer"),
-    "an unknown regime": ([header(), token(3, regime="none")], 'line 2: unknown regime "none"'),
-    "a missing token": (
-        [header(), token(3), token(5)],
-        "line 3: row 0 has position 5, expected 4: lines are missing",
-    ),
-    "a token twice": ([header(), token(3), token(3)], "line 3: row 0 has position 3, expected 4"),
-    "top of a wrong form": (
-        [header(), token(3, top=[[1, 2]])],
-        "'top[0]' is not a list of 3",
-    ),
-    "layers of a wrong form": (
-        [header(), token(3, layers=[0.5])],
-        "'layers[0]' is not a list",
-    ),
-    "a branch without text": (
-        [header(), branching(3, branches=[{"tokens": []}])],
-        "line 2: 'branches[0].text' is missing",
-    ),
-    "something after the footer": (
-        [header(), token(3), footer([token(3)]), token(4)],
-        "line 4: data after the footer",
-    ),
-    "a footer of another run": (
-        [header(), token(3), bad_footer(tokens=7)],
-        "line 3: the footer counts 7 tokens in row 0, the file has 1",
-    ),
-    "a footer without rows": ([header(), without(footer([]), "rows")], "line 2: 'rows' is missing"),
-    "a row of a wrong form": ([header(), footer([], rows=[3])], "'rows[0]' is not an object"),
-    "an end of a wrong type": (
-        [header(), token(3), bad_footer(finish_reason=["eos"])],
-        "line 3: 'rows[0].finish_reason' is not text",
-    ),
-    "a time of a wrong type": (
-        [header(), footer([], timings={"total": "long"})],
-        "line 2: 'timings.total' is not a number",
-    ),
-}
+def conditions(**changes: Any) -> Json:
+    values = {**load_sampler("entropix").values, **changes}
+    return header(sampler_parameters={k: v for k, v in values.items() if v is not None})
 
 
-@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        # Not a trace, or of another version.
+        ([], "empty: not a trace"),
+        (["Once upon a time\n"], "line 1: not JSON: not a trace"),
+        ([b"\x89PNG\r\n\x1a\n\xff\x00"], "line 1: not UTF-8"),
+        (["[1, 2]\n"], "line 1: not a JSON object: not a trace"),
+        ([token(3)], "line 1: not a trace: the first line must be a header"),
+        (['{"type": "header", "for'], "line 1: truncated within the header"),
+        ([header(format_version=2)], "line 1: trace format 2; this version"),
+        # A bad header.
+        ([without(header(), "model")], "line 1: 'model' is missing"),
+        ([header(model=1)], "line 1: 'model' is not text"),
+        ([header(sampler_parameters={}), token(3)], "lack 'regimes.lelv'"),
+        ([conditions(**{"regimes.lehv": ["entropy ~ 3"]})], "'entropy ~ 3': expected QUANTITY"),
+        ([conditions(**{"regimes.lehv": ["surprise < 3"]})], "no quantity 'surprise' (known: "),
+        ([conditions(**{"regimes.lehv": ["entropy < h9"]})], "'h9' is neither a number"),
+        ([conditions(**{"regimes.lehv": [3]})], "regimes.lehv: 3: expected QUANTITY"),
+        ([conditions(**{"thresholds.h2": None})], "'thresholds.h2' is missing"),
+        # Bad lines.
+        ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
+        ([header(), '{"type": "to\n', token(3)], "line 2: not JSON"),
+        ([header(), token(3), "Killed"], "line 3: not JSON"),
+        ([header(), "\n", token(3)], "line 2: not JSON"),
+        # Bad tokens.
+        ([header(), token(3, entropy=float("nan"))], "line 2: NaN is not a number"),
+        ([header(), json.dumps(token(3)).replace("27,", "1e999,") + "\n"], "is not an integer"),
+        ([header(), json.dumps(token(3, top_p=0.5)).replace("0.5,", "1e999,") + "\n"], "a number"),
+        ([header(), without(token(3), "row")], "line 2: 'row' is missing"),
+        ([header(), without(token(3), "row") | {"context": 3}], "line 2: a trace of inspect"),
+        ([header(), token(3, entropy=True)], "'entropy' is not a number"),
+        ([header(), token(3) | {"position": 1.5}], "'position' is not an integer"),
+        ([header(), token(3, regime="none")], 'line 2: unknown regime "none"'),
+        ([header(), token(3, top=[[1, 2]])], "'top[0]' is not a list of 3"),
+        ([header(), token(3, layers=[0.5])], "'layers[0]' is not a list"),
+        ([header(), branching(3, branches=[{"tokens": []}])], "'branches[0].text' is missing"),
+        ([header(), token(3), token(5)], "line 3: row 0 has position 5, expected 4: lines are"),
+        ([header(), token(3), token(3)], "line 3: row 0 has position 3, expected 4"),
+        # Bad footers.
+        ([header(), token(3), footer([token(3)]), token(4)], "line 4: data after the footer"),
+        ([header(), token(3), ended(tokens=7)], "counts 7 tokens in row 0, the file has 1"),
+        ([header(), without(footer([]), "rows")], "line 2: 'rows' is missing"),
+        ([header(), footer([], rows=[3])], "'rows[0]' is not an object"),
+        ([header(), token(3), ended(finish_reason=["eos"])], "'rows[0].finish_reason' is not text"),
+        ([header(), footer([], timings={"total": "long"})], "'timings.total' is not a number"),
+    ],
+)
 def test_a_damaged_trace_is_refused_with_its_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: list[Json | str | bytes],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An existing page stays."""
-    content, message = DAMAGED[name]
     path, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    parts = [
-        part.encode() if isinstance(part, str) else part
-        for part in (json.dumps(p) + "\n" if isinstance(p, dict) else p for p in content)
-    ]
-    path.write_bytes(b"".join(parts))
+    lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in content]
+    path.write_bytes(b"".join(x.encode() if isinstance(x, str) else x for x in lines))
     output.write_text("before")
     assert command.main([str(path), "--output", str(output)]) == 2
     out, err = capsys.readouterr()
@@ -262,34 +248,6 @@ def test_a_damaged_trace_is_refused_with_its_line(
     assert message in line
     assert output.read_text() == "before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "trace.jsonl"]
-
-
-def conditions(**changes: Any) -> Json:
-    values = {**load_sampler("entropix").values, **changes}
-    return header(sampler_parameters={k: v for k, v in values.items() if v is not None})
-
-
-@pytest.mark.parametrize(
-    ("start", "message"),
-    [
-        (header(sampler_parameters={}), "line 1: the sampler's parameters lack 'regimes.lelv'"),
-        (conditions(**{"regimes.mid": None, "regimes.hehv": None}), "lack 'regimes.hehv'"),
-        (
-            conditions(**{"regimes.lehv": ["entropy ~ 3"]}),
-            "'entropy ~ 3': expected QUANTITY",
-        ),
-        (
-            conditions(**{"regimes.lehv": ["surprise < 3"]}),
-            "no quantity 'surprise' (known: ",
-        ),
-        (conditions(**{"regimes.lehv": ["entropy < h9"]}), "'h9' is neither a number"),
-        (conditions(**{"regimes.lehv": [3]}), "regimes.lehv: 3: expected QUANTITY"),
-        (conditions(**{"thresholds.h2": None}), "'thresholds.h2' is missing"),
-    ],
-)
-def test_a_header_with_bad_conditions(start: Json, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        run_page(write(tmp_path / "t.jsonl", start, token(3)))
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,57 +260,36 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # The command.
 
 
-def test_the_command(whole: Path, tmp_path: Path) -> None:
-    output = tmp_path / "page.html"
-    assert cli.main(["report", str(whole), "--output", str(output)]) == 0
-    assert output.read_text("utf-8") == run_page(whole)
-
-
 @pytest.mark.parametrize(
-    ("trace_name", "output", "message"),
+    ("trace", "output", "message"),
     [
         ("missing.jsonl", "page.html", "missing.jsonl: no such file"),
         (".", "page.html", "a folder: give a trace"),
         ("trace.jsonl", "no/page.html", "page.html: cannot be written: no folder"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
         ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
+        ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
+        ("pipe", "page.html", "pipe: not a regular file: save it in one"),
+        # What to do instead.
+        ("batch", "page.html", "a batch's output has no page: read it with pandas.read_json("),
+        ("study", "page.html", "a study has no page: read its summary.md and plots/"),
     ],
 )
-def test_bad_paths(
-    trace_name: str,
-    output: str,
-    message: str,
-    whole: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_what_is_refused(
+    trace: str, output: str, message: str, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = whole.read_bytes()
-    assert command.main([str(tmp_path / trace_name), "--output", str(tmp_path / output)]) == 2
+    folder, before = whole.parent, whole.read_bytes()
+    os.mkfifo(folder / "pipe")
+    (folder / "batch").write_text('{"id": "a", "line": 1, "digest": "0", "text": "x"}\n')
+    (folder / "study").mkdir()
+    (folder / "study" / "study.json").touch()
+    names = sorted(folder.iterdir())
+    assert command.main([str(folder / trace), "--output", str(folder / output)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
     assert whole.read_bytes() == before
-
-
-def test_inputs_that_have_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that says what to do instead."""
-    batch, study = tmp_path / "texts.jsonl", tmp_path / "study"
-    batch.write_text('{"id": "a", "line": 1, "digest": "0", "text": "x"}\n')
-    study.mkdir()
-    (study / "study.json").touch()
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    before = sorted(tmp_path.iterdir())
-    for path, message in (
-        (batch, "a batch's output has no page: read it with pandas.read_json('texts.jsonl'"),
-        (study, "a study has no page: read its summary.md and plots/"),
-        (pipe, "not a regular file: save it in one"),
-    ):
-        for inputs in ([path], [path, path]):
-            assert command.main([*map(str, inputs), "--output", str(tmp_path / "page.html")]) == 2
-            (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith(f"error: {path}: {message}")
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(folder.iterdir()) == names
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -370,18 +307,10 @@ def test_a_read_only_folder(
         check_report(output, whole)
 
 
-def test_a_device_is_not_replaced(whole: Path) -> None:
-    with pytest.raises(UserError, match="/dev/null: cannot be written: not a regular file"):
-        check_report(Path("/dev/null"), whole)
-
-
-def test_without_the_plotting_library(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
-    find_spec = importlib.util.find_spec
-    found = {"plotly": None}
+def test_without_plotly(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, package=None: found[name] if name in found else find_spec(name, package),
+        importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else find(name)
     )
     with pytest.raises(UserError, match="plotly is not installed: pip install"):
         run_page(whole)
@@ -532,9 +461,8 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
 def test_the_same_trace_gives_the_same_page(whole: Path, tmp_path: Path) -> None:
     first = tmp_path / "first.html"
     write_report(whole, first)
-    program = [sys.executable, "-m", "entropix_jax.report", str(whole)]
     second = tmp_path / "second.html"
-    subprocess.run([*program, "--output", str(second)], check=True)
+    assert cli.main(["report", str(whole), "--output", str(second)]) == 0
     assert first.read_bytes() == second.read_bytes()
 
 

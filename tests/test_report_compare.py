@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entropix_jax.report.comparing import comparison_page
 
 from entropix_jax import main
 from entropix_jax.report import command
@@ -17,21 +16,22 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.vocabulary import REGIMES
 from tests.browsing import (
     Watched,
+    each,
     frames,
     nothing_is_cut_off,
     opened_in_time,
+    plot,
     reloaded,
     texts_stand_out,
     watched_page,
 )
 from tests.test_report import NASTY, footer, header, run_of, token, write
+from tests.test_report_page import SERIES, committed
 from tests.traces import Trace, load_trace
 
 Json = dict[str, Any]
+Runs = tuple[Path, list[Trace]]
 SAMPLERS = {"greedy": "0", "temperature": "1", "entropix": "0"}
-
-
-# Without a browser.
 
 
 def trace_at(path: Path, records: list[Json], **changes: Any) -> Path:
@@ -42,59 +42,40 @@ def report(*arguments: str | Path) -> int:
     return command.main([str(argument) for argument in arguments])
 
 
-def refused(capsys: pytest.CaptureFixture[str], folder: Path, *inputs: str | Path) -> str:
-    """The one line of the error; nothing is written."""
-    before = sorted(folder.iterdir())
-    assert report(*inputs, "--output", folder / "page.html") == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert sorted(folder.iterdir()) == before
-    return line
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
-    return trace_at(tmp_path / "a.jsonl", run_of()), trace_at(tmp_path / "b.jsonl", run_of(8))
-
-
-def test_another_prompt(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Within a model the tokens decide; another model encodes the same prompt differently."""
-    other = trace_at(tmp_path / "c.jsonl", run_of(), prompt="Once more", prompt_tokens=[1, 2, 9])
-    line = refused(capsys, tmp_path, *pair, other)
-    assert line == (
-        f'error: {other}: another prompt than {pair[0]}: "Once more", not "Once": only traces of'
-        " one prompt can be compared"
-    )
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and nothing is written. Within a model the tokens of a prompt decide; another
+    model encodes the same prompt differently."""
+    one = trace_at(tmp_path / "a.jsonl", run_of())
+    other = trace_at(tmp_path / "b.jsonl", run_of(8), prompt="Once more", prompt_tokens=[1, 2, 9])
     chat = trace_at(tmp_path / "c.jsonl", run_of(), prompt_tokens=[9, 1, 2, 3])
-    assert "another prompt" in refused(capsys, tmp_path, pair[0], chat)
     model = trace_at(tmp_path / "d.jsonl", run_of(), prompt_tokens=[9, 1, 2, 3], model="other")
-    assert report(pair[0], model, "--output", tmp_path / "page.html") == 0
-
-
-def test_what_cannot_be_compared(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "only one text" in refused(capsys, tmp_path, pair[0], "--compare")
-    damaged = tmp_path / "damaged.jsonl"
-    damaged.write_bytes(pair[0].read_bytes().replace(b'"type": "token"', b'"type": "tok"', 1))
-    line = refused(capsys, tmp_path, pair[0], damaged)
-    assert line == f'error: {damaged}: line 2: unknown line type "tok"'
-    assert "no such file" in refused(capsys, tmp_path, pair[0], tmp_path / "none")
-    assert refused(capsys, tmp_path).startswith("error: no trace is given")
-    before = pair[1].read_bytes()
-    assert report(*pair, "--output", pair[1]) == 2
+    damaged = tmp_path / "e.jsonl"
+    damaged.write_bytes(one.read_bytes().replace(b'"type": "token"', b'"type": "tok"', 1))
+    output, before = tmp_path / "page.html", one.read_bytes()
+    different = f'{other}: another prompt than {one}: "Once more", not "Once": only traces of'
+    for inputs, message in (
+        ([one, other], f"{different} one prompt can be compared"),
+        ([one, chat], "another prompt"),
+        ([one, "--compare"], "only one text"),
+        ([one, damaged], f'error: {damaged}: line 2: unknown line type "tok"'),
+        ([one, tmp_path / "none"], "no such file"),
+        ([], "no trace is given"),
+    ):
+        assert report(*inputs, "--output", output) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+        assert not output.exists()
+    assert report(model, one, "--output", one) == 2
     assert "would take the place of its own source" in capsys.readouterr().err
-    assert pair[1].read_bytes() == before
+    assert one.read_bytes() == before
+    assert report(one, model, "--output", output) == 0
 
 
 # In a browser, of real runs.
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trace]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The page of three samplers' runs on one prompt, as the command makes it, and the traces."""
     folder = tmp_path_factory.mktemp("runs")
     paths = [folder / f"{name}.jsonl" for name in SAMPLERS]
@@ -107,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trace]]:
 
 
 @pytest.fixture(scope="module")
-def shown(browser: Any, runs: tuple[Path, list[Trace]]) -> Iterator[Any]:
+def shown(browser: Any, runs: Runs) -> Iterator[Any]:
     with watched_page(browser, runs[0]) as page:
         yield page
 
@@ -117,87 +98,62 @@ def page(shown: Any) -> Any:
     return reloaded(shown)
 
 
-def committed(trace: Trace) -> list[Json]:
-    return [record for record in trace.tokens if record["type"] == "token"]
-
-
-def parting(one: Trace, other: Trace) -> int | None:
-    """The first place at which two runs do not have the same token."""
-    ids = [[r["token_id"] for r in committed(trace)] for trace in (one, other)]
-    most = max(map(len, ids))
-    padded = [each + [-1] * (most - len(each)) for each in ids]
-    return next((i for i, (a, b) in enumerate(zip(*padded, strict=True)) if a != b), None)
+def parting(one: Trace, other: Trace) -> int:
+    """The first place where two runs have different tokens."""
+    ids = zip(*([r["token_id"] for r in committed(t)] for t in (one, other)), strict=False)
+    return next(i for i, (a, b) in enumerate(ids) if a != b)
 
 
 def place(page: Any) -> list[dict[str, float]]:
-    """The metrics that are shown for each side, by the trace's own names."""
-    return page.evaluate(
-        """() => {
-            const rows = [...document.querySelectorAll("#details-body tr[data-field]")];
-            return [...rows[0].cells].slice(1).map((_, i) => Object.fromEntries(rows.map((row) => [
-                row.dataset.field,
-                Number(row.cells[i + 1].querySelector("data")?.value ?? NaN)])));
-        }"""
-    )
+    """The metrics that are shown for each text, by their names in the trace."""
+    value = "Number(cell.querySelector('data')?.value ?? NaN)"
+    cells = f"[...node.cells].slice(1).map((cell) => {value})"
+    rows = each(page, "#details-body tr[data-field]", f"[node.dataset.field, {cells}]")
+    return [{name: cells[i] for name, cells in rows} for i in range(len(rows[0][1]))]
 
 
 def facts(page: Any) -> dict[str, list[str]]:
-    return page.evaluate(
-        """() => Object.fromEntries([...document.querySelectorAll("#facts-table tr[data-fact]")]
-            .map((row) => [row.dataset.fact, [...row.cells].slice(1).map(
-                (cell) => cell.querySelector("data")?.value ?? cell.textContent)]))"""
-    )
+    """The table of differences."""
+    value = "cell.querySelector('data')?.value ?? cell.textContent"
+    cells = f"[...node.cells].slice(1).map((cell) => {value})"
+    return dict(each(page, "#facts-table tr[data-fact]", f"[node.dataset.fact, {cells}]"))
 
 
-def test_the_texts_are_the_runs_and_say_where_they_part(
-    page: Any, runs: tuple[Path, list[Trace]]
-) -> None:
+def test_the_texts_are_the_runs_and_say_where_they_diverge(page: Any, runs: Runs) -> None:
     traces = runs[1]
     partings = [parting(traces[0], trace) for trace in traces[1:]]
-    assert all(place is not None and place > 0 for place in partings), partings
-    first = min(place for place in partings if place is not None)
-    for i, trace in enumerate(traces):
-        spans = page.evaluate(
-            f"""() => [...document.querySelectorAll("#text-{i} .token")].map((node) =>
-                [node.dataset.regime, [...node.classList]])"""
-        )
-        assert [regime for regime, _ in spans] == [r["regime"] for r in trace.tokens]
+    first = min(partings)
+    assert first > 0
+    for i, (trace, where) in enumerate(zip(traces, [first, *partings], strict=True)):
+        spans = each(page, f"#text-{i} .token", "[node.dataset.regime, [...node.classList]]")
         start = trace.tokens[0]["position"]
-        for (_, classes), record in zip(spans, trace.tokens, strict=True):
+        for (regime, classes), record in zip(spans, trace.tokens, strict=True):
+            assert regime == record["regime"]
             at = record["position"] - start
-            where = first if i == 0 else partings[i - 1]
             assert ("common" in classes) == (at < first)
             assert ("parts" in classes) == (at == where and record["type"] == "token")
         assert page.locator(f"#text-{i} .parting").count() == 1
-        assert where is not None
-        words = page.locator(f".side >> nth={i} >> .about").inner_text()
-        assert f"at token {where + 1}." in words
+        assert f"at token {where + 1}." in page.locator(".side .about").nth(i).inner_text()
 
 
-def test_all_texts_show_the_selected_place(page: Any, runs: tuple[Path, list[Trace]]) -> None:
+def test_all_texts_show_the_selected_place(page: Any, runs: Runs) -> None:
     traces = runs[1]
     for i, source in ((10, 1), (25, 0)):
-        record = committed(traces[source])[i]
-        index = traces[source].tokens.index(record)
+        at_place = [committed(trace)[i] for trace in traces]
+        index = traces[source].tokens.index(at_place[source])
         page.locator(f"#text-{source}-{index}").hover()
-        found = place(page)
-        for j, trace in enumerate(traces):
-            expected = committed(trace)[i]
-            assert found[j] == {name: expected[name] for name in found[j]}
-            assert len(found[j]) == 16
+        for j, (found, expected) in enumerate(zip(place(page), at_place, strict=True)):
+            assert found == {name: expected[name] for name in found}
+            assert len(found) == 16
             where = page.locator(f"#text-{j} .selected").get_attribute("data-index")
-            assert trace.tokens[int(where)] == expected
+            assert traces[j].tokens[int(where)] == expected
         frames(page)
-        cursor = page.evaluate("document.getElementById('series').layout.shapes[0].x0")
-        assert cursor == record["position"]
-        rings = page.evaluate(
-            "document.getElementById('plane').data.slice(3).map((t) => [t.x[0], t.y[0]])"
-        )
-        expected_rings = [committed(trace)[i] for trace in traces]
-        assert rings == [[r["entropy"], r["varentropy"]] for r in expected_rings]
+        assert plot(page, "series", "layout.shapes[0].x0") == at_place[source]["position"]
+        rings = plot(page, "plane", "data.slice(3).map((trace) => [trace.x[0], trace.y[0]])")
+        assert rings == [[r["entropy"], r["varentropy"]] for r in at_place]
 
 
-def test_arrow_keys_move_all_texts(page: Any, runs: tuple[Path, list[Trace]]) -> None:
+def test_arrow_keys_move_all_texts(page: Any, runs: Runs) -> None:
     page.locator("#text-1").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
         page.keyboard.press(key)
@@ -211,25 +167,19 @@ def test_arrow_keys_move_all_texts(page: Any, runs: tuple[Path, list[Trace]]) ->
     page.keyboard.press("Escape")
     assert page.locator(".token.pinned").count() == 0
     page.keyboard.press("Home")
-    words = page.locator("#announcement").text_content()
-    assert words.startswith("Token 1. A: ")
+    assert page.locator("#announcement").text_content().startswith("Token 1. A: ")
 
 
-def test_facts_and_settings(page: Any, runs: tuple[Path, list[Trace]]) -> None:
-    traces = runs[1]
-    found = facts(page)
+def test_the_table_of_differences(page: Any, runs: Runs) -> None:
+    traces, found = runs[1], facts(page)
     assert found["sampler"] == list(SAMPLERS)
     assert found["seed"] == list(SAMPLERS.values())
-    for name in ("tokens", "forwards"):
-        label = {"tokens": "tokens", "forwards": "positions evaluated"}[name]
-        rows = [trace.footer["rows"][0] for trace in traces if trace.footer]
-        assert found[label] == [str(row[name]) for row in rows]
-    for label, name in (
-        ("mean entropy, bits", "entropy"),
-        ("mean varentropy, bits²", "varentropy"),
-    ):
+    rows = [trace.footer["rows"][0] for trace in traces if trace.footer]
+    assert found["tokens"] == [str(row["tokens"]) for row in rows]
+    assert found["positions evaluated"] == [str(row["forwards"]) for row in rows]
+    for label, name in (("entropy, bits", "entropy"), ("varentropy, bits²", "varentropy")):
         means = [sum(r[name] for r in committed(t)) / len(committed(t)) for t in traces]
-        assert [float(value) for value in found[label]] == pytest.approx(means, rel=1e-12)
+        assert [float(value) for value in found[f"mean {label}"]] == pytest.approx(means, rel=1e-12)
     for i, trace in enumerate(traces):
         counts = Counter(r["regime"] for r in committed(trace))
         for regime in REGIMES:
@@ -241,18 +191,15 @@ def test_facts_and_settings(page: Any, runs: tuple[Path, list[Trace]]) -> None:
     assert found["arms.mid"] == [json.dumps(v["arms.mid"]) for v in values]
 
 
-def test_texts_are_hidden_and_shown(page: Any, runs: tuple[Path, list[Trace]]) -> None:
-    buttons = page.locator("#sides button")
+def test_texts_are_hidden_and_shown(page: Any, runs: Runs) -> None:
+    traces, buttons = runs[1], page.locator("#sides button")
     buttons.nth(0).click()
     frames(page)
-    assert page.locator(".side:visible").count() == 2
-    where = parting(runs[1][1], runs[1][2])
-    assert where is not None
-    assert page.locator("#text-1 .token.common").count() == sum(
-        r["position"] - runs[1][1].tokens[0]["position"] < where for r in runs[1][1].tokens
-    )
-    assert len(place(page)) == 2
-    assert page.evaluate("document.getElementById('series').data.length") == 2 * 4
+    assert page.locator(".side:visible").count() == len(place(page)) == 2
+    where = parting(traces[1], traces[2]) + traces[1].tokens[0]["position"]
+    common = sum(r["position"] < where for r in traces[1].tokens)
+    assert page.locator("#text-1 .token.common").count() == common
+    assert plot(page, "series", "data.length") == 2 * len(SERIES)
     buttons.nth(1).click()
     buttons.nth(2).click()  # the last one cannot be hidden
     assert page.locator(".side:visible").count() == 1
@@ -260,22 +207,16 @@ def test_texts_are_hidden_and_shown(page: Any, runs: tuple[Path, list[Trace]]) -
     buttons.nth(1).click()
     frames(page)
     assert page.locator(".side:visible").count() == 3
-    lines = page.evaluate("document.getElementById('series').data.map((t) => [t.x, t.y])")
-    expected = [
+    assert plot(page, "series", "data.map((trace) => [trace.x, trace.y])") == [
         [[r["position"] for r in committed(trace)], [r[name] for r in committed(trace)]]
-        for name in ("entropy", "varentropy", "agreement", "temperature")
-        for trace in runs[1]
+        for name in SERIES
+        for trace in traces
     ]
-    assert lines == expected
 
 
 def test_texts_and_regimes_are_told_apart_without_colour(page: Any) -> None:
-    dashes = page.evaluate(
-        "document.getElementById('series').data.slice(0, 3).map((t) => t.line.dash)"
-    )
-    symbols = page.evaluate(
-        "document.getElementById('plane').data.slice(0, 3).map((t) => t.marker.symbol)"
-    )
+    dashes = plot(page, "series", "data.slice(0, 3).map((trace) => trace.line.dash)")
+    symbols = plot(page, "plane", "data.slice(0, 3).map((trace) => trace.marker.symbol)")
     assert len(set(dashes)) == len(set(symbols)) == 3
     page.locator("#legend button[data-regime=lelv]").click()
     frames(page)
@@ -284,9 +225,7 @@ def test_texts_and_regimes_are_told_apart_without_colour(page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_cut_off(
-    watched: Callable[..., Watched], runs: tuple[Path, list[Trace]], scheme: str
-) -> None:
+def test_nothing_is_cut_off(watched: Callable[..., Watched], runs: Runs, scheme: str) -> None:
     for width in (1440, 400):
         page = watched(width, scheme=scheme).open(runs[0])
         nothing_is_cut_off(page, width)
@@ -297,10 +236,8 @@ def test_nothing_is_cut_off(
 
 def test_long_runs_open_in_time(watched: Callable[..., Watched], tmp_path: Path) -> None:
     """Two seconds for three runs of a thousand tokens, with plots."""
-    paths = [
-        trace_at(tmp_path / f"{i}.jsonl", run_of(1000), sampler=name)
-        for i, name in enumerate(("greedy", "temperature", "<b>entropix &lt; 1</b>"))
-    ]
+    names = ("greedy", "temperature", "<b>entropix &lt; 1</b>")
+    paths = [trace_at(tmp_path / f"{i}", run_of(1000), sampler=s) for i, s in enumerate(names)]
     output = tmp_path / "page.html"
     assert report(*paths, "--output", output) == 0
     page = opened_in_time(watched, output).page
@@ -312,16 +249,16 @@ def test_long_runs_open_in_time(watched: Callable[..., Watched], tmp_path: Path)
 def test_texts_of_one_trace(watched: Callable[..., Watched], tmp_path: Path) -> None:
     """One of them is a prefix of another."""
     rows = [run_of(12, 0), run_of(8, 1), [token(3, row=2, text="!")]]
-    records = [r for row in rows for r in row]
-    path = trace_at(tmp_path / "t.jsonl", records)
+    path = trace_at(tmp_path / "t.jsonl", [r for row in rows for r in row])
     output = tmp_path / "page.html"
     assert report(path, "--compare", "--output", output) == 0
     page = watched().open(output)
     assert [page.locator(f"#text-{i} .token").count() for i in range(3)] == [13, 9, 1]
-    notes = [page.locator(".side .about").nth(i).inner_text() for i in range(3)]
-    assert notes[0] == "Differs from the other texts from the start."
-    assert notes[1] == "A prefix of A: 8 tokens."
-    assert notes[2] == "Differs from A from the start."
+    assert page.locator(".side .about").all_inner_texts() == [
+        "Differs from the other texts from the start.",
+        "A prefix of A: 8 tokens.",
+        "Differs from A from the start.",
+    ]
     page.locator("#text-0").focus()
     page.keyboard.press("End")
     frames(page)
@@ -333,30 +270,17 @@ def test_texts_of_one_trace(watched: Callable[..., Watched], tmp_path: Path) -> 
     assert page.locator("#place").inner_text().startswith("Token 1 ")
 
 
-def test_runs_without_tokens(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"{i}.jsonl", header()) for i in range(2)]
-    output = tmp_path / "page.html"
-    assert report(*paths, "--output", output) == 0
-    page = watched().open(output)
-    assert page.locator(".side .about").first.inner_text() == "No tokens."
-    assert page.locator("body").inner_text().count("the run was interrupted") == 2
-
-
-def test_hostile_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_hostile_texts_and_no_tokens(watched: Callable[..., Watched], tmp_path: Path) -> None:
     records = [token(3 + i, text=NASTY, action=NASTY) for i in range(3)]
     values = {**load_sampler("entropix").values, NASTY: NASTY}
     names: Json = {"prompt": NASTY, "model": NASTY, "backend": NASTY, "versions": {NASTY: NASTY}}
     rows = footer(records)["rows"]
     rows[0] |= {"finish_reason": NASTY, "error": NASTY}
-    one = header(sampler=NASTY, sampler_parameters=values, **names)
-    other = header(**names)
-    name = "<img src=x onerror=alert(1)>"
-    paths = [
-        write(tmp_path / f"{name}{i}.jsonl", start, *records, footer(records, rows=rows))
-        for i, start in enumerate((one, other))
-    ]
+    start = header(sampler=NASTY, sampler_parameters=values, **names)
+    one = write(tmp_path / "<img src=x onerror=alert(1)>", start, *records, footer([], rows=rows))
+    empty = write(tmp_path / "empty.jsonl", header(**names))
     output = tmp_path / "page.html"
-    output.write_text(comparison_page(paths), encoding="utf-8")
+    assert report(one, empty, "--output", output) == 0
     opened = watched()
     page = opened.open(output)
     page.locator("#text-0").focus()
@@ -366,3 +290,5 @@ def test_hostile_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
     assert page.locator("img, svg image[href^=http], main script").count() == 0
     assert page.locator("#prompt").text_content() == NASTY
     assert facts(page)[NASTY][0] == json.dumps(NASTY, ensure_ascii=False)
+    assert page.locator(".side .about").nth(1).inner_text() == "No tokens."
+    assert page.locator("body").inner_text().count("the run was interrupted") == 1

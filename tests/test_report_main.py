@@ -29,7 +29,8 @@ Command = Callable[..., Result]
 
 
 def facts_of(output: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(Parsed(output.read_text("utf-8")).scripts["facts"])
+    facts: dict[str, Any]
+    (facts,) = json.loads(Parsed(output.read_text("utf-8")).scripts["traces"])
     return facts
 
 
@@ -39,7 +40,7 @@ def test_a_page_at_the_end_of_a_run(command: Command, tmp_path: Path) -> None:  
     result = command(*short("--report", output, "--samples", 2))
     assert result.status == 0
     assert result.out == command(*short("--samples", 2)).out
-    *lines, _ = unpacked(output.read_text("utf-8"), "trace").split(b"\n")
+    *lines, _ = unpacked(output.read_text("utf-8"), "trace-0").split(b"\n")
     records = [json.loads(line) for line in lines]
     assert [records[0]["type"], records[-1]["type"]] == ["header", "footer"]
     assert all(len(record["top"]) == 5 and record["layers"] for record in records[1:-1])
@@ -65,7 +66,7 @@ def test_the_page_of_a_trace_that_is_kept(command: Command, tmp_path: Path) -> N
 def test_what_a_page_shows_may_be_chosen(command: Command, tmp_path: Path) -> None:  # noqa: F811
     output = tmp_path / "page.html"
     assert command(*short("--report", output, "--trace-top", 1)).status == 0
-    line = unpacked(output.read_text("utf-8"), "trace").split(b"\n")[1]
+    line = unpacked(output.read_text("utf-8"), "trace-0").split(b"\n")[1]
     assert len(json.loads(line)["top"]) == 1
     assert "layers" not in json.loads(line)
 
@@ -102,7 +103,7 @@ def test_a_row_that_fails_has_a_page(command: Command, tmp_path: Path) -> None: 
     result = command(*short("--report", output, tokens=40), model=broken)
     assert result.status == 2
     (row,) = facts_of(output)["rows"]
-    assert row["finish_reason"] == "error"
+    assert row["ended"] == "error"
     assert row["error"] in result.err
 
 
@@ -127,5 +128,5 @@ def test_an_interrupted_run_has_a_page(
     facts = facts_of(output)
     assert facts["complete"] is True
     (row,) = facts["rows"]
-    assert row["finish_reason"] == "interrupt"
+    assert row["ended"] == "interrupt"
     assert row["tokens"] == sum(record["type"] == "token" for record in written) < 100

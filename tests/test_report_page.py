@@ -23,9 +23,11 @@ from entropix_jax.sampler.regimes import classify
 from entropix_jax.vocabulary import QUANTITIES, REGIMES
 from tests.browsing import (
     Watched,
+    each,
     frames,
     nothing_is_cut_off,
     opened_in_time,
+    plot,
     reloaded,
     texts_stand_out,
     watched_page,
@@ -41,28 +43,44 @@ RUN = [
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
     "sampler.base.temperature=1.0",
 ]
+SERIES = ("entropy", "varentropy", "agreement", "temperature")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
     """The page of a thousand tokens, as the command makes it, and its trace."""
     folder = tmp_path_factory.mktemp("run")
-    trace, output = folder / "trace.jsonl", folder / "page.html"
-    assert main.main([*RUN, "--trace", str(trace), "--report", str(output)]) == 0
-    return output, load_trace(trace)
+    path, output = folder / "trace.jsonl", folder / "page.html"
+    assert main.main([*RUN, "--trace", str(path), "--report", str(output)]) == 0
+    trace = load_trace(path)
+    tokens = committed(trace)
+    assert (len(tokens), {record["regime"] for record in tokens}) == (1000, set(REGIMES))
+    assert any(len(record.get("branches", ())) > 1 for record in tokens)
+    assert len(trace.tokens) > len(tokens)
+    assert output.stat().st_size < 8e6
+    return output, trace
 
 
 @pytest.fixture(scope="module")
 def shown(browser: Any, run: tuple[Path, Trace]) -> Iterator[Any]:
-    """The run's page, which tests that only look share."""
     with watched_page(browser, run[0]) as page:
         yield page
 
 
 @pytest.fixture
 def page(shown: Any) -> Any:
-    """The same, as it was opened."""
     return reloaded(shown)
+
+
+@pytest.fixture
+def opened(watched: Callable[..., Watched], tmp_path: Path) -> Callable[..., Any]:
+    """Opens the page of a trace of these lines."""
+
+    def opened(*lines: dict[str, Any]) -> Any:
+        write_report(write(tmp_path / "trace.jsonl", *lines), tmp_path / "page.html")
+        return watched().open(tmp_path / "page.html")
+
+    return opened
 
 
 def committed(trace: Trace) -> list[dict[str, Any]]:
@@ -70,41 +88,33 @@ def committed(trace: Trace) -> list[dict[str, Any]]:
 
 
 def details(page: Any) -> dict[str, float]:
-    """The metrics that are shown, by the trace's own names."""
-    return page.evaluate(
-        """() => Object.fromEntries([...document.querySelectorAll("#details-body tr[data-field]")]
-            .map((row) => [row.dataset.field, Number(row.querySelector("data").value)]))"""
-    )
+    """The metrics of the selected token, by their names in the trace."""
+    value = "[node.dataset.field, Number(node.querySelector('data').value)]"
+    return dict(each(page, "#details-body tr[data-field]", value))
 
 
 def selected(page: Any) -> int:
     return int(page.locator("#text-0 .token.selected").get_attribute("data-index"))
 
 
-# Loading.
+def quoted(record: dict[str, Any]) -> str:
+    text = record["text"]
+    return f"“{text}”".replace("\n", "↵") if text else f"⟨{record['token_id']}⟩"
 
 
-def test_the_run_has_everything(run: tuple[Path, Trace]) -> None:
-    trace = run[1]
-    tokens = committed(trace)
-    assert len(tokens) == 1000
-    assert {record["regime"] for record in tokens} == set(REGIMES)
-    assert any(len(record.get("branches", ())) > 1 for record in tokens)
-    assert len(trace.tokens) > len(tokens)
-    assert run[0].stat().st_size < 8e6
+# What it shows.
 
 
 def test_it_loads_without_a_request_and_in_time(
     watched: Callable[..., Watched], run: tuple[Path, Trace]
 ) -> None:
-    """Two seconds, pictures included."""
+    """In two seconds, with plots."""
     one = opened_in_time(watched, run[0])
     assert one.requests == [run[0].as_uri()]
     assert one.page.locator("#plane .scatterlayer .trace").count() > 5
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1440])
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1440, "light"), (1440, "dark")])
 def test_nothing_is_cut_off(
     watched: Callable[..., Watched], run: tuple[Path, Trace], width: int, scheme: str
 ) -> None:
@@ -117,21 +127,11 @@ def test_nothing_is_cut_off(
     assert page.locator("main > .panel:not([hidden])").count() == 9
 
 
-# What it shows.
-
-
 def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
-    trace = run[1]
-    spans = page.evaluate(
-        """() => [...document.querySelectorAll("#text-0 .token")].map((node) => {
-            const copy = node.cloneNode(true);
-            copy.querySelectorAll(".sign").forEach((sign) => sign.remove());
-            return [copy.textContent, node.dataset.regime, [...node.classList]];
-        })"""
-    )
-    assert len(spans) == len(trace.tokens)
-    for (text, regime, classes), record in zip(spans, trace.tokens, strict=True):
-        assert text == (record["text"] or f"⟨{record['token_id']}⟩")
+    text = "[...node.childNodes].filter((c) => c.className !== 'sign').map((c) => c.data).join('')"
+    spans = each(page, "#text-0 .token", f"[{text}, node.dataset.regime, [...node.classList]]")
+    for (shown, regime, classes), record in zip(spans, run[1].tokens, strict=True):
+        assert shown == (record["text"] or f"⟨{record['token_id']}⟩")
         assert regime == record["regime"]
         assert ("retracted" in classes) == (record["type"] == "retracted")
         assert ("injected" in classes) == (record["action"] == "inject")
@@ -140,14 +140,9 @@ def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
 
 
 def test_regimes_are_told_apart_without_colour(page: Any) -> None:
-    styles = page.evaluate(
-        """() => [...document.querySelectorAll("#legend .token")].map((node) => {
-            const style = getComputedStyle(node);
-            return `${style.textDecorationLine} ${style.textDecorationStyle}`;
-        })"""
-    )
-    assert len(set(styles)) == len(REGIMES)
-    symbols = page.evaluate("document.getElementById('plane').data.map((t) => t.marker.symbol)")
+    line = "(({textDecorationLine: l, textDecorationStyle: s}) => l + s)(getComputedStyle(node))"
+    assert len(set(each(page, "#legend .token", line))) == len(REGIMES)
+    symbols = plot(page, "plane", "data.map((trace) => trace.marker.symbol)")
     assert len(set(symbols[:5])) == len(REGIMES)
 
 
@@ -167,37 +162,89 @@ def test_the_header(page: Any, run: tuple[Path, Trace]) -> None:
 
 
 def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
-    """Of every 50th token, and of every one with branches or that was taken back up to there."""
-    records = run[1].tokens
-    some = [i for i, r in enumerate(records) if i % 50 == 0 or r["type"] == "retracted"]
-    for i in some:
+    """Of every 50th token and every retracted one."""
+    for i, record in enumerate(run[1].tokens):
+        if i % 50 and record["type"] != "retracted":
+            continue
         page.evaluate(f"document.getElementById('text-0-{i}').click()")
-        found, record = details(page), records[i]
+        found = details(page)
         assert found == {name: record[name] for name in found}
         assert len(found) == 16
-        top = page.evaluate(
-            """() => [...document.querySelectorAll(".alternatives data")]
-                .map((node) => Number(node.value))"""
-        )
+        top = each(page, ".alternatives data", "Number(node.value)")
         assert top == [probability for _, _, probability in record["top"]]
 
 
-def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
+def test_the_plots_have_every_token(page: Any, run: tuple[Path, Trace]) -> None:
+    tokens = committed(run[1])
+    points = plot(page, "plane", "data.map((trace) => [trace.x, trace.y])")
+    for (xs, ys), regime in zip(points, REGIMES, strict=False):
+        found = [r for r in tokens if r["regime"] == regime]
+        assert (xs, ys) == ([r["entropy"] for r in found], [r["varentropy"] for r in found])
+    assert len(points[5][0]) == len(run[1].tokens) - len(tokens)
+    lines = plot(page, "series", "data.map((trace) => [trace.name, trace.x, trace.y])")
+    positions = [r["position"] for r in tokens]
+    assert lines == [[name, positions, [r[name] for r in tokens]] for name in SERIES]
+    page.locator("#attention").scroll_into_view_if_needed()
+    page.wait_for_selector("#heat .heatmaplayer image")
+    flat = [[value for layer in r["layers"] for value in layer] for r in tokens]
+    np.testing.assert_array_equal(np.array(plot(page, "heat", "data[0].z")), np.array(flat).T)
+
+
+def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
+    branched = [r for r in committed(run[1]) if "branches" in r]
+    forked = [r for r in branched if len(r["branches"]) > 1]
+    leaf = "[leaf.querySelector('.leaf-text').textContent, Number(leaf.querySelector('data').value)"
+    leaves = f"[...node.querySelectorAll('.leaf')].map((leaf) => {leaf}, leaf.matches('.chosen')])"
+    position = "Number(node.querySelector('.root data').value)"
+    trees = each(page, "#branches-list .tree", f"[{position}, {leaves}]")
+    for (place, found), record in zip(trees, forked, strict=True):
+        assert place == record["position"]
+        assert Counter(map(tuple, found)) == Counter(
+            (quoted({**b, "token_id": b["tokens"][0]}), b["score"], b["chosen"])
+            for b in record["branches"]
+        )
+        assert [score for _, score, _ in found] == sorted((s for _, s, _ in found), reverse=True)
+    page.locator("#branches-several").uncheck()
+    assert page.locator("#branches-list .tree").count() == len(branched)
+    page.locator("#branches-list .root").first.click()
+    assert selected(page) == run[1].tokens.index(branched[0])
+    assert page.locator("#branches-list .tree.current").count() == 1
+
+
+def test_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
     records = run[1].tokens
+    rows = each(page, "#retractions-list tr", "[...node.cells].map((cell) => cell.textContent)")
+    retracted = [(i, r) for i, r in enumerate(records) if r["type"] == "retracted"]
+    for (_, before, after, _), (i, record) in zip(rows, retracted, strict=True):
+        instead = next(r for r in records[i:] if r["type"] == "token")
+        assert instead["position"] == record["position"]
+        assert (before, after) == (quoted(record), quoted(instead))
+
+
+# Selecting.
+
+
+def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
+    spans = page.locator("#text-0 .token")
     for i in (5, 9):
-        page.locator("#text-0 .token").nth(i).hover()
+        spans.nth(i).hover()
         assert selected(page) == i
-        assert details(page)["entropy"] == records[i]["entropy"]
-    page.locator("#text-0 .token").nth(7).click()  # held
-    page.locator("#text-0 .token").nth(3).hover()
+        frames(page)
+        record = run[1].tokens[i]
+        assert details(page)["entropy"] == record["entropy"]
+        ring = plot(page, "plane", "[data.at(-1).x[0], data.at(-1).y[0]]")
+        assert ring == [record["entropy"], record["varentropy"]]
+        assert plot(page, "series", "layout.shapes[0].x0") == record["position"]
+    spans.nth(7).click()  # holds it
+    spans.nth(3).hover()
     assert selected(page) == 7
-    page.locator("#text-0 .token").nth(7).click()  # let go
-    page.locator("#text-0 .token").nth(3).hover()
+    spans.nth(7).click()  # releases it
+    spans.nth(3).hover()
     assert selected(page) == 3
 
 
 def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) -> None:
-    box = page.locator("#text-0")
+    box, current = page.locator("#text-0"), page.locator("#text-0 .token.selected")
     box.focus()
     last = len(run[1].tokens) - 1
     for key, expected in (
@@ -207,17 +254,13 @@ def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) ->
         page.keyboard.press(key)
         assert selected(page) == expected
         assert box.get_attribute("aria-activedescendant") == f"text-0-{expected}"
-    inside = page.evaluate(
-        """() => { const box = document.getElementById("text-0").getBoundingClientRect();
-            const token = document.querySelector("#text-0 .selected").getBoundingClientRect();
-            return token.top >= box.top && token.bottom <= box.bottom; }"""
-    )
-    assert inside
+    outer, inner = box.bounding_box(), current.bounding_box()
+    assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"] - inner["height"]
     page.keyboard.press("Home")
-    tops = [page.locator("#text-0 .token.selected").bounding_box()["y"]]
+    tops = [current.bounding_box()["y"]]
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
         page.keyboard.press(key)
-        tops.append(page.locator("#text-0 .token.selected").bounding_box()["y"])
+        tops.append(current.bounding_box()["y"])
     assert tops[0] < tops[1] < tops[2]
     assert tops[3] == pytest.approx(tops[1], abs=8)
 
@@ -226,49 +269,25 @@ def test_every_control_is_reached_by_the_keyboard(page: Any) -> None:
     reached = set()
     for _ in range(200):
         page.keyboard.press("Tab")
-        name = page.evaluate(
+        name, outline = page.evaluate(
             """() => { const node = document.activeElement;
-                const style = getComputedStyle(node);
-                return [node.id || node.dataset.regime || "", style.outlineStyle]; }"""
+                const {outlineStyle} = getComputedStyle(node);
+                return [node.id || node.dataset.regime || "", outlineStyle]; }"""
         )
-        if name[0]:
-            assert name[1] != "none", name  # the focus is seen
-        reached.add(name[0])
-        if name[0] == "copy-file":
+        assert not name or outline != "none", name  # the focus is visible
+        reached.add(name)
+        if name == "copy-file":
             break
     assert {"save", "text-0", "details-body", "knob-h1", "copy-command", "copy-file"} <= reached
     assert set(REGIMES) <= reached
 
 
-# Linked plots.
-
-
-def test_a_selected_token_is_marked_in_the_plots(page: Any, run: tuple[Path, Trace]) -> None:
-    for i in (4, 40):
-        page.evaluate(f"document.getElementById('text-0-{i}').click()")
-        frames(page)
-        record = run[1].tokens[i]
-        x, y = page.evaluate(
-            "(({x, y}) => [x[0], y[0]])(document.getElementById('plane').data.at(-1))"
-        )
-        assert (x, y) == (record["entropy"], record["varentropy"])
-        cursor = page.evaluate("document.getElementById('series').layout.shapes[0].x0")
-        assert cursor == record["position"]
-
-
 def on_screen(page: Any, entropy: float, varentropy: float) -> tuple[float, float]:
-    """Where a point of the plane is, in pixels of the window."""
-    x, y = page.evaluate(
-        """([h, u]) => {
-            const box = document.getElementById("plane");
-            const area = box.querySelector(".nsewdrag").getBoundingClientRect();
-            const [x0, x1] = box.layout.xaxis.range, [y0, y1] = box.layout.yaxis.range;
-            return [area.left + area.width * (h - x0) / (x1 - x0),
-                    area.bottom - area.height * (u - y0) / (y1 - y0)];
-        }""",
-        [entropy, varentropy],
-    )
-    return x, y
+    """A point of the plane in pixels of the window."""
+    area = page.locator("#plane .nsewdrag").bounding_box()
+    (x0, x1), (y0, y1) = plot(page, "plane", "[layout.xaxis.range, layout.yaxis.range]")
+    x = area["x"] + area["width"] * (entropy - x0) / (x1 - x0)
+    return x, area["y"] + area["height"] * (1 - (varentropy - y0) / (y1 - y0))
 
 
 def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, Trace]) -> None:
@@ -286,19 +305,14 @@ def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, 
         if left < r["entropy"] < right and bottom < r["varentropy"] < top
     ]
     assert 5 < len(inside) < 500
-    found = page.evaluate(
-        """() => [...document.querySelectorAll("#text-0 .token:not(.faded)")]
-            .map((node) => Number(node.dataset.index))"""
-    )
+    found = each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)")
     assert found == inside
 
 
 def test_a_point_of_the_plane_selects_its_token(page: Any, run: tuple[Path, Trace]) -> None:
     """The token farthest from all others."""
-    records = run[1].tokens
-    points = np.array([[r["entropy"], r["varentropy"]] for r in records])
-    scale = points.max(axis=0)
-    apart = np.linalg.norm((points[:, None] - points[None]) / scale, axis=-1)
+    points = np.array([[r["entropy"], r["varentropy"]] for r in run[1].tokens])
+    apart = np.linalg.norm((points[:, None] - points[None]) / points.max(axis=0), axis=-1)
     np.fill_diagonal(apart, np.inf)
     index = int(apart.min(axis=1).argmax())
     page.locator("#plane").scroll_into_view_if_needed()
@@ -310,99 +324,23 @@ def test_a_point_of_the_plane_selects_its_token(page: Any, run: tuple[Path, Trac
     page.wait_for_selector(f"#text-0-{index}.pinned")
 
 
-def test_the_plane_holds_every_token(page: Any, run: tuple[Path, Trace]) -> None:
-    trace = run[1]
-    data = page.evaluate("document.getElementById('plane').data.map((t) => [t.x, t.y])")
-    for (xs, ys), regime in zip(data, REGIMES, strict=False):
-        found = [r for r in committed(trace) if r["regime"] == regime]
-        assert xs == [r["entropy"] for r in found]
-        assert ys == [r["varentropy"] for r in found]
-    assert len(data[5][0]) == len(trace.tokens) - len(committed(trace))
-
-
-def test_the_series_and_the_heat_map(page: Any, run: tuple[Path, Trace]) -> None:
-    tokens = committed(run[1])
-    series = page.evaluate("document.getElementById('series').data.map((t) => [t.name, t.x, t.y])")
-    assert [name for name, _, _ in series] == ["entropy", "varentropy", "agreement", "temperature"]
-    for name, x, y in series:
-        assert x == [r["position"] for r in tokens]
-        assert y == [r[name] for r in tokens]
-    page.locator("#attention").scroll_into_view_if_needed()
-    page.wait_for_selector("#heat .heatmaplayer image")
-    z = page.evaluate("document.getElementById('heat').data[0].z")
-    flat = [[value for layer in r["layers"] for value in layer] for r in tokens]
-    np.testing.assert_array_equal(np.array(z), np.array(flat).T)
-
-
 def test_regimes_are_hidden_and_shown(page: Any, run: tuple[Path, Trace]) -> None:
-    count = sum(r["regime"] == "mid" for r in run[1].tokens)
     button = page.locator("#legend button[data-regime=mid]")
-    button.click()
-    frames(page)
-    assert button.get_attribute("aria-pressed") == "false"
-    assert page.locator("#text-0 .token.faded").count() == count
-    assert page.evaluate("document.getElementById('plane').data[4].visible") is False
-    button.click()
-    frames(page)
-    assert page.locator("#text-0 .token.faded").count() == 0
-    assert page.evaluate("document.getElementById('plane').data[4].visible") is True
-
-
-# Branches and retracted tokens.
-
-
-def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
-    branched = [r for r in committed(run[1]) if "branches" in r]
-    forked = [r for r in branched if len(r["branches"]) > 1]
-    assert page.locator("#branches-list .tree").count() == len(forked)
-    trees = page.evaluate(
-        """() => [...document.querySelectorAll("#branches-list .tree")].map((tree) =>
-            [Number(tree.querySelector(".root data").value),
-             [...tree.querySelectorAll(".leaf")].map((leaf) => [
-                leaf.querySelector(".leaf-text").textContent,
-                Number(leaf.querySelector("data")?.value), leaf.classList.contains("chosen")])])"""
-    )
-    for (position, leaves), record in zip(trees, forked, strict=True):
-        assert position == record["position"]
-        assert Counter(map(tuple, leaves)) == Counter(
-            (quoted(b["text"], b["tokens"][0]), b["score"], b["chosen"]) for b in record["branches"]
-        )
-        assert [leaf[1] for leaf in leaves] == sorted((leaf[1] for leaf in leaves), reverse=True)
-    page.locator("#branches-several").uncheck()
-    assert page.locator("#branches-list .tree").count() == len(branched)
-    page.locator("#branches-list .root").first.click()
-    index = run[1].tokens.index(branched[0])
-    assert selected(page) == index
-    assert page.locator("#branches-list .tree.current").count() == 1
-
-
-def quoted(text: str, token_id: int) -> str:
-    return f"“{text}”".replace("\n", "↵") if text else f"⟨{token_id}⟩"
-
-
-def test_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
-    records = run[1].tokens
-    rows = page.evaluate(
-        """() => [...document.querySelectorAll("#retractions-list tr")].map((row) =>
-            [...row.cells].map((cell) => cell.textContent))"""
-    )
-    gone = [(i, r) for i, r in enumerate(records) if r["type"] == "retracted"]
-    assert len(rows) == len(gone)
-    for (_, before, after, _), (i, record) in zip(rows, gone, strict=True):
-        assert before == quoted(record["text"], record["token_id"])
-        instead = next(r for r in records[i:] if r["type"] == "token")
-        assert instead["position"] == record["position"]
-        assert after == quoted(instead["text"], instead["token_id"])
+    for pressed in ("false", "true"):
+        button.click()
+        frames(page)
+        assert button.get_attribute("aria-pressed") == pressed
+        hidden = sum(r["regime"] == "mid" for r in run[1].tokens) if pressed == "false" else 0
+        assert page.locator("#text-0 .token.faded").count() == hidden
+        assert plot(page, "plane", "data[4].visible") is (pressed == "true")
 
 
 # Other thresholds.
 
 
 def shares(page: Any) -> dict[str, list[int]]:
-    return page.evaluate(
-        """() => Object.fromEntries([...document.querySelectorAll("#occupancy tr")].map((row) =>
-            [row.dataset.regime, [...row.querySelectorAll("data")].map((n) => Number(n.value))]))"""
-    )
+    counts = "[...node.querySelectorAll('data')].map((one) => Number(one.value))"
+    return dict(each(page, "#occupancy tr", f"[node.dataset.regime, {counts}]"))
 
 
 def set_knob(page: Any, name: str, value: float) -> None:
@@ -410,76 +348,65 @@ def set_knob(page: Any, name: str, value: float) -> None:
     frames(page)
 
 
-def regimes_in_python(records: list[dict[str, Any]], values: dict[str, Any]) -> list[str]:
-    """As the sampler classifies the tokens."""
-    sampler = load_sampler("entropix").with_values(values)
-    made = sampler.params(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
-    metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
-    found = jax.jit(jax.vmap(classify, in_axes=(0, None)))(stacked, made)
-    return [
-        "lehv" if r["loop"] else REGIMES[i] for r, i in zip(records, np.asarray(found), strict=True)
-    ]
+def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
+    """The sampler of the file that the page offers."""
+    file = folder / "mine.toml"
+    file.write_text(page.locator("#what-if-file").text_content(), encoding="utf-8")
+    return dict(load_sampler(str(file)).values)
 
 
-def test_other_thresholds_reclassify_the_run(page: Any, run: tuple[Path, Trace]) -> None:
+def test_other_thresholds_reclassify_the_run(
+    page: Any, run: tuple[Path, Trace], tmp_path: Path
+) -> None:
+    """As the sampler itself would have."""
     records = run[1].tokens
-    tokens = committed(run[1])
-    start = Counter(r["regime"] for r in tokens)
-    assert shares(page) == {name: [start[name], start[name]] for name in REGIMES}
+    start = Counter(r["regime"] for r in committed(run[1]))
+    before = {name: [start[name], start[name]] for name in REGIMES}
+    assert shares(page) == before
     assert page.locator("#what-if .what-if-reset").is_disabled()
 
     values = {"h1": 0.8, "h2": 2.1, "u1": 0.9, "u2": 3.5}
     for name, value in values.items():
         set_knob(page, name, value)
     settings = {f"thresholds.{name}": value for name, value in values.items()}
-    expected = regimes_in_python(records, settings | {"thresholds.calibrated": False})
+    sampler = load_sampler("entropix").with_values(settings | {"thresholds.calibrated": False})
+    made = sampler.params(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
+    metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
+    found = np.asarray(jax.jit(jax.vmap(classify, in_axes=(0, None)))(stacked, made))
+    expected = ["lehv" if r["loop"] else REGIMES[i] for r, i in zip(records, found, strict=True)]
     now = Counter(e for e, r in zip(expected, records, strict=True) if r["type"] == "token")
     assert now != start
     assert shares(page) == {name: [start[name], now[name]] for name in REGIMES}
-    assert (
-        page.evaluate(
-            "[...document.querySelectorAll('#text-0 .token')].map((node) => node.dataset.regime)"
-        )
-        == expected
-    )
-    assert page.locator("#what-if-note").is_visible()
-    boxes = page.evaluate("document.getElementById('plane').layout.shapes")
-    assert boxes[0]["x1"] == float(np.float32(0.8))
+    assert each(page, "#text-0 .token", "node.dataset.regime") == expected
+    assert plot(page, "plane", "layout.shapes[0].x1") == float(np.float32(0.8))
 
-    # The command understands what the page prints.
+    # The command and a sampler file understand what the page prints.
     words = page.locator("#what-if-command").text_content().split()
     assert words[0] == "--set"
     assert dict(map(parse_setting, words[1:])) == settings
+    assert settings.items() <= sampler_of(page, tmp_path).items()
     page.locator("#what-if-note .what-if-reset").click()
     frames(page)
-    assert shares(page) == {name: [start[name], start[name]] for name in REGIMES}
-    assert not page.locator("#what-if-note").is_visible()
+    assert shares(page) == before
+    assert page.locator("#what-if-note").is_hidden()
 
 
-def test_a_slider_moves_with_the_keys(page: Any) -> None:
-    slider = page.locator("#knob-h2")
-    slider.focus()
-    before = page.evaluate("document.querySelector('#knob-h2 + input').value")
+def test_a_slider_and_refused_thresholds(page: Any) -> None:
+    page.locator("#knob-h2").focus()
     page.keyboard.press("ArrowRight")
     frames(page)
-    after = page.evaluate("document.querySelector('#knob-h2 + input').value")
-    assert float(after) > float(before)
-    assert f"thresholds.h2={after}" in page.locator("#what-if-command").text_content()
+    assert float(page.locator("#knob-h2 + input").input_value()) > 3.8
+    set_knob(page, "h1", 4.5)
+    assert "h1 is above h2" in page.locator("#what-if-problem").text_content()
+    assert page.locator("#copy-command").is_disabled()
+    set_knob(page, "h1", 0.5)
+    assert page.locator("#what-if-problem").text_content() == ""
+    assert page.locator("#copy-command").is_enabled()
 
 
-def test_a_sampler_file(page: Any, tmp_path: Path) -> None:
-    set_knob(page, "u2", 3.25)
-    path = tmp_path / "mine.toml"
-    path.write_text(page.locator("#what-if-file").text_content())
-    values = load_sampler(str(path)).values
-    assert values["thresholds.u2"] == 3.25
-    assert values["thresholds.h1"] == 0.334
-    assert values["thresholds.calibrated"] is False
-
-
-def test_a_sampler_file_is_the_runs_own(watched: Callable[..., Watched], tmp_path: Path) -> None:
-    """It is complete, and valid TOML whatever the settings contain."""
+def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """And valid TOML whatever the settings contain."""
     changes = {
         "base.temperature": 0.3,
         "inject.thought": [NASTY, '\\ \x7f\t"'],
@@ -487,46 +414,24 @@ def test_a_sampler_file_is_the_runs_own(watched: Callable[..., Watched], tmp_pat
         "draw.bans": [2, 3],
     }
     values = dict(load_sampler("entropix").with_values(changes).values)
-    start = header(sampler="mine", sampler_parameters=values)
-    records = run_of()
-    path = write(tmp_path / "trace.jsonl", start, *records)
-    output = tmp_path / "page.html"
-    write_report(path, output)
-    page = watched().open(output)
-    file = tmp_path / "mine.toml"
-    file.write_text(page.locator("#what-if-file").text_content(), encoding="utf-8")
-    assert load_sampler(str(file)).values == values | {"thresholds.calibrated": False}
+    page = opened(header(sampler="mine", sampler_parameters=values), *run_of())
+    assert sampler_of(page, tmp_path) == values | {"thresholds.calibrated": False}
 
 
-def test_thresholds_that_a_sampler_refuses(page: Any) -> None:
-    set_knob(page, "h1", 4.5)
-    assert "h1 is above h2" in page.locator("#what-if-problem").text_content()
-    assert page.locator("#copy-command").is_disabled()
-    set_knob(page, "h1", 0.5)
-    assert page.locator("#what-if-problem").text_content() == ""
-    assert not page.locator("#copy-command").is_disabled()
-
-
-def test_thresholds_without_names(watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) -> None:
     """A preset with numbers in its conditions."""
     values = dict(load_sampler("document-001").values)
     records = [token(3 + i, entropy=0.3 * i, varentropy=0.05) for i in range(20)]
     start = header(sampler="document-001", sampler_parameters=values)
-    path = write(tmp_path / "trace.jsonl", start, *records, footer(records))
-    output = tmp_path / "page.html"
-    write_report(path, output)
-    page = watched().open(output)
+    page = opened(start, *records, footer(records))
     set_knob(page, "entropy-0-1", 1.0)
     words = shlex.split(page.locator("#what-if-command").text_content())
     expected = {f"regimes.{box}": values[f"regimes.{box}"] for box in REGIMES[:-1]}
     expected["regimes.lelv"] = ["entropy < 1", "varentropy < 0.1"]
     found = dict(map(parse_setting, words[1:]))
-    without_zeros = {k: [text.replace(".0", "") for text in v] for k, v in expected.items()}
-    assert found == without_zeros
+    assert found == {k: [text.replace(".0", "") for text in v] for k, v in expected.items()}
     assert shares(page)["lelv"][1] == 4  # 0, 0.3, 0.6, 0.9
-    file = tmp_path / "mine.toml"
-    file.write_text(page.locator("#what-if-file").text_content())
-    kept = load_sampler(str(file)).values
+    kept = sampler_of(page, tmp_path)
     assert {key: kept[key] for key in found} == found
 
 
@@ -557,9 +462,8 @@ def test_the_page_classifies_as_the_sampler_does(
     draw = np.random.default_rng(0)
     count = 6000
     points = draw.uniform(0, [7, 7, 1, 1], (count, 4)).astype(np.float32)
-    limits = np.array(
-        [v for v in facts["thresholds"].values() if v] + [0.1, 3, 5, 1, 0.4, 0.6, 0.7]
-    )
+    bounds = [value for value in facts["thresholds"].values() if value]
+    limits = np.array([*bounds, 0.1, 3, 5, 1, 0.4, 0.6, 0.7])
     near = draw.random((count, 4)) < 0.5
     exact = draw.choice(limits, (count, 4)).astype(np.float32)
     side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 4)).astype(np.float32))
@@ -602,7 +506,7 @@ def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Pa
         record |= {"text": word, "top": [[1, word, 0.5]]}
         for branch in record.get("branches", ()):
             branch["text"] = word
-    names: dict[str, Any] = {"prompt": NASTY, "model": NASTY, "sampler": NASTY, "backend": NASTY}
+    names = dict.fromkeys(("prompt", "model", "sampler", "backend"), NASTY)
     rows = footer(records)["rows"]
     rows[0] |= {"finish_reason": NASTY, "error": NASTY}
     path = write(tmp_path / "trace.jsonl", header(**names), *records, footer(records, rows=rows))
@@ -621,12 +525,12 @@ def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Pa
 
 
 def test_the_policy_stops_a_foreign_script(browser: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", header(), *run_of())
     output = tmp_path / "page.html"
     intruder = (
         "<script>document.title = 'intruded'</script><img src=x onerror=\"document.title='i'\">"
     )
-    output.write_text(run_page(path).replace("<main", f"{intruder}<main"), encoding="utf-8")
+    text = run_page(write(tmp_path / "trace.jsonl", header(), *run_of()))
+    output.write_text(text.replace("<main", f"{intruder}<main"), encoding="utf-8")
     one = Watched(browser)
     page = one.open(output)
     assert page.title() == "entropix: Once"
@@ -634,13 +538,10 @@ def test_the_policy_stops_a_foreign_script(browser: Any, tmp_path: Path) -> None
     one.context.close()
 
 
-def test_several_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
+def test_several_texts(opened: Callable[..., Any]) -> None:
     rows = {0: run_of(12, 0), 3: run_of(8, 3)}
     records = [r for row in rows.values() for r in row]
-    path = write(tmp_path / "trace.jsonl", header(), *records, footer(records))
-    output = tmp_path / "page.html"
-    write_report(path, output)
-    page = watched().open(output)
+    page = opened(header(), *records, footer(records))
     assert page.locator("#text-0 .token").count() == 13
     page.locator("#sides button").nth(1).click()
     frames(page)
@@ -650,15 +551,11 @@ def test_several_texts(watched: Callable[..., Watched], tmp_path: Path) -> None:
     assert page.locator("[data-of-row='0']").first.is_hidden()
     assert page.locator("[data-of-row='3']").first.is_visible()
     assert details(page)["entropy"] == rows[3][0]["entropy"]
-    assert page.evaluate("document.getElementById('series').data[0].y") == [
-        r["entropy"] for r in rows[3] if r["type"] == "token"
-    ]
+    entropies = [r["entropy"] for r in rows[3] if r["type"] == "token"]
+    assert plot(page, "series", "data[0].y") == entropies
 
 
-def test_the_trace_is_saved_as_it_was(
-    watched: Callable[..., Watched], run: tuple[Path, Trace], tmp_path: Path
-) -> None:
-    page = watched().open(run[0])
+def test_the_trace_is_saved_as_it_was(page: Any, run: tuple[Path, Trace], tmp_path: Path) -> None:
     with page.expect_download() as download:
         page.locator("#save").click()
     download.value.save_as(tmp_path / "saved.jsonl")
@@ -666,13 +563,10 @@ def test_the_trace_is_saved_as_it_was(
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_an_interrupted_run(watched: Callable[..., Watched], tmp_path: Path, count: int) -> None:
+def test_an_interrupted_run(opened: Callable[..., Any], count: int) -> None:
     """With tokens that lack all optional fields, or without tokens."""
     bare = [token(3 + i, top=None, layers=None) for i in range(count)]
-    path = write(tmp_path / "trace.jsonl", header(), *bare)
-    output = tmp_path / "page.html"
-    write_report(path, output)
-    page = watched().open(output)
+    page = opened(header(), *bare)
     assert "the run was interrupted" in page.locator("body").inner_text()
     assert ("has no tokens" in page.locator("body").inner_text()) == (count == 0)
     assert page.locator("main").count() == count

@@ -20,6 +20,7 @@ from entropix_jax.version import __version__
 from entropix_jax.vocabulary import BOXES, MEANINGS, THRESHOLDS, read_condition
 
 _ENDS = {
+    None: "interrupted",
     "eos": "end-of-text token",
     "length": "token limit",
     "context": "the model's context limit",
@@ -77,8 +78,7 @@ def run_page(trace: Path) -> str:
         UserError: the trace is invalid.
     """
     reader = _Reader(trace)
-    payload = pack(reader.raw_lines())
-    return _render([reader], {"trace-0": payload}, compare=False)
+    return _render([reader], [pack(reader.lines())], compare=False)
 
 
 def comparison_page(traces: Sequence[Path]) -> str:
@@ -89,9 +89,9 @@ def comparison_page(traces: Sequence[Path]) -> str:
     Raises:
         UserError: a trace is invalid, the prompts differ, or there is only one text.
     """
-    readers, payloads = [_Reader(trace) for trace in traces], {}
-    for number, reader in enumerate(readers):
-        payloads[f"trace-{number}"] = pack(reader.compared_lines())
+    readers, payloads = [_Reader(trace) for trace in traces], []
+    for reader in readers:
+        payloads.append(pack(reader.lines(compare=True)))
         _check_prompt(readers[0], reader)
     if len(readers) == 1 and len(readers[0].rows) < 2:
         raise UserError(f"{traces[0]}: only one text: nothing to compare it with")
@@ -104,35 +104,44 @@ class _Reader(TraceReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.rows: dict[int, list[dict[str, Any]]] = {}
-        self._records: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, dict[str, Any]] = {}  # each row's last token
 
-    def raw_lines(self) -> Iterator[bytes]:
-        """All lines."""
+    def lines(self, compare: bool = False) -> Iterator[bytes]:
+        """Draws the tokens and yields the lines as they are; to compare, what is compared of the
+        tokens."""
         for line in self:
-            self._draw(line.record)
-            yield line.raw
-
-    def compared_lines(self) -> Iterator[bytes]:
-        """The tokens, without what is not compared."""
-        for line in self:
-            if self._draw(line.record):
-                kept = {k: v for k, v in line.record.items() if k not in _NOT_COMPARED}
+            record = line.record
+            is_token = record["type"] in ("token", "retracted")
+            if is_token:
+                row = record["row"]
+                before = self._records.get(row)
+                self.rows.setdefault(row, []).append(tokens.draw(record, before))
+                self._records[row] = record
+            if not compare:
+                yield line.raw
+            elif is_token:
+                kept = {k: v for k, v in record.items() if k not in _NOT_COMPARED}
                 yield json.dumps(kept).encode() + b"\n"
-
-    def _draw(self, record: dict[str, Any]) -> bool:
-        """Draws a token; False for another line."""
-        if record["type"] not in ("token", "retracted"):
-            return False
-        row = record["row"]
-        self.rows.setdefault(row, []).append(tokens.draw(record, self._records.get(row)))
-        self._records[row] = record
-        return True
 
     def facts(self) -> dict[str, Any]:
         """What the page states besides the tokens; after all lines have been read."""
         header, footer = self.header, self.footer
         ends = {row["row"]: row for row in footer["rows"]} if footer else {}
         parameters = header["sampler_parameters"]
+        rows = []
+        for number in sorted({*self.rows, *ends}):
+            end = ends.get(number, {})
+            reason = end.get("finish_reason")
+            rows.append(
+                {
+                    "row": number,
+                    "tokens": self.tokens.get(number, 0),
+                    "retracted": self.retracted.get(number, 0),
+                    "ended": _ENDS.get(reason, reason),
+                    "error": end.get("error"),
+                    "forwards": end.get("forwards"),
+                }
+            )
         return {
             "name": self.path.name,
             **{k: header.get(k) for k in ("model", "sampler", "seed", "backend", "versions")},
@@ -141,19 +150,7 @@ class _Reader(TraceReader):
             "complete": footer is not None,
             "torn": self.torn,
             "speed": self._speed(),
-            "rows": [
-                {
-                    "row": number,
-                    "tokens": self.tokens.get(number, 0),
-                    "retracted": self.retracted.get(number, 0),
-                    **{
-                        k: ends.get(number, {}).get(k)
-                        for k in ("finish_reason", "error", "forwards")
-                    },
-                    "ended": _ended(ends.get(number, {}).get("finish_reason")),
-                }
-                for number in sorted({*self.rows, *ends})
-            ],
+            "rows": rows,
             "parameters": parameters,
             "boxes": [{"regime": box, "conditions": self._conditions(box)} for box in BOXES],
             "thresholds": {name: parameters.get(f"thresholds.{name}") for name in THRESHOLDS},
@@ -189,29 +186,24 @@ class _Reader(TraceReader):
         return found
 
 
-def _ended(reason: str | None) -> str:
-    return "interrupted" if reason is None else _ENDS.get(reason, reason)
-
-
 def _check_prompt(first: _Reader, other: _Reader) -> None:
     """Raises where the prompts differ. Within a model the tokens decide; models with different
     vocabularies encode one prompt differently."""
     name = "prompt_tokens" if first.header["model"] == other.header["model"] else "prompt"
     if first.header[name] != other.header[name]:
-        texts = (reader.header["prompt"] for reader in (other, first))
-        ours, theirs = (
-            json.dumps(
-                text if len(text) <= _PROMPT else f"{text[: _PROMPT - 3]}...", ensure_ascii=False
-            )
-            for text in texts
-        )
+        ours, theirs = (_shortened(reader.header["prompt"]) for reader in (other, first))
         raise UserError(
             f"{other.path}: another prompt than {first.path}: {ours}, not {theirs}: only traces of"
             " one prompt can be compared"
         )
 
 
-def _render(readers: Sequence[_Reader], payloads: dict[str, str], *, compare: bool) -> str:
+def _shortened(prompt: str) -> str:
+    short = prompt if len(prompt) <= _PROMPT else f"{prompt[: _PROMPT - 3]}..."
+    return json.dumps(short, ensure_ascii=False)
+
+
+def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:
     plotly, own = plotly_source(), script("page")
     drawn = [token for reader in readers for row in reader.rows.values() for token in row]
     return html_template("page.html").render(
@@ -224,7 +216,8 @@ def _render(readers: Sequence[_Reader], payloads: dict[str, str], *, compare: bo
         style=tokens.style() + (tokens.STATIC / "page.css").read_text("utf-8"),
         script=own,
         script_digests=f"{digest(own)} {digest(plotly)}",
-        payloads={**payloads, "plotly": pack([plotly])},
+        payloads=payloads,
+        plotly=pack([plotly]),
     )
 
 

@@ -134,51 +134,41 @@ class TraceReader:
         if not self.header:
             if kind != "header":
                 self._refuse("not a trace: the first line must be a header")
-            self._take_header(record)
+            version = record.get("format_version")
+            if isinstance(version, int) and version != TRACE_FORMAT:
+                self._refuse(f"trace format {version}; this version reads {TRACE_FORMAT}")
+            self._check_shape(record, _HEADER)
+            self.header = record
         elif self.footer is not None:
             self._refuse("data after the footer")
         elif kind in ("token", "retracted"):
-            self._take_token(record)
+            self._check_token(record)
         elif kind == "footer":
-            self._take_footer(record)
+            self._check_shape(record, _FOOTER)
+            for row in record["rows"]:
+                count, found = row["tokens"], self.tokens.get(row["row"], 0)
+                if count != found:
+                    where = f"{count} tokens in row {row['row']}"
+                    self._refuse(f"the footer counts {where}, the file has {found}")
+            self.footer = record
         else:
             self._refuse(f"unknown line type {json.dumps(kind)}")
 
-    def _take_header(self, record: dict[str, Any]) -> None:
-        version = record.get("format_version")
-        if isinstance(version, int) and version != TRACE_FORMAT:
-            self._refuse(f"trace format {version}; this version reads {TRACE_FORMAT}")
-        self._check_shape(record, _HEADER)
-        self.header = record
-
-    def _take_token(self, record: dict[str, Any]) -> None:
+    def _check_token(self, record: dict[str, Any]) -> None:
         if "context" in record and "row" not in record:
-            self._refuse(
-                "a trace of inspect, which generates nothing; a page shows a generated text"
-            )
+            self._refuse("a trace of inspect, which generates nothing, has no page")
         self._check_shape(record, _TOKEN)
         if record["regime"] not in REGIMES:
             self._refuse(f"unknown regime {json.dumps(record['regime'])}")
         row, position = record["row"], record["position"]
         expected = self._next.setdefault(row, position)
         if position != expected:
-            self._refuse(
-                f"row {row} has position {position}, expected {expected}: lines are missing"
-            )
-        counts = self.retracted if record["type"] == "retracted" else self.tokens
+            problem = f"row {row} has position {position}, expected {expected}"
+            self._refuse(f"{problem}: lines are missing")
+        retracted = record["type"] == "retracted"
+        counts = self.retracted if retracted else self.tokens
         counts[row] = counts.get(row, 0) + 1
-        if record["type"] == "token":
-            self._next[row] = position + 1
-
-    def _take_footer(self, record: dict[str, Any]) -> None:
-        self._check_shape(record, _FOOTER)
-        for row in record["rows"]:
-            found = self.tokens.get(row["row"], 0)
-            if row["tokens"] != found:
-                self._refuse(
-                    f"the footer counts {row['tokens']} tokens in row {row['row']}, the file has {found}"
-                )
-        self.footer = record
+        self._next[row] = position if retracted else position + 1
 
     def _check_shape(self, record: dict[str, Any], shape: dict[Any, Any]) -> None:
         if found := _misfit(record, shape):
