@@ -67,7 +67,7 @@ class _Job:
     events: list[Event] = field(default_factory=list)  # for its trace
 
 
-class _Stopped(Exception):
+class _Stopped(BaseException):  # passes handlers of the storage drivers' exceptions
     """Raised in a signal handler, to leave a blocked read of the input."""
 
 
