@@ -200,7 +200,7 @@ def _main(arguments: Arguments) -> int:
     # Reading long files takes a while, but nothing can be lost yet: a signal ends the process.
     total = count_records(arguments.input, share)
     identity = _identity(arguments, defaults, model, context)
-    store = Store.open(output, identity, mix=arguments.mix)
+    store = Store(output, identity, mix=arguments.mix)
     with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:
         _run(arguments, run, store, share, total)
         if not pressed:

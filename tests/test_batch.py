@@ -492,7 +492,7 @@ def test_a_signal_ends_the_run_with_what_is_complete(
     process = start(*LONG)
     wait_for(output, 3, process)
     with pytest.raises(UserError, match="another run is writing to it"):
-        Store.open(str(output), {})
+        Store(str(output), {})
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == status
