@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 
 def _main(arguments: Arguments) -> int:
+    # Without JAX, whose import takes most of a second: the command line and its files.
     _check(arguments)
     from entropix_jax.batches.merge import merge, part_address
     from entropix_jax.batches.output import Store, check_output
@@ -143,7 +144,7 @@ def _main(arguments: Arguments) -> int:
         print(f"{arguments.output}: {_records(number)} of {parts} joined", file=sys.stderr)
         return EXIT_OK
     check_input(arguments.input)
-    # Importing JAX takes most of a second: only once the command line is known to be valid.
+
     from entropix_jax.batches.run import BatchRun, Defaults, count_records
     from entropix_jax.decode_state import Recording
     from entropix_jax.loading import load
@@ -164,6 +165,8 @@ def _main(arguments: Arguments) -> int:
     if arguments.distributed:
         share = join(arguments.coordinator, arguments.processes, arguments.process)
         output = part_address(output, *share)
+
+    # Whether everything fits, before anything large is loaded.
     check_output(output, input=arguments.input)
     _check_traces(arguments.trace, arguments.input, arguments.output)
     arguments = replace(arguments, model=model_name(arguments.model))
@@ -173,6 +176,8 @@ def _main(arguments: Arguments) -> int:
         top=arguments.trace_top, layers=arguments.trace_layers, check=arguments.check
     )
     context = _check_memory(arguments, mesh)
+
+    # The model, its calibrated sampler, and the run.
     spread = mesh if mesh.size > 1 else None
     model = load(arguments.model, arguments.dtype, spread, check=arguments.check)
     # Processes that share a run must agree on the thresholds, so none calibrates its own.
@@ -189,10 +194,11 @@ def _main(arguments: Arguments) -> int:
     )
     for note in run.sampler.notes:
         print(f"note: {note}", file=sys.stderr)
+
     # Reading long files takes a while, but nothing can be lost yet: a signal ends the process.
     total = count_records(arguments.input, share)
     identity = _identity(arguments, defaults, run.sampler.values, model, context)
-    store = Store.open(output, identity, mix=arguments.mix)
+    store = Store(output, identity, mix=arguments.mix)
     with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:
         _run(arguments, run, store, share, total)
         if not pressed:

@@ -23,7 +23,7 @@ import pytest
 from entropix_jax import batch
 from entropix_jax.batches import output as output_module
 from entropix_jax.batches.output import Store
-from entropix_jax.batches.records import BadRecord, Record
+from entropix_jax.batches.records import BadRecord, Record, read_records
 from entropix_jax.batches.run import BatchRun, Defaults, file_name
 from entropix_jax.checkpoint import fingerprint
 from entropix_jax.commandline import EXIT_OK, EXIT_USAGE
@@ -491,7 +491,7 @@ def test_a_signal_ends_the_run_with_what_is_complete(
     process = start(*LONG)
     wait_for(output, 3, process)
     with pytest.raises(UserError, match="another run is writing to it"):
-        Store.open(str(output), {})
+        Store(str(output), {})
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == status
@@ -549,7 +549,7 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     def source() -> Iterator[Record | BadRecord]:
         if what == "waiting":
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            os.read(reading, 1)
+            yield from read_records(f"/dev/fd/{reading}")
         for number in range(10_000):
             record = Record(number, f"r{number}", str(number), prompt="Once upon a time")
             yield record if what == "done" else BadRecord(number, None, "", "bad")

@@ -46,7 +46,7 @@ def result(number: int) -> dict[str, Any]:
 def run(address: str, numbers: range, *, finish: bool = False, **options: Any) -> int:
     """One run that writes what is not done of some records; how many it wrote."""
     written = 0
-    with Store.open(address, RUN, **options) as store:
+    with Store(address, RUN, **options) as store:
         for number in numbers:
             if not store.is_done(record(number)):
                 store.write(record(number), result(number))
@@ -139,7 +139,7 @@ def folder(request: pytest.FixtureRequest) -> str:
 
 def test_what_is_written(folder: str) -> None:
     address = f"{folder}/out.jsonl"
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         store.write(record(7), {"id": "x", "text": "caf\u00e9\n", "half": "\ud800", "digest": 1})
         store.write(bad(2), {"error": "bad"})
         store.finish()
@@ -170,7 +170,7 @@ def test_a_restart_writes_the_rest(folder: str) -> None:
     assert run(address, range(8), finish=True) == 2  # a longer input
     assert ids(address) == names(range(8))
     assert parts(address) == []
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         assert store.done == 8
 
 
@@ -187,7 +187,7 @@ def test_what_a_record_is_known_by(nearby: str) -> None:
     written = [BadRecord(1, None, "5", "bad"), BadRecord(2, None, "5", "bad")]
     written += [BadRecord(1, None, "6", "bad"), BadRecord(3, "a", "5", "bad")]
     for left in (4, 0):
-        with Store.open(address, RUN) as store:
+        with Store(address, RUN) as store:
             for one in written:
                 if not store.is_done(one):
                     store.write(one, {"error": "bad"})
@@ -200,13 +200,13 @@ def test_what_a_record_is_known_by(nearby: str) -> None:
                 store.is_done(Record(line=1, id="a", digest="6"))
             store.finish()
         assert left == 0
-    with Store.open(address, RUN, mix=True) as store:
+    with Store(address, RUN, mix=True) as store:
         assert store.is_done(Record(line=1, id="a", digest="6"))
 
 
 def test_a_result_that_is_no_json(local: str) -> None:
     address = f"{local}/out.jsonl"
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         with pytest.raises(ValueError, match="not JSON compliant"):
             store.write(record(1), {"logprob": float("nan")})
         assert not store.is_done(record(1))
@@ -225,7 +225,7 @@ def test_torn_at_every_byte(tmp_path: Path) -> None:
     ends = [n + 1 for n, byte in enumerate(whole) if byte == ord("\n")]
     for size in range(ends[1], len(whole) + 1):
         path.write_bytes(whole[:size])
-        with Store.open(str(path), RUN) as store:
+        with Store(str(path), RUN) as store:
             kept = sum(size >= end for end in ends)
             assert store.done == kept
             assert path.read_bytes() == whole[: ends[kept - 1]]
@@ -256,7 +256,7 @@ def test_killed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     code = f"""if True:
         from entropix_jax.batches.output import Record, Store
-        with Store.open({str(path)!r}, {RUN!r}) as store:
+        with Store({str(path)!r}, {RUN!r}) as store:
             for number in range(10**9):
                 record = Record(line=number, id=f"r{{number}}", digest=f"{{number:015x}}")
                 store.write(record, {{"text": "x" * 100}})
@@ -282,7 +282,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     """A limit of the file's size, which takes a part of the line as a full disk does."""
     path = tmp_path / "out.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Store.open(str(path), RUN) as store:
+    with Store(str(path), RUN) as store:
         store.write(record(1), result(1))
         whole = path.read_bytes()
         try:
@@ -353,7 +353,7 @@ def test_another_run(local: str, identity: dict[str, Any], difference: str) -> N
     run(address, range(2))
     before = get(address), get(f"{address}.run.json")
     with pytest.raises(UserError) as error:
-        Store.open(address, identity)
+        Store(address, identity)
     assert str(error.value).startswith(f"{address}: holds another run's results: {difference}")
     assert (get(address), get(f"{address}.run.json")) == before
     assert run(address, range(3)) == 1  # nor is it locked
@@ -364,18 +364,18 @@ def test_mixing(nearby: str) -> None:
     address = f"{nearby}/out.jsonl"
     run(address, range(2))
     other = other_run(model="b")
-    with Store.open(address, other, mix=True) as store:
+    with Store(address, other, mix=True) as store:
         assert store.is_done(record(1))
         store.write(record(2), result(2))
     with pytest.raises(UserError, match='model was "b" and is now "tiny"'):
         run(address, range(3))
-    with Store.open(address, other) as store:
+    with Store(address, other) as store:
         assert store.done == 3
         store.finish()
     assert ids(address) == names(range(3))
     assert json.loads(get(f"{address}.run.json"))["identity"] == other
     # With an empty one there is nothing to mix.
-    Store.open(f"{nearby}/empty", other).__exit__(None, None, None)
+    Store(f"{nearby}/empty", other).__exit__(None, None, None)
     assert run(f"{nearby}/empty", range(1)) == 1
 
 
@@ -386,15 +386,15 @@ def sampled(number: int) -> Record:
 def test_a_sampler_that_has_changed(nearby: str) -> None:
     """Is refused; each that a record names is held on to beside the output."""
     address = f"{nearby}/out.jsonl"
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         store.write(sampled(1), {"sampler_digest": "a"})
         store.write(record(2), {})
     assert json.loads(get(f"{address}.run.json"))["samplers"] == {"own.toml": "a"}
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         store.write(sampled(3), {"sampler_digest": "a"})
         with pytest.raises(UserError, match=r"sampler 'own\.toml' is not what it was"):
             store.write(sampled(4), {"sampler_digest": "b"})
-    with Store.open(address, RUN, mix=True) as store:
+    with Store(address, RUN, mix=True) as store:
         assert store.done == 3
         store.write(sampled(4), {"sampler_digest": "b"})
     assert json.loads(get(f"{address}.run.json"))["samplers"] == {"own.toml": "b"}
@@ -404,7 +404,7 @@ def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
     address = f"{nearby}/out.jsonl"
 
     def fail(*numbers: int) -> NoReturn:
-        with Store.open(address, RUN) as store:
+        with Store(address, RUN) as store:
             for number in numbers:
                 store.write(record(number), result(number))
             raise KeyError
@@ -417,7 +417,7 @@ def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
         with pytest.raises(KeyError):
             fail(*numbers)
         assert exists(f"{address}.run.json")
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         assert store.done == 1
 
 
@@ -471,7 +471,7 @@ def test_parts(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(output_module, "PART_RECORDS", 5)
     seen = []
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         for number in range(20):
             now += 25.0 if number >= 12 else 0.0
             store.write(record(number), result(number))
@@ -492,7 +492,7 @@ def test_killed_runs(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_module, "PART_RECORDS", 3)
     address = f"{remote}/out.jsonl"
     for written in (5, 4, 3, 9):
-        store = Store.open(address, RUN)
+        store = Store(address, RUN)
         for number in range(12):
             if not store.is_done(record(number)) and written:
                 store.write(record(number), result(number))
@@ -546,8 +546,8 @@ def test_joining_that_fails(remote: str) -> None:
 def test_two_runs_at_once_in_a_store(remote: str) -> None:
     """They cannot be told before both write."""
     address = f"{remote}/out.jsonl"
-    with Store.open(address, RUN) as first:
-        second = Store.open(address, RUN)
+    with Store(address, RUN) as first:
+        second = Store(address, RUN)
         first.write(record(1), result(1))
         second.write(record(1), result(1))
     with pytest.raises(UserError, match=r"another run is writing to it: .*000000.jsonl is there$"):
@@ -564,7 +564,7 @@ def test_an_upload_that_fails(remote: str, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*args: object, **options: object) -> NoReturn:
         raise ConnectionError("no route")
 
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         store.write(record(0), result(0))
         with monkeypatch.context() as patch:
             patch.setattr(fs, "pipe_file", refuse)
@@ -580,7 +580,7 @@ def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fs = s3fs.S3FileSystem(default_block_size=5 * 2**20)
     monkeypatch.setattr(output_module, "resolve", lambda address: (fs, address[5:]))
     address = f"{s3}/out.jsonl"
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         for number in range(13):
             store.write(record(number), {"text": "x" * 2**20})
         store.finish()
@@ -631,7 +631,7 @@ def shared_run(folder: str, count: int) -> str:
     lines[3:3] = ["{", lines[0], "{"]
     put(f"{folder}/in.jsonl", "\n".join(lines))
     for index in range(count):
-        with Store.open(part_address(f"{folder}/out.jsonl", index, count), RUN) as store:
+        with Store(part_address(f"{folder}/out.jsonl", index, count), RUN) as store:
             for record in read_records(f"{folder}/in.jsonl", share=(index, count)):
                 store.write(record, {"process": index})
             store.finish()
@@ -651,10 +651,10 @@ def test_merging(request: pytest.FixtureRequest, place: str, count: int) -> None
     assert sorted(line["line"] for line in lines_of(address)) == list(range(1, 14))
     assert parts(address) == []
     # It is the run's own output.
-    with Store.open(address, RUN) as store:
+    with Store(address, RUN) as store:
         assert all(store.is_done(record) for record in read_records(f"{folder}/in.jsonl"))
     with pytest.raises(UserError, match="holds another run's results"):
-        Store.open(address, other_run(model="b"))
+        Store(address, other_run(model="b"))
 
 
 def part(address: str, index: int) -> str:
@@ -763,7 +763,7 @@ def test_merging_onto_something_else(nearby: str) -> None:
         merge(address, 2, input=f"{nearby}/in.jsonl")
     assert get(address) == b'{"mine": 1}\n'
     other = f"{nearby}/other.jsonl"
-    with Store.open(other, other_run(model="b")) as store:
+    with Store(other, other_run(model="b")) as store:
         store.write(record(1), {})
         store.finish()
     for suffix in ("", ".run.json"):
@@ -815,7 +815,7 @@ def test_an_output_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             check_output(address)
         with pytest.raises(UserError, match=message):
-            Store.open(address, RUN)
+            Store(address, RUN)
 
 
 def test_local_outputs_that_cannot_be_written(
@@ -834,7 +834,7 @@ def test_local_outputs_that_cannot_be_written(
         ("/dev/null", "/dev/null: cannot be written: not a regular file"),
         ("a\0b", r"'a\\x00b': not a file name"),
     ):
-        for look in (check_output, lambda address: Store.open(address, RUN)):
+        for look in (check_output, lambda address: Store(address, RUN)):
             with pytest.raises(UserError, match=rf"^(.*/)?{message}$"):
                 look(address)
     for same in ("file", "link", f"file://{tmp_path}/file", f"{tmp_path}/folder/../file"):

@@ -332,6 +332,7 @@ def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) ->
     assert weight_map[NAMES[1]] in message
     write_index(tmp_path, {n: f for n, f in weight_map.items() if n != NAMES[4]})
     assert NAMES[4] in refusal(tmp_path)
+    write_index(tmp_path, weight_map)
     (tmp_path / "b.safetensors").unlink()
     assert "b.safetensors is missing" in refusal(tmp_path)
 

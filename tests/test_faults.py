@@ -172,7 +172,7 @@ def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
         "page": lambda: write_report(small_trace, output),
         "calibration": lambda: write_text(output, "x = 1\n" * 200),
         "tables": lambda: write_tables(rows, [], tmp_path, "results"),
-        "sidecar": lambda: Store.open(str(output), {"model": "m" * 1000}),
+        "sidecar": lambda: Store(str(output), {"model": "m" * 1000}),
     }[kind]
     with full_disk(size), pytest.raises(UserError) as error:
         write()

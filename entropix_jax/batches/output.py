@@ -87,7 +87,18 @@ class Store:
     """
 
     def __init__(self, address: str, identity: Mapping[str, Any], *, mix: bool = False) -> None:
-        """As `open`."""
+        """Creates an output, or resumes it.
+
+        Args:
+            address: a path, or a URL that fsspec knows.
+            identity: what defines the run (model, sampler, input, ...), as JSON.
+            mix: accept results of another run, or other JSON Lines. A known id then counts as done
+                even if its record has changed.
+
+        Raises:
+            UserError: the output cannot be read or written, is in use, is not JSON Lines, or is
+                another run's.
+        """
         _check_name(address)
         self.address = address
         self._mix = mix
@@ -109,22 +120,6 @@ class Store:
         except BaseException:
             self._file.close(failed=True)
             raise
-
-    @classmethod
-    def open(cls, address: str, identity: Mapping[str, Any], *, mix: bool = False) -> Store:
-        """Creates an output, or resumes it.
-
-        Args:
-            address: a path, or a URL that fsspec knows.
-            identity: what defines the run (model, sampler, input, ...), as JSON.
-            mix: accept results of another run, or other JSON Lines. A known id then counts as done
-                even if its record has changed.
-
-        Raises:
-            UserError: the output cannot be read or written, is in use, is not JSON Lines, or is
-                another run's.
-        """
-        return cls(address, identity, mix=mix)
 
     @property
     def done(self) -> int:

@@ -54,7 +54,7 @@ class Progress:
     tokens: int = 0  # committed in this run
 
 
-class _Stopped(Exception):
+class _Stopped(BaseException):  # passes handlers of the storage drivers' exceptions
     """Raised in a signal handler, to leave a blocked read of the input."""
 
 

@@ -173,7 +173,7 @@ class Study:
         number = sum(1 for _ in self._questions(phase)) * len(settings) * len(phase.seeds)
         self._run = TrialRun(self._model, settings, slots=slots, capacity=capacity)
         path = self._folder / f"{phase.name}.jsonl"
-        with Store.open(str(path), self._identity(phase, settings, self._run.samplers)) as store:
+        with Store(str(path), self._identity(phase, settings, self._run.samplers)) as store:
             # Each is looked at: what is done may have been another question's.
             if not all(store.is_done(trial.record) for trial in trials()) and not self._stopping:
                 with watch(phase.name, number, store, self._run) as looked:
