@@ -56,8 +56,8 @@ class Retriever:
             longest: most characters of a passage.
 
         Raises:
-            UserError: bm25s is not installed, no such folder, a file or folder below it that cannot
-                be read or is not UTF-8, or no text.
+            UserError: bm25s is not installed, no such folder, a file in its place, a file or
+                folder below it that cannot be read or is not UTF-8, or no text.
             ValueError: `longest` is not positive.
         """
         require("retrieve", "bm25s")

@@ -63,6 +63,7 @@ def test_each_action_can_be_switched_off(tiny: LanguageModel, action: str) -> No
     assert not without[action]
 
 
+@pytest.mark.slow
 def test_the_same_run_whenever_the_host_looks(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
