@@ -646,7 +646,7 @@ def test_two_processes_do_what_one_does(
     tmp_path: Path,
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", [*records(9), BAD[0][0]])
-    shared = ("--max-new-tokens", 8, *meeting())
+    shared = ("--input", source, "--max-new-tokens", 8, *meeting())
     processes = [start(*shared, "--process", i) for i in range(2)]
     for process in processes:
         _, err = process.communicate(timeout=PATIENCE)
