@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.information import AttnStats, entropy_and_varentropy
+from entropix_jax.stats import AttnStats, entropy_and_varentropy
 
 
 @struct.dataclass

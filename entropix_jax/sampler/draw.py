@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.arms import Proposal
-from entropix_jax.sampler.params import TruncationParams
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import TruncationSettings
 from entropix_jax.sampler.truncation import Cut, truncate
 
 HEAD = 64  # on a CPU, top_k(64) of 128,256 takes 0.2 ms and a full sort 26 ms
@@ -54,7 +54,7 @@ def truncated_draw(
     logits: jax.Array,
     proposal: Proposal,
     uniforms: jax.Array,
-    truncation: TruncationParams,
+    truncation: TruncationSettings,
     mu: jax.Array,
 ) -> Drawn:
     """Draws tokens from what the row's rule leaves of `softmax(logits / temperature)`.
