@@ -20,14 +20,14 @@ _HOMES = {
     "InspectedToken": "inspection",
     "LanguageModel": "loading",
     "Piece": "results",
-    "Proposal": "sampler.arms",
+    "Proposal": "sampler.proposal",
     "Recording": "decode_state",
     "Request": "results",
     "Retriever": "retrieval",
     "Row": "results",
     "Rows": "results",
-    "RowView": "sampler.arms",
-    "Sampler": "sampler.settings",
+    "RowView": "sampler.proposal",
+    "Sampler": "sampler.sampler",
     "TokenRecord": "trace",
     "UserError": "errors",
     "encode_prompt": "preparation",
@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from entropix_jax.programs import use_compilation_cache
     from entropix_jax.results import Event, Piece, Request, Row, Rows
     from entropix_jax.retrieval import Retriever
-    from entropix_jax.sampler.arms import Proposal, RowView
     from entropix_jax.sampler.presets import load_sampler
-    from entropix_jax.sampler.settings import Sampler
+    from entropix_jax.sampler.proposal import Proposal, RowView
+    from entropix_jax.sampler.sampler import Sampler
     from entropix_jax.trace import TokenRecord
 
 

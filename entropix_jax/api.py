@@ -15,7 +15,7 @@ from entropix_jax.preparation import Prompt, encode_prompt
 from entropix_jax.results import Request, Rows
 from entropix_jax.running import Ask, Retrieve
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 
 
 class Options(TypedDict, total=False):

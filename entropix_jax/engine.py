@@ -6,7 +6,7 @@ already runs the next.
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -36,9 +36,8 @@ from entropix_jax.preparation import (
 from entropix_jax.records import branchings, outcomes
 from entropix_jax.results import Event
 from entropix_jax.running import RunningRow
-from entropix_jax.sampler.arms import Arm
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sharding import check_mesh
 from entropix_jax.slots import (
     Arrival,
@@ -76,8 +75,7 @@ class Engine:
     def __init__(
         self,
         model: LanguageModel,
-        params: SamplerParams,
-        arms: Mapping[str, Arm],
+        params: SamplerSettings,
         *,
         slots: int,
         capacity: int,
@@ -86,8 +84,7 @@ class Engine:
         """Nothing is allocated before `run`.
 
         Args:
-            params: any row's; they say what shapes the others' have.
-            arms: what the rows' samplers choose from.
+            params: any row's; they say what shapes, and what mechanisms, the others' have.
             capacity: cache slots of a row: no row may have more tokens than that.
 
         Raises:
@@ -102,7 +99,6 @@ class Engine:
         self.useful = 0
         self._model = model
         self._params = params
-        self._arms = tuple(arms.values())
         self._rows: list[RunningRow | None] = [None] * slots
         self._capacity = capacity
         self._recording = recording
@@ -307,7 +303,6 @@ class Engine:
             "window": self._window(),
             "max_steps": MAX_STEPS,
             "recording": self._recording,
-            "arms": self._arms,
         }
         return traced, static
 
@@ -339,6 +334,7 @@ class Engine:
             jax.tree.map(lambda x: x[live], records),
             self._recording,
             decode_text,
+            [mechanism.name for mechanism in self._params.mechanisms],
         )
         for row, outcome in zip(rows, happened, strict=True):
             if row is None or not row.running:

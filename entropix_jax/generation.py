@@ -12,7 +12,7 @@ from entropix_jax.preparation import MIN_CAPACITY, bucket, check_recording, samp
 from entropix_jax.results import Event, Request, Row, Rows
 from entropix_jax.running import Ask, Retrieve, RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.slots import padded_ids
 from entropix_jax.trace import header
 
@@ -105,7 +105,6 @@ class Generation:
         self._engine = Engine(
             model,
             params,
-            self.sampler.arms,
             slots=len(requests),
             capacity=bucket(longest, MIN_CAPACITY),
             recording=recording,

@@ -23,14 +23,14 @@ from entropix_jax.errors import UserError, check_range, nearest
 from entropix_jax.likelihood import log_likelihoods
 from entropix_jax.loading import load
 from entropix_jax.memory import most_slots
+from entropix_jax.names import REGIMES
 from entropix_jax.precision import WEIGHTS
 from entropix_jax.preparation import MIN_CAPACITY, bucket, sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.slots import padded_ids
-from entropix_jax.vocabulary import REGIMES
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -266,7 +266,6 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
         engine = Engine(
             self.model,
             self._params,
-            self.sampler.arms,
             slots=min(self._slots or self._auto_slots(capacity), bucket(len(jobs), 1)),
             capacity=capacity,
             recording=Recording(),

@@ -21,10 +21,10 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import Extras, Recording, extras_of
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE, describe, first_unsound
-from entropix_jax.information import AttnStats
 from entropix_jax.loading import LanguageModel
 from entropix_jax.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
 from entropix_jax.preparation import (
     PREFILL_WINDOW,
@@ -35,11 +35,11 @@ from entropix_jax.preparation import (
     sampler_params,
 )
 from entropix_jax.records import each, extras_fields
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.stats import AttnStats
 from entropix_jax.trace import plain
-from entropix_jax.vocabulary import REGIMES
 
 _CONTEXT = 1024  # most tokens of a segment, unless another number is asked for
 _MAX_CHUNK = 64
@@ -136,7 +136,7 @@ def inspect(
 def _inspected(
     model: LanguageModel,
     tokens: Sequence[int],
-    params: SamplerParams,
+    params: SamplerSettings,
     context: int,
     recording: Recording,
 ) -> Iterator[InspectedToken]:
@@ -238,7 +238,7 @@ def _segments(length: int, context: int) -> Iterator[_Segment]:
         done = end
 
 
-def _fault(model: LanguageModel, params: SamplerParams, tokens: Sequence[int], first: int) -> str:
+def _fault(model: LanguageModel, params: SamplerSettings, tokens: Sequence[int], first: int) -> str:
     """Where reading `tokens` from `first` on yields NaN or infinity, found token by token: in a
     chunk one spoils the others."""
     text = [*tokens[first:], 0]  # something follows each token, the last one too
@@ -253,7 +253,7 @@ def _fault(model: LanguageModel, params: SamplerParams, tokens: Sequence[int], f
 
 def _read_segments(
     model: LanguageModel,
-    params: SamplerParams,
+    params: SamplerSettings,
     segments: Sequence[Sequence[int]],
     recording: Recording,
     largest: int = _MAX_CHUNK,
@@ -288,7 +288,7 @@ def _read_segments(
 @partial(jax.jit, static_argnames=("config", "window", "recording"), donate_argnames="cache")
 def _read(
     params: Params,
-    sampler: SamplerParams,
+    sampler: SamplerSettings,
     cache: KVCache,
     tokens: jax.Array,
     following: jax.Array,
@@ -316,7 +316,7 @@ def _read(
 def _measure(
     logits: jax.Array,
     stats: AttnStats,
-    sampler: SamplerParams,
+    sampler: SamplerSettings,
     following: jax.Array,
     recording: Recording,
 ) -> _Reading:

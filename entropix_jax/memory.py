@@ -22,7 +22,7 @@ from entropix_jax.preparation import (
     bucket,
     chunk_size,
 )
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sharding import DATA, MODEL, weights_bytes
 
 # Float32 arrays of a vocabulary for each row: the last token's logits, and what a step makes of

@@ -9,8 +9,8 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, logits_epsilon
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
 
 PREFILL_WINDOW = 128  # cache slots that are read with several tokens, at least
 MIN_CAPACITY = 256  # cache slots of a row, at least
@@ -79,7 +79,7 @@ def encode_prompt(
     return model.tokenizer.apply_chat(messages)
 
 
-def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
+def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
     """A sampler's parameters for one row of a model.
 
     Raises:
@@ -88,15 +88,15 @@ def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
     bans = [i for i in sampler.values["draw.bans"] if i >= model.config.vocab_size]
     if bans:
         raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")
-    return sampler.params(
+    return sampler.settings(
         num_layers=model.config.num_layers,
         epsilon=logits_epsilon(model),
         encode=model.tokenizer.encode_within,
     )
 
 
-def for_rows(params: SamplerParams, rows: int) -> SamplerParams:
+def for_rows(params: SamplerSettings, rows: int) -> SamplerSettings:
     """The same parameters for each row."""
     stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), params)
-    placed: SamplerParams = jax.device_put(stacked)
+    placed: SamplerSettings = jax.device_put(stacked)
     return placed

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
-from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.branch import Branches
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.rollout import Branches
 from entropix_jax.sampler.state import Observation
 from entropix_jax.trace import plain
-from entropix_jax.vocabulary import REGIMES
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 
@@ -43,15 +42,20 @@ class Branching:
 
 
 def outcomes(
-    rows: Sequence[int], records: StepRecord, recording: Recording, decode: Decode
+    rows: Sequence[int],
+    records: StepRecord,
+    recording: Recording,
+    decode: Decode,
+    actions: Sequence[str],
 ) -> list[Outcome]:
-    """What became of `rows`, one number for each of the records, whose fields are [n, ...]."""
+    """What became of `rows`, one number for each of the records, whose fields are [n, ...].
+    `actions` are the names of the sampler's mechanisms."""
     choice, proposal = records.choice, records.choice.proposal
     tokens = each(
         row=list(rows),
         position=plain(records.position),
         token_id=plain(choice.token),
-        action=[ACTIONS[action] for action in proposal.action],
+        action=[actions[action] for action in proposal.action],
         logprob=plain(choice.logprob),
         sequence_varentropy=plain(choice.sequence_varentropy),
         temperature=plain(proposal.temperature),
@@ -64,7 +68,7 @@ def outcomes(
     )
     ends = each(
         finish=plain(records.finish),
-        may_return=plain(records.may_return),
+        may_return=plain(records.may_backspace),
         branch=plain(records.branch),
         unsound=plain(records.unsound),
     )

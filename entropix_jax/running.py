@@ -16,9 +16,8 @@ from entropix_jax.health import NOWHERE, describe
 from entropix_jax.loading import LanguageModel
 from entropix_jax.records import Branching, Fields, Outcome, branch_records, differ, two_best
 from entropix_jax.results import Event, Piece, Request, Row
-from entropix_jax.sampler.arms import BRANCH, INJECT
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.stopping import StopFilter
 from entropix_jax.trace import TokenRecord
 
@@ -40,7 +39,7 @@ class RunningRow:
         row: Row,
         model: LanguageModel,
         sampler: Sampler,
-        params: SamplerParams,
+        params: SamplerSettings,
         *,
         budget: int,
         seed: int,
@@ -190,7 +189,7 @@ class RunningRow:
         """Asks the hook for a thought. Where it has none, or one that does not fit, the sampler's
         own takes its place, and where that does not fit either the row just draws."""
         assert self.retrieve is not None
-        row, tokenizer, inject = self.row, self._tokenizer, self.params.inject
+        row, tokenizer, inject = self.row, self._tokenizer, self.params.own["inject"]
         text = self.retrieve(
             tokenizer.decode([*row.request.prompt, *(token.token_id for token in row.tokens)])
         )
@@ -199,16 +198,12 @@ class RunningRow:
         # What a text calls a control token is not one: it must not end a row or open a turn.
         special = tokenizer.special_ids
         retrieved = [i for i in tokenizer.encode_within(text) if i not in special]
-        thoughts = [
-            ids[:length].tolist()
-            for ids, length in zip(inject.thoughts, inject.lengths, strict=True)
-            if length
-        ]
+        thoughts = [ids[ids >= 0].tolist() for ids in inject.thought if ids[0] >= 0]
         turn = self._retrieved % max(len(thoughts), 1)
         self._retrieved += 1
         candidates = (retrieved, *thoughts[turn : turn + 1])
         fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.left)
-        self.answer = (next(fitting, []), INJECT)
+        self.answer = (next(fitting, []), self.params.action("inject"))
 
     def _answer_with_branch(self, futures: list[dict[str, Any]]) -> None:
         """Asks which of the two best branches it shall be, where their texts differ."""
@@ -226,7 +221,7 @@ class RunningRow:
         whole = self.sampler.values["branch.commit_all"]
         tokens = futures[chosen]["tokens"][: None if whole else 1]
         self._chosen = [{**f, "chosen": i == chosen} for i, f in enumerate(futures)]
-        self.answer = (tokens[: self.left], BRANCH)
+        self.answer = (tokens[: self.left], self.params.action("branch"))
 
 
 def budget_of(model: LanguageModel, request: Request, capacity: int | None = None) -> int:

@@ -11,10 +11,10 @@ from rich.text import Text
 from entropix_jax.commandline import printable
 from entropix_jax.inspection import InspectedToken
 from entropix_jax.interrupts import undeferred_interrupts
+from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.results import Event, Row
 from entropix_jax.status import StatusLine, is_terminal, same_file
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import MEANINGS, REGIMES
 
 # Okabe and Ito's colours, which colour-blind people tell apart: those that stand out on dark and on
 # light alike (contrast 3 or more), two of them darker, so that the nearest of 256 colours does too.

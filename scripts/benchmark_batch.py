@@ -54,9 +54,7 @@ def run_through(
     """Seconds, tokens, and the share of slot-steps that were of use."""
     sampler = calibrate_sampler(load_sampler(sampler_name), model)
     params = params_of(model, sampler)
-    engine = Engine(
-        model, params, sampler.arms, slots=slots, capacity=CAPACITY, recording=Recording()
-    )
+    engine = Engine(model, params, slots=slots, capacity=CAPACITY, recording=Recording())
     rows = [Row(request) for request in requests]
 
     def jobs() -> Iterator[RunningRow]:

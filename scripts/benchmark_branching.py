@@ -21,10 +21,10 @@ from entropix_jax.commandline import EXIT_OK, run_command
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import Recording, init_state
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import BOXES
 from entropix_jax.preparation import sampler_params
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.vocabulary import BOXES
 
 CONTEXT, CAPACITY = 100, 512
 NOWHERE, EVERYWHERE = ["entropy < -1"], ["entropy > -1"]

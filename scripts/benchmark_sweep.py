@@ -28,7 +28,7 @@ from entropix_jax.preparation import sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 
 SIDE = 8  # settings are a square of so many values of two keys
 PROMPT = "Once upon a time"
@@ -75,7 +75,6 @@ class Sweep:
         engine = Engine(
             self.model,
             rows[0].params,
-            rows[0].sampler.arms,
             slots=slots,
             capacity=-(-(prompt + self.tokens) // 64) * 64,
             recording=Recording(),

@@ -28,12 +28,12 @@ from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
 from entropix_jax.preparation import for_rows, sampler_params
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import REGIMES
 
 TYPES = ("float32", "bfloat16", "int8")
 ROW, PROMPT, NEW = 256, 16, 128  # tokens of a text, of a prompt, and that are generated

@@ -27,9 +27,9 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import check_recording, encode_prompt, sampler_params
 from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import RunningRow, budget_of
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.slots import padded_ids
 from entropix_jax.trace import TraceWriter, footer, header
 
@@ -119,7 +119,7 @@ class BatchRun:
         self._sampler = functools.lru_cache(_SAMPLERS)(self._load_sampler)
         self._jobs: dict[int, _Job] = {}
         self.engine = Engine(
-            model, self._own[1], own.arms, slots=slots, capacity=capacity, recording=self._recording
+            model, self._own[1], slots=slots, capacity=capacity, recording=self._recording
         )
 
     def run(
@@ -213,7 +213,7 @@ class BatchRun:
             stop=own.stop,
         )
 
-    def _load_sampler(self, name: str) -> tuple[Sampler, SamplerParams]:
+    def _load_sampler(self, name: str) -> tuple[Sampler, SamplerSettings]:
         sampler = calibrate_sampler(load_sampler(name), self._model, self._thresholds)
         return sampler, sampler_params(self._model, sampler)
 

@@ -27,7 +27,7 @@ from entropix_jax.files import read_json_object
 from entropix_jax.loading import LanguageModel
 from entropix_jax.programs import user_folder
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler, read_thresholds
+from entropix_jax.sampler.sampler import Sampler, read_thresholds
 
 WANTED = {"lelv": 0.6, "helv": 0.05, "lehv": 0.05, "hehv": 0.05}  # shares of tokens
 

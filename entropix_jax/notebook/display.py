@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import jinja2
 
 from entropix_jax.commandline import printable
+from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.templating import page_template
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import MEANINGS, REGIMES
 
 MOST_TOKENS = 2000  # of all rows together: half a megabyte or so
 _MOST_ROWS = 50

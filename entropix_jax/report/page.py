@@ -7,11 +7,11 @@ from typing import Any
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_apart, check_writable, replacing
+from entropix_jax.names import BOXES, THRESHOLDS, read_condition
 from entropix_jax.report.embedding import digest, packed, plotly_source, script, style
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.templating import page_template
 from entropix_jax.version import __version__
-from entropix_jax.vocabulary import BOXES, THRESHOLDS, read_condition
 
 _ENDS = {
     "eos": "an end token",

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.names import TRACE_FORMAT
 from entropix_jax.report.shapes import Each, JsonLines, Line, Maybe, check_regimes
-from entropix_jax.vocabulary import TRACE_FORMAT
 
 _METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
     attn_varentropy agreement agreement_published interaction_strength confidence temperature top_p

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import opening
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.names import REGIMES
 
 # Far more than a token of a model with thousands of heads takes.
 LONGEST_LINE = 64 * 2**20

@@ -15,12 +15,12 @@ from typing import Any
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import allow_long_cells, opening, read_bytes
+from entropix_jax.names import FINDINGS_FORMAT
 from entropix_jax.report.embedding import packed
 from entropix_jax.report.page import ended, render
 from entropix_jax.report.records import MOST_BYTES
 from entropix_jax.report.shapes import Each, Maybe, check_regimes, check_shape, json_object
 from entropix_jax.templating import as_text
-from entropix_jax.vocabulary import FINDINGS_FORMAT
 
 _ABOUT, _FINDINGS, _RESULTS = "study.json", "findings.json", "results.csv"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from entropix_jax.names import FINDINGS_FORMAT
 from entropix_jax.studies.digest import MEASURES, SettingDigest
 from entropix_jax.studies.statistics import Interval
 from entropix_jax.studies.summary import Findings, Line
-from entropix_jax.vocabulary import FINDINGS_FORMAT
 
 
 def figures_of(findings: Findings) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import matplotlib
 import numpy as np
 
 from entropix_jax.files import replacing
+from entropix_jax.names import REGIMES
 from entropix_jax.studies.statistics import Interval
 from entropix_jax.studies.summary import Findings, Line
-from entropix_jax.vocabulary import REGIMES
 
 # Drawn into files alone, the same bytes each time.
 matplotlib.use("Agg")

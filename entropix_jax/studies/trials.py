@@ -23,8 +23,8 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import encode_prompt, sampler_params
 from entropix_jax.results import Request, Row
 from entropix_jax.running import RunningRow, budget_of
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.studies.measures import measures_of
 from entropix_jax.studies.sweep import Setting
 from entropix_jax.tasks.task import Item, Split, Task
@@ -199,11 +199,9 @@ class TrialRun:
         self._samplers = {setting.name: self._prepared(setting) for setting in settings}
         notes = (note for sampler, _ in self._samplers.values() for note in sampler.notes)
         self.notes = tuple(dict.fromkeys(notes))  # what a user should know of the samplers
-        sampler, params = next(iter(self._samplers.values()))
+        _, params = next(iter(self._samplers.values()))
         self.tokens = 0
-        self.engine = Engine(
-            model, params, sampler.arms, slots=slots, capacity=capacity, recording=Recording()
-        )
+        self.engine = Engine(model, params, slots=slots, capacity=capacity, recording=Recording())
 
     def run(
         self, trials: Iterable[Trial], store: Store, looked: Callable[[], None] = lambda: None
@@ -239,7 +237,7 @@ class TrialRun:
         """Asks the run to end after the event that is on its way. A signal handler may call it."""
         self.engine.stop()
 
-    def _prepared(self, setting: Setting) -> tuple[Sampler, SamplerParams]:
+    def _prepared(self, setting: Setting) -> tuple[Sampler, SamplerSettings]:
         try:
             calibrated = calibrate_sampler(setting.sampler, self._model)
             return calibrated, sampler_params(self._model, calibrated)

@@ -13,9 +13,9 @@ from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
 from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.studies.statistics import Floats
-from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 

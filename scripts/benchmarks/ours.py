@@ -16,30 +16,29 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import DecodeState, Recording, init_state
 from entropix_jax.engine import DECODE_WINDOW
-from entropix_jax.information import AttnStats
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.loading import LanguageModel
 from entropix_jax.params import Params, init_params
 from entropix_jax.precision import INT8, Precision, choose_precision
 from entropix_jax.preparation import MAX_STEPS, PREFILL_WINDOW, bucket, for_rows
-from entropix_jax.sampler.arms import ARMS
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sample import choose
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Rows, init_sampler_state
+from entropix_jax.sampler.step import choose
+from entropix_jax.stats import AttnStats
 
 _NOBODY = jnp.full(1, -1, jnp.int32)
 
 
 def sampler_params(
     name: str, config: ModelConfig, batch: int, *, branching: bool = True
-) -> SamplerParams:
+) -> SamplerSettings:
     """A preset's parameters for each of `batch` rows; its thought is of any three tokens."""
     sampler = load_sampler(name)
     if not branching:
         sampler = sampler.with_values({"branch.per_row": 0})
-    params = sampler.params(
+    params = sampler.settings(
         num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: [1, 2, 3]
     )
     return for_rows(params, batch)
@@ -171,13 +170,14 @@ class Ours:
         it: all that a step does besides the model."""
         config = self.config
         params = sampler_params(name, config, batch, branching=False)
-        state = init_sampler_state(batch, config.vocab_size)
+        state = init_sampler_state(batch, config.vocab_size, params.mechanisms)
         logits = 3.0 * jax.random.normal(jax.random.key(2), (batch, config.vocab_size))
         heads = jnp.ones((batch, config.num_layers, config.num_heads), jnp.float32)
         layers = jnp.ones((batch, config.num_layers), jnp.float32)
         stats = AttnStats(heads, heads, layers, layers, jnp.full(batch, 128.0, jnp.float32))
         length = jnp.full(batch, 128, jnp.int32)
         rows = Rows(
+            running=jnp.ones(batch, bool),
             keys=jnp.asarray(np.stack([row_key(0, str(row)) for row in range(batch)])),
             history=jnp.zeros((batch, 256), jnp.int32),
             length=length,
@@ -185,7 +185,7 @@ class Ours:
             remaining=length,
             asks=jnp.zeros(batch, bool),
         )
-        run = jax.jit(partial(choose, arms=tuple(ARMS.values())))
+        run = jax.jit(choose)
         times = 8
 
         def seconds() -> float:

@@ -111,7 +111,6 @@ def rows_of(model: LanguageModel, numbers: Sequence[int], slots: int) -> list[Ro
     engine = Engine(
         model,
         running[0].params,
-        running[0].sampler.arms,
         slots=slots,
         capacity=CAPACITY,
         recording=Recording(top=3, layers=True),

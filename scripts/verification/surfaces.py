@@ -368,7 +368,7 @@ def _traced(sampler: Any) -> object:
     import jax
     import numpy as np
 
-    params = sampler.params(
+    params = sampler.settings(
         num_layers=4, epsilon=1e-7, encode=lambda text: text.encode("utf-8", "replace")
     )
     assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in jax.tree.leaves(params))
@@ -391,7 +391,7 @@ def _preset(folder: Path) -> tuple[list[bytes], Reader]:
 def _calibration(folder: Path) -> tuple[list[bytes], Reader]:
     from entropix_jax.calibration.output import calibration_text
     from entropix_jax.sampler.presets import load_sampler
-    from entropix_jax.sampler.settings import read_thresholds
+    from entropix_jax.sampler.sampler import read_thresholds
 
     path = folder / "calibration.json"
     sampler = load_sampler("entropix")
@@ -594,9 +594,9 @@ def _page(
 
 def _trace_lines(rows: int = 2) -> bytes:
     """A trace of all that one may hold."""
+    from entropix_jax.names import REGIMES, TRACE_FORMAT
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.trace import TokenRecord
-    from entropix_jax.vocabulary import REGIMES, TRACE_FORMAT
 
     numbers = (
         "logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm"
