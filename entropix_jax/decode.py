@@ -87,7 +87,8 @@ def decode_step(
     finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rolls_out, RUNNING, finish))
     finish = jnp.where(running, jnp.where(choice.finite, finish, FINISHED_ERROR), state.finish)
     # The first step reads a token of the prompt.
-    forwards = state.forwards + (running & (state.cache.length >= state.prompt_length))
+    evaluates = running & (state.cache.length >= state.prompt_length)
+    forwards = state.forwards + evaluates.astype(jnp.int32)
     may_backspace = may_backspace_next(settings, sampler_state, rows)
     record = StepRecord(
         live=running,
@@ -101,8 +102,8 @@ def decode_step(
         unsound=unsound,
     )
 
-    # Commit. A row that waits reads its last token again; one that backspaced has its cache cut.
-    cached = jnp.where(running, rows.length - step.waits, state.cache.length)
+    # Commit. A row that waits reads its last token again; the cache of one that backspaced shrinks.
+    cached = jnp.where(running & ~step.waits, rows.length, state.cache.length)
     target = jnp.where(commits, rows.length, rows.history.shape[1])
     row = jnp.arange(batch, dtype=jnp.int32)
     state = replace(
@@ -169,7 +170,7 @@ def decode(
     """
     batch = state.finish.shape[0]
     eos_ids = jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1]))
-    # Jitted to be traced once, for its shapes and for the loop: XLA inlines it.
+    # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
     step = jax.jit(
         partial(
             decode_step,

@@ -39,7 +39,7 @@ class DecodeState:
     cache: KVCache
     history: jax.Array  # int32 [B, S], each row's tokens, prompt included; past them forced ones
     prompt_length: jax.Array  # int32 [B], at least 1
-    budget: jax.Array  # int32 [B], tokens that may be generated
+    budget: jax.Array  # int32 [B], most tokens to generate
     keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
     asks_for_text: jax.Array  # bool [B], the host is asked for each thought's text
     asks_for_choice: jax.Array  # bool [B], the host is asked which branch of an ambiguous step

@@ -1,4 +1,4 @@
-"""Which regime a step is in: four open boxes over four quantities, and the loop guard."""
+"""The regime of a step: four open boxes over four quantities, and the loop guard."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 
 def classify(metrics: Metrics, settings: SamplerSettings) -> jax.Array:
     """The regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box holds the
-    point, else MID. What is not a finite number is in no box."""
+    point, else MID. NaN is in no box."""
     point = jnp.stack([getattr(metrics, quantity) for quantity in QUANTITIES])[None, :]
     inside = jnp.all((settings.low < point) & (point < settings.high), axis=-1)  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)

@@ -78,7 +78,7 @@ def roll_out(
     """Rolls out the candidates of each active row, and scores them.
 
     A branch is a candidate and what follows it, greedily unless a rollout temperature is set. It
-    ends with an end token, at the depth that the parameters allow, or where the distribution after
+    ends with an end token, at the maximum depth, or where the distribution after
     its last token is neither LEHV nor HEHV. Its score is `mean(log p) - entropy_weight * mean(h) -
     varentropy_weight * mean(u)` over its tokens: p of each under the unmodified logits (nats), h
     (bits) and u (bits^2) of the distribution after it. Branches of equal score: the likelier
@@ -96,7 +96,7 @@ def roll_out(
     Returns:
         The branches, and the memory that holds them.
     """
-    # Room for a branch past any row's end: how much the batch has must not matter.
+    # Candidates. The history gets room for a branch past any row's end, whatever its capacity.
     rows = replace(rows, history=jnp.pad(rows.history, ((0, 0), (0, MAX_DEPTH))))
     candidates, number = _candidates(logits, settings, rows)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
@@ -107,9 +107,10 @@ def roll_out(
         return jax.tree.map(lambda x: jnp.repeat(x, MAX_WIDTH, axis=0), tree)
 
     def first(x: jax.Array) -> jax.Array:
-        """[N, ...] of the first token as the first of [N, R, ...]."""
+        """[N, ...] of the first tokens as part of [N, R, ...]."""
         return jnp.zeros((x.shape[0], MAX_DEPTH, *x.shape[1:]), x.dtype).at[:, 0].set(x)
 
+    # All branches side by side, one token deep.
     each_rows, flat = each(rows), exists.size
     growth = _Growth(
         depth=jnp.int32(0),
@@ -124,6 +125,7 @@ def roll_out(
         sums=jnp.zeros((flat, 3), jnp.float32),
         failed=jnp.zeros(flat, bool),
     )
+    # Growth, until every branch has ended.
     extend = partial(_extend, each(settings), each_rows, each(eos_ids), evaluate, note)
     growth = lax.while_loop(lambda growth: jnp.any(growth.live), extend, growth)
     return _scored(growth, settings), growth.memory
@@ -137,8 +139,9 @@ def _extend(
     note: Note,
     growth: _Growth,
 ) -> _Growth:
-    """Evaluates the last token of each branch, ends those that end there, and follows the others.
-    All but `growth` are of the rows that the N branches belong to."""
+    """Evaluates the last token of each branch, and extends those that do not end there. All
+    arguments but `growth` are of the rows that the N branches belong to."""
+    # The distribution after the last token.
     depth, index = growth.depth, jnp.arange(growth.live.size, dtype=jnp.int32)
     token = growth.tokens[:, depth]
     logits, stats, memory = evaluate(token.reshape(-1, MAX_WIDTH), depth, growth.memory)
@@ -151,15 +154,17 @@ def _extend(
         generated=rows.generated + depth + 1,
     )
     log_probs = jax.nn.log_softmax(logits, axis=-1)
-    audible = apply_noise_floor(log_probs, settings.noise_epsilon)
-    observation = observe(audible, stats, settings, here)
+    floored = apply_noise_floor(log_probs, settings.noise_epsilon)
+    observation = observe(floored, stats, settings, here)
     metrics = observation.metrics
+    # Its terms of the score, and whether the branch goes on.
     terms = jnp.stack([growth.logprobs[:, depth], metrics.entropy, metrics.varentropy], axis=-1)
     live = growth.live
-
     ends = jnp.any(token[:, None] == eos_ids, axis=-1)
     outside = (observation.regime == LEHV) | (observation.regime == HEHV)
-    drawn = _follow(logits, audible, settings, here, index % MAX_WIDTH)
+
+    # The next token. Of a branch that has ended it is junk, past its length.
+    drawn = _follow(logits, floored, settings, here, index % MAX_WIDTH)
     logprob = jnp.take_along_axis(log_probs, drawn[:, None], axis=1)[:, 0]
 
     def keep(buffer: jax.Array, x: jax.Array) -> jax.Array:
@@ -217,9 +222,9 @@ def _candidates(
     min-p admits, of these the shortest prefix that reaches top-p, at most `width`.
     """
     own: BranchSettings = settings.own["branch"]
-    audible = apply_noise_floor(jax.nn.log_softmax(logits, axis=-1), settings.noise_epsilon)
+    floored = apply_noise_floor(jax.nn.log_softmax(logits, axis=-1), settings.noise_epsilon)
     none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
-    logits = modify(logits, audible, settings, rows, none)
+    logits = modify(logits, floored, settings, rows, none)
 
     def noised() -> jax.Array:
         zero = jnp.zeros_like(rows.length)
@@ -250,7 +255,7 @@ def _candidates(
 
 def _follow(
     logits: jax.Array,
-    audible: jax.Array,
+    floored: jax.Array,
     settings: SamplerSettings,
     rows: Rows,
     branch: jax.Array,
@@ -258,7 +263,7 @@ def _follow(
     """The next token of each branch: the likeliest, or, with a rollout temperature, one drawn at it
     with the base values. int32 [rows]; `branch` is the index among a row's candidates."""
     none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
-    logits = modify(logits, audible, settings, rows, none)
+    logits = modify(logits, floored, settings, rows, none)
     base = jax.vmap(lambda settings: draw("sample", settings))(settings)
     proposal = replace(base, temperature=settings.own["branch"].rollout_temperature)
     zero = jnp.zeros_like(rows.length)

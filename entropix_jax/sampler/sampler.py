@@ -223,14 +223,13 @@ class Sampler:
         if "low" in meta:
             kinds = {bool: np.bool_, int: np.int32, float: np.float32}
             return np.asarray(value, kinds[meta["type"]])
-        encoded = [list(encode(text)) for text in _as_list(value) if text]
-        longest = max(map(len, encoded), default=0)
-        if longest > meta["longest"]:
-            raise UserError(
-                f"sampler '{self.name}': {key} is {longest} tokens long, "
-                f"at most {meta['longest']} are possible"
-            )
-        encoded = [ids for ids in encoded if ids]
+        encoded = [ids for text in _as_list(value) if text and (ids := list(encode(text)))]
+        for ids in encoded:
+            if len(ids) > meta["longest"]:
+                raise UserError(
+                    f"sampler '{self.name}': {key} is {len(ids)} tokens long, "
+                    f"at most {meta['longest']} are possible"
+                )
         encoded += [[]] * (meta["most"] - len(encoded))
         return np.stack([_padded(ids, meta["longest"]) for ids in encoded])
 

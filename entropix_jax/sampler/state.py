@@ -85,7 +85,7 @@ class Step:
     last: Origin  # of each row's last token
     origin: Origin  # of the token that is to be chosen
     log_probs: jax.Array  # float32 [B, V], of `origin.logits`, nats
-    audible: jax.Array  # float32 [B, V], the same, -inf below the noise floor
+    floored: jax.Array  # float32 [B, V], the same, -inf below the noise floor
     proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
     tally: Tally  # before the token
     backspaces: jax.Array  # bool: the token takes the place of the last one, at `rows.length`

@@ -184,11 +184,11 @@ def may_backspace_next(settings: SamplerSettings, state: SamplerState, rows: Row
 
 
 def modify(
-    logits: jax.Array, audible: jax.Array, settings: SamplerSettings, rows: Rows, bans: jax.Array
+    logits: jax.Array, floored: jax.Array, settings: SamplerSettings, rows: Rows, bans: jax.Array
 ) -> jax.Array:
     """The logits that are drawn from: repetition penalty, bans, noise floor.
 
-    `audible` is float32 [B, V], -inf below the noise floor; `bans` int32 [B, n], those of a row's
+    `floored` is float32 [B, V], -inf below the noise floor; `bans` int32 [B, n], those of a row's
     position beside the sampler's own, -1 for none.
     """
     batch, vocab = logits.shape
@@ -204,7 +204,7 @@ def modify(
     logits = lax.cond(jnp.any(settings.repetition.penalty != 1.0), penalise, lambda: logits)
     bans = jnp.concatenate([settings.bans, bans], axis=1)
     logits = logits.at[row, jnp.where(bans < 0, vocab, bans)].set(-jnp.inf, mode="drop")
-    above = jnp.where(audible > -jnp.inf, logits, -jnp.inf)
+    above = jnp.where(floored > -jnp.inf, logits, -jnp.inf)
     # Where the bans take all that is above the noise, the noise is what there is to draw from.
     return jnp.where(jnp.any(above > -jnp.inf, axis=-1, keepdims=True), above, logits)
 
@@ -219,8 +219,8 @@ def _propose(
     """The step before any action: what the distribution says, and what each row's arm proposes."""
     tally = state.tally
     log_probs = jax.nn.log_softmax(logits, axis=-1)
-    audible = apply_noise_floor(log_probs, settings.noise_epsilon)
-    observation = observe(audible, stats, settings, rows)
+    floored = apply_noise_floor(log_probs, settings.noise_epsilon)
+    observation = observe(floored, stats, settings, rows)
 
     may = {m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None}
     arm = jnp.take_along_axis(settings.arms, observation.regime[:, None], axis=1)[:, 0]
@@ -250,7 +250,7 @@ def _propose(
         last=state.last,
         origin=origin,
         log_probs=log_probs,
-        audible=audible,
+        floored=floored,
         proposal=proposal,
         tally=tally,
         backspaces=no,
@@ -264,7 +264,7 @@ def _draw_best(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Ar
     """The likeliest, under the unmodified logits, of the proposal's candidates, int32 [B], and the
     state of mirostat after it, float32 [B]."""
     rows, origin, proposal = step.rows, step.origin, step.proposal
-    logits = modify(origin.logits, step.audible, settings, rows, origin.bans)
+    logits = modify(origin.logits, step.floored, settings, rows, origin.bans)
     stream = jnp.where(proposal.draws > 1, STREAM_CANDIDATE, STREAM_DRAW)
     numbers = uniforms(rows.keys, rows.length, origin.attempts, stream, MAX_DRAWS)
     mu = 2.0 * settings.truncation.mirostat_target + origin.mirostat

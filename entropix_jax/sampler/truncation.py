@@ -1,7 +1,7 @@
-"""Which tokens a draw may take: the truncation rules, as one switch.
+"""The truncation rules, as one switch: which tokens a draw may take.
 
-A rule puts a row's tokens into an order and says how far down that order the draw may go; the draw
-itself, in `sampler.draw`, knows no rule. All rules but `typical` order by likelihood, and all but
+A rule orders a row's tokens and says how far down that order the draw may go; `sampler.draw` itself
+knows no rule. All rules but `typical` order by likelihood, and all but
 `nucleus` come down to a number of tokens or a mass of them. Every quantity is one of the
 distribution that is drawn from, `p = softmax(logits / temperature)` over the tokens that are
 possible at all, and each row is computed alone, whatever the rules of the rows beside it.

@@ -69,12 +69,12 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     # The arrays over the vocabulary are selected only where some row backspaces.
     def earlier() -> tuple[jax.Array, jax.Array, jax.Array]:
         log_probs = jax.nn.log_softmax(last.logits, axis=-1)
-        audible = apply_noise_floor(log_probs, settings.noise_epsilon)
-        again = (last.logits, log_probs, audible)
-        return where_rows(acts, again, (now.logits, step.log_probs, step.audible))
+        floored = apply_noise_floor(log_probs, settings.noise_epsilon)
+        again = (last.logits, log_probs, floored)
+        return where_rows(acts, again, (now.logits, step.log_probs, step.floored))
 
-    logits, log_probs, audible = lax.cond(
-        jnp.any(acts), earlier, lambda: (now.logits, step.log_probs, step.audible)
+    logits, log_probs, floored = lax.cond(
+        jnp.any(acts), earlier, lambda: (now.logits, step.log_probs, step.floored)
     )
     origin = where_rows(
         acts,
@@ -95,7 +95,7 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
         ),
         origin=origin,
         log_probs=log_probs,
-        audible=audible,
+        floored=floored,
         proposal=again,
         tally=replace(step.tally, own={**step.tally.own, "backspace": own}),
         backspaces=step.backspaces | acts,
