@@ -214,7 +214,10 @@ class BatchRun:
         )
 
     def _load_sampler(self, name: str) -> tuple[Sampler, SamplerSettings]:
-        sampler = calibrate_sampler(load_sampler(name), self._model, self._thresholds)
+        sampler = load_sampler(name)
+        for mechanism in self._own[0].mechanisms[len(sampler.mechanisms) :]:  # of the user's
+            sampler = sampler.with_mechanism(mechanism)
+        sampler = calibrate_sampler(sampler, self._model, self._thresholds)
         return sampler, sampler_params(self._model, sampler)
 
     def _end(
