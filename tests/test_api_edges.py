@@ -31,7 +31,9 @@ from entropix_jax import (
     UserError,
     free_memory,
 )
-from entropix_jax.sampler.arms import SAMPLE, draw
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms.plain import EdtSettings, sample
+from entropix_jax.sampler.proposal import draw
 from entropix_jax.sharding import parse_mesh
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.registry import find_task
@@ -116,11 +118,11 @@ class Place:
         """Of a run that has not begun."""
         return self.row([1]).rows
 
-    def params(self, **changes: Any) -> Any:
+    def settings(self, **changes: Any) -> Any:
         changes = {key.replace("__", "."): value for key, value in changes.items()}
         sampler = sampler_of("entropix").with_values(changes)
         encode = self.model.tokenizer.encode
-        return sampler.params(
+        return sampler.settings(
             num_layers=2, epsilon=0.0, encode=lambda text: encode(text, add_bos=False)
         )
 
@@ -274,10 +276,22 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             "thresholds.h1 = 2.5 is above thresholds.h2 = 2.0",
         ),
     ],
+    ("Sampler.with_mechanism", "UserError"): [
+        (
+            "the name is taken",
+            lambda at: sampler_of("entropix").with_mechanism(Mechanism("base", sample)),
+            "there is a section 'base' already",
+        ),
+        (
+            "a setting has no default or one that does not fit it",
+            lambda at: sampler_of("entropix").with_mechanism(Mechanism("own", sample, EdtSettings)),
+            "own.base = None: must be a number",
+        ),
+    ],
     ("Sampler.with_arm", "UserError"): [
         (
             "the name is taken",
-            lambda at: sampler_of("entropix").with_arm("branch", lambda *_: draw(SAMPLE, _[1])),
+            lambda at: sampler_of("entropix").with_arm("branch", lambda *_: draw("sample", _[1])),
             "there is an arm 'branch' already",
         )
     ],
@@ -293,15 +307,15 @@ CAUSES: dict[tuple[str, str], list[Cause]] = {
             "thresholds.h1 = 3.0 is above thresholds.h2 = 2.0",
         ),
     ],
-    ("Sampler.params", "UserError"): [
+    ("Sampler.settings", "UserError"): [
         (
-            "a thought longer than MAX_THOUGHT tokens",
-            lambda at: at.params(inject__thought="well, " * 65),
+            "a text with too many tokens",
+            lambda at: at.settings(inject__thought="well, " * 65),
             "inject.thought is .* tokens long, at most 64",
         ),
         (
             "weights of layers that the model does not have",
-            lambda at: at.params(metrics__layers=[1.0, 1.0, 1.0]),
+            lambda at: at.settings(metrics__layers=[1.0, 1.0, 1.0]),
             "metrics.layers has 3 weights, the model has 2 layers",
         ),
     ],
@@ -511,7 +525,7 @@ def test_all_that_the_readme_imports_is_looked_at() -> None:
         for names in re.findall(r"^from entropix_jax\S* import (.+)$", text, re.MULTILINE)
         for name in names.split(",")
     }
-    assert imported - {"SAMPLE"} == set(SHOWN)
+    assert imported == set(SHOWN)
     used = set(re.findall(r"entropix_jax\.(\w+)\(", text))
     assert used <= set(entropix_jax.__all__)
     assert {"load", "generate", "stream", "inspect_text", "Retriever"} <= used

@@ -20,12 +20,12 @@ from entropix_jax.calibration.own_text import least_seconds, measure_own_text, s
 from entropix_jax.config import load_model_config
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES, THRESHOLDS
 from entropix_jax.precision import choose_precision
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler, preset_names
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sharding import parse_mesh
-from entropix_jax.vocabulary import REGIMES, THRESHOLDS
 from tests.folders import PUBLISHED, poisoned, token_ids, write_model
 from tests.models import write_config
 

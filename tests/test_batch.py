@@ -35,7 +35,7 @@ from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from tests.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 from tests.folders import poisoned, write_model
 from tests.patience import PATIENCE, wait_for

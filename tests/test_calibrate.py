@@ -22,8 +22,8 @@ from entropix_jax.calibration.own_text import start_of_text
 from entropix_jax.commandline import Count
 from entropix_jax.inspection import entropies_of
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests.folders import poisoned, write_model

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chex  # type: ignore[import-untyped]
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes

@@ -25,7 +25,7 @@ from entropix_jax.preparation import sampler_params
 from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import RunningRow, budget_of
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.slots import admit
 from tests.folders import poisoned
 
@@ -67,7 +67,6 @@ def engine_of(model: LanguageModel, row: RunningRow, slots: int = SLOTS) -> Engi
     return Engine(
         model,
         row.params,
-        row.sampler.arms,
         slots=slots,
         capacity=CAPACITY,
         recording=Recording(),
@@ -347,7 +346,6 @@ def test_a_run_without_rows(tiny: LanguageModel) -> None:
     engine = Engine(
         tiny,
         sampler_params(tiny, sampler),
-        sampler.arms,
         slots=SLOTS,
         capacity=CAPACITY,
         recording=Recording(),

@@ -23,7 +23,6 @@ from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.generation import Generation
 from entropix_jax.health import NOWHERE, describe, earlier, first_unsound, unsound_entry
-from entropix_jax.information import AttnStats
 from entropix_jax.inspection import inspect
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward
@@ -31,6 +30,7 @@ from entropix_jax.params import Params
 from entropix_jax.results import Request
 from entropix_jax.rope import inverse_frequencies, rotations
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.stats import AttnStats
 from tests.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
 from tests.models import LLAMA_3_2_1B
 from tests.test_sharding import two

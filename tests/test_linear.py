@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import chex  # type: ignore[import-untyped]
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from entropix_jax import batch
+from entropix_jax.names import REGIMES
 from entropix_jax.report import records
 from entropix_jax.report.records import batch_page
-from entropix_jax.vocabulary import REGIMES
 from tests.browsing import (
     Watched,
     all_in_sight,

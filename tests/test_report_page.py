@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from entropix_jax import main
+from entropix_jax.names import QUANTITIES, REGIMES, THRESHOLDS
 from entropix_jax.report import page as report_page
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import QUANTITIES, REGIMES, THRESHOLDS
 from tests.browsing import (
     Watched,
     frames,
@@ -425,7 +425,7 @@ def set_knob(page: Any, name: str, value: float) -> None:
 def regimes_in_python(records: list[dict[str, Any]], values: dict[str, Any]) -> list[str]:
     """What the sampler would have called them."""
     sampler = load_sampler("entropix").with_values(values)
-    made = sampler.params(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
+    made = sampler.settings(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
     metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
     found = jax.jit(jax.vmap(classify, in_axes=(0, None)))(stacked, made)

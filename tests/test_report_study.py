@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from entropix_jax import evaluate
+from entropix_jax.names import FINDINGS_FORMAT, REGIMES
 from entropix_jax.report import study as report_study
 from entropix_jax.report.study import study_page
-from entropix_jax.vocabulary import FINDINGS_FORMAT, REGIMES
 from tests.browsing import (
     Watched,
     all_in_sight,

@@ -11,11 +11,10 @@ import pytest
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
-from entropix_jax.sampler.state import init_sampler_state
 from entropix_jax.sharding import Rules, place, rules_for
 from entropix_jax.slots import Arrival, Slots, admit, empty_slots, padded_ids, share_prefix
 from tests.models import tiny_config
-from tests.samplers import params_of
+from tests.samplers import fresh_state, params_of
 from tests.test_sharding import collectives_of, two
 
 SLOTS, CAPACITY = 4, 8
@@ -97,7 +96,7 @@ def test_a_row_takes_its_slot(mesh: str | None, number: int) -> None:
     slots, row = full(mesh), arrival()
     before = leaves(slots)
     after = leaves(admit(slots, jnp.int32(number), row))
-    fresh = init_sampler_state(1, CONFIG.vocab_size)
+    fresh = fresh_state(1, CONFIG.vocab_size)
     told = {
         ".state.history": row.history,
         ".state.prompt_length": 3,

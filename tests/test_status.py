@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from entropix_jax.batches.progress import ProgressView, Standing
+from entropix_jax.names import REGIMES
 from entropix_jax.results import Event, Piece, Request, Row
 from entropix_jax.status import StatusLine
 from entropix_jax.terminal import Meter, TextScreen
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import REGIMES
 from tests.glass import Glass
 from tests.test_terminal import Screen, own_environment, token  # noqa: F401 (a fixture)
 
