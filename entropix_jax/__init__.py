@@ -21,7 +21,7 @@ _MODULES = {
     "Request": "results",
     "Retriever": "retrieval",
     "Row": "results",
-    "Sampler": "sampler.settings",
+    "Sampler": "sampler.sampler",
     "UserError": "errors",
     "calibrate_sampler": "calibration.automatic",
     "generate": "api",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from entropix_jax.results import Event, Request, Row
     from entropix_jax.retrieval import Retriever
     from entropix_jax.sampler.presets import load_sampler
-    from entropix_jax.sampler.settings import Sampler
+    from entropix_jax.sampler.sampler import Sampler
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import CalibratedSampler, Prompt, encode_prompt
 from entropix_jax.results import Ask, Request, Retrieve, Rows
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.scoring import ScoredToken, score_tokens
 
 AnySampler = CalibratedSampler | Sampler | str

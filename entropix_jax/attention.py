@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.information import AttnStats, entropy_and_varentropy, sum_last
+from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
 _TINY = 2.0**-32
 

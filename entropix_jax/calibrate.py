@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from entropix_jax.calibration.boxes import Boxes
     from entropix_jax.loading import LanguageModel
-    from entropix_jax.sampler.settings import Sampler
+    from entropix_jax.sampler.sampler import Sampler
 
 _OWN_TOKENS = 20_000  # unless another number is asked for
 _OWN_ROWS = 32  # texts that the model writes side by side

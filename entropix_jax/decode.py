@@ -1,21 +1,22 @@
-"""Generation, compiled: the one place where the model and the sampler meet.
+"""The compiled calls of generation, the one place where the model and the sampler meet.
 
-A `DecodeState` goes in and comes out of every function here, and is donated: nothing is copied. One
-step function serves the on-device loop and streaming, which only differ in how many steps run
-before the host looks.
+Every function takes a `DecodeState`, donated, and returns the next. The on-device loop and
+streaming share one step; they differ in how many steps run before the host looks.
 """
 
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.branching import Step, commit_branches
+from entropix_jax.branching import Carry, Inputs, commit_branches
 from entropix_jax.cache import KVCache, Suffixes
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import (
+    FINISHED_EOS,
     FINISHED_ERROR,
     FINISHED_STOP,
     LOG_STEPS,
@@ -30,13 +31,12 @@ from entropix_jax.decode_state import (
     init_log,
 )
 from entropix_jax.health import NOWHERE, earlier, first_unsound
-from entropix_jax.information import AttnStats
 from entropix_jax.model import forward, forward_branches, unembed
 from entropix_jax.params import Params
-from entropix_jax.sampler.arms import ARMS, BACKSPACE, BRANCH, INJECT, Arm
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.sample import begin_thoughts, choose, may_return, where_rows
+from entropix_jax.sampler.mechanisms.inject import InjectState
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Rows
+from entropix_jax.sampler.step import choose, may_backspace_next
 from entropix_jax.sharding import (
     ONCE,
     ROWS,
@@ -49,14 +49,14 @@ from entropix_jax.sharding import (
     split_rows,
     sum_shards,
 )
+from entropix_jax.stats import AttnStats
 
-_ARMS = tuple(ARMS.values())
 _LOG = BranchLog(count=ONCE, branches=ROWS, committed=ROWS, sequence_varentropy=ROWS)
 
 
 def decode_step(
     params: Params,
-    sampler: SamplerParams,
+    settings: SamplerSettings,
     eos_ids: jax.Array,
     state: DecodeState,
     log: BranchLog,
@@ -64,77 +64,63 @@ def decode_step(
     config: ModelConfig,
     window: int,
     recording: Recording,
-    arms: tuple[Arm, ...],
 ) -> tuple[DecodeState, StepRecord, BranchLog]:
-    """Every running row one step on: forward, metrics, regime, proposal, draw, commit, record.
+    """One step of every running row: forward, metrics, regime, proposal, draw, commit, record.
 
-    A row commits one token, or takes its last one back and draws its place again, or commits a
-    branch, or begins to wait for the host. `eos_ids` is int32 [B, E]; the record's fields are [B];
-    the log must have room for B more. The other arguments are those of `decode`.
+    A row commits one token, or its last token's replacement, or a branch, or it waits for the host.
+    `eos_ids` is int32 [B, E]; the record's fields are [B]; the log must have room for B more. The
+    other arguments are those of `decode`.
     """
+    batch = state.finish.shape[0]
+    chex.assert_shape((eos_ids, state.history), (batch, None))
+    chex.assert_tree_shape_prefix((settings, state.sampler), (batch,))
+
     running = state.finish == RUNNING
-    rows = _rows(state)
-    pending = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
-    hidden, stats, cache = forward(
-        params,
-        config,
-        pending,
-        running.astype(jnp.int32),
-        state.cache,
-        window=window,
-        check=recording.check,
-    )
-    logits, unsound = unembed(params, hidden[:, 0]), state.unsound
-    if stats.sound is not None:
-        unsound = earlier(unsound, first_unsound(stats.sound, state.cache.length))
-        logits = jnp.where(unsound[:, :1] == NOWHERE, logits, jnp.nan)
-    choice, sampler_state = choose(logits, stats, sampler, state.sampler, rows, arms)
+    logits, stats, cache, unsound = _read_last(params, config, state, running, window, recording)
+    choice, step, sampler_state = choose(logits, stats, settings, state.sampler, _rows(state))
+    rows = step.rows
 
-    goes_on = running & choice.finite
-    retracts = goes_on & (choice.proposal.action == BACKSPACE)
-    injects = goes_on & choice.begins & (choice.proposal.action == INJECT)
-    branches = goes_on & choice.begins & (choice.proposal.action == BRANCH)
-    waits = injects & state.asks_for_text
-    commits = goes_on & ~branches & ~waits
-
-    position = rows.length - retracts.astype(jnp.int32)
-    left = rows.remaining - 1 + retracts.astype(jnp.int32)
-    finish = finish_of(left, choice.token, eos_ids)
-    finish = jnp.where(waits, WAITS_FOR_TEXT, jnp.where(branches, RUNNING, finish))
+    # What becomes of each row. Only running rows with finite logits backspace, roll out or wait.
+    commits = running & choice.finite & ~step.rolls_out & ~step.waits
+    finish = finish_of(rows.remaining - 1, choice.token, eos_ids)
+    finish = jnp.where(step.ends, FINISHED_EOS, finish)
+    finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rolls_out, RUNNING, finish))
     finish = jnp.where(running, jnp.where(choice.finite, finish, FINISHED_ERROR), state.finish)
-    evaluated = (running & (rows.generated > 0)).astype(jnp.int32)
+    # The first step reads a token of the prompt.
+    evaluates = running & (state.cache.length >= state.prompt_length)
+    forwards = state.forwards + evaluates.astype(jnp.int32)
+    may_backspace = may_backspace_next(settings, sampler_state, rows)
     record = StepRecord(
         live=running,
-        position=position,
-        forwards=state.forwards + evaluated,
+        position=rows.length,
+        forwards=forwards,
         finish=finish,
         choice=choice,
         extras=extras_of(logits, stats, recording),
-        may_return=commits & (finish == RUNNING) & may_return(sampler_state, sampler),
-        branch=jnp.full_like(position, -1),
+        may_backspace=commits & (finish == RUNNING) & may_backspace,
+        branch=jnp.full_like(finish, -1),
         unsound=unsound,
     )
-    before = state.sampler.tally
-    history = begin_thoughts(
-        state.history, rows.length, injects & ~waits, sampler.inject, before.injections
-    )
-    held = replace(before, injections=before.injections + 1)
-    target = jnp.where(commits, position, history.shape[1])
-    row = jnp.arange(target.shape[0], dtype=jnp.int32)
+
+    # Commit. A row that waits reads its last token again; the cache of one that backspaced shrinks.
+    cached = jnp.where(running & ~step.waits, rows.length, state.cache.length)
+    target = jnp.where(commits, rows.length, rows.history.shape[1])
+    row = jnp.arange(batch, dtype=jnp.int32)
     state = replace(
         state,
-        cache=replace(cache, length=jnp.where(retracts | waits, state.cache.length, cache.length)),
-        history=history.at[row, target].set(choice.token, mode="drop"),
-        sampler=replace(sampler_state, tally=where_rows(waits, held, sampler_state.tally)),
-        forwards=record.forwards,
+        cache=replace(cache, length=cached),
+        history=rows.history.at[row, target].set(choice.token, mode="drop"),
+        sampler=sampler_state,
+        forwards=forwards,
         finish=finish,
     )
+
+    # Branches, under a condition: a step without any costs nothing more.
     read = partial(_forward_branches, params, config=config, window=window, check=recording.check)
-    carry: tuple[DecodeState, StepRecord, BranchLog] = lax.cond(
-        jnp.any(branches),
-        lambda carry: commit_branches(
-            branches, Step(logits, before, rows, sampler, eos_ids), read, recording, window, carry
-        ),
+    inputs = Inputs(logits=logits, rows=rows, settings=settings, eos_ids=eos_ids)
+    carry: Carry = lax.cond(
+        jnp.any(step.rolls_out),
+        lambda carry: commit_branches(step.rolls_out, inputs, read, recording, window, carry),
         lambda carry: carry,
         (state, record, log),
     )
@@ -143,13 +129,13 @@ def decode_step(
 
 @partial(
     jax.jit,
-    static_argnames=("config", "window", "max_steps", "recording", "arms"),
+    static_argnames=("config", "window", "max_steps", "recording"),
     donate_argnames="state",
 )
-@split_rows(rows={"sampler": 1, "eos_ids": 2, "state": 1}, returns=(ROWS, STEPS, _LOG))
+@split_rows(rows={"settings": 1, "eos_ids": 2, "state": 1}, returns=(ROWS, STEPS, _LOG))
 def decode(
     params: Params,
-    sampler: SamplerParams,
+    settings: SamplerSettings,
     eos_ids: jax.Array,
     state: DecodeState,
     steps: jax.Array,
@@ -159,18 +145,17 @@ def decode(
     window: int,
     max_steps: int,
     recording: Recording,
-    arms: tuple[Arm, ...] = _ARMS,
 ) -> tuple[DecodeState, StepRecord, BranchLog]:
-    """Runs up to `steps` decode steps on the device, and comes back once fewer than `fewest` rows
-    are running.
+    """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
+    running.
 
-    It comes back earlier where a row waits for the host, where the log is full, and where a row has
-    grown as long as the window (one that a stop string has ended does not count: how far it went on
-    depends on when the host looked).
+    It returns earlier where a row waits for the host, where the log is full, and where a row has
+    grown as long as the window. (A row that a stop string has ended does not count: how far it went
+    on depends on when the host looked.)
 
     Args:
         params: the weights.
-        sampler: traced, each leaf with a leading row axis.
+        settings: each leaf with a leading row axis; its mechanisms are static.
         eos_ids: int32 [B, E], the tokens that end each row, or [E] for all; -1 matches none.
         state: donated.
         steps, fewest: int32, traced.
@@ -178,7 +163,6 @@ def decode(
         window: static, the cache slots that are read.
         max_steps: static, room for records: no more steps than this are run.
         recording: static, what is recorded of each step besides the choice.
-        arms: static, what `sampler.arms` chooses from.
 
     Returns:
         The state, records with a leading [max_steps] axis (those of steps that did not run have
@@ -186,17 +170,16 @@ def decode(
     """
     batch = state.finish.shape[0]
     eos_ids = jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1]))
-    # Jitted to be traced once, for its shapes and for the loop: XLA inlines it.
+    # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
     step = jax.jit(
         partial(
             decode_step,
             params,
-            sampler,
+            settings,
             eos_ids,
             config=config,
             window=window,
             recording=recording,
-            arms=arms,
         )
     )
     log = init_log(config, batch + LOG_STEPS * max_steps, recording)
@@ -242,15 +225,13 @@ def prefill(
     window: int,
     check: bool = False,
 ) -> DecodeState:
-    """Caches more prompt tokens of some rows. The others wait, and what is cached does not depend
-    on them.
+    """Caches more prompt tokens of some rows, independently of the other rows.
 
     Args:
         state: donated.
         tokens: int32 [A, T].
         count: int32 [A], how many of a row's T tokens are real, from the first on.
-        slots: int32 [A], the rows; all in order where it is None. A number past the last row is
-            nobody's.
+        slots: int32 [A], the rows; None for all in order. Out-of-range row indices are ignored.
         config: static.
         window: static, the cache slots that are read: at least as many as any of the rows then has.
         check: static; the state notes where activations are not finite, and the row's first step
@@ -306,25 +287,28 @@ def answer(
     action: jax.Array,
     cooldown: jax.Array,
 ) -> DecodeState:
-    """Lets a row that waits go on, with the host's tokens as its next ones. With none it just
-    draws, as it does while a thought cools down.
+    """Resumes a waiting row, forcing the host's tokens next. With no tokens the row samples
+    normally and starts its cooldown.
 
     Args:
         state: donated.
-        row: int32, its number.
-        tokens: int32 [S], of which the first `count` (int32) are meant.
-        action: int32, index into ACTIONS, which the tokens carry.
-        cooldown: int32, tokens until a thought may be injected, for a row without tokens.
+        row: int32, its index.
+        tokens: int32 [S], the first `count` (int32) are forced.
+        action: int32, index into the sampler's mechanisms, which the tokens carry.
+        cooldown: int32, tokens until the next thought is possible, for a row without tokens.
     """
     row = local_index(row, state.finish.shape[0])
     steps = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     target = jnp.where(steps < count, state.cache.length[row] + 1 + steps, state.history.shape[1])
     tally = state.sampler.tally
+    inject: InjectState = tally.own["inject"]
+    cooldown = jnp.where(count > 0, inject.cooldown[row], cooldown)
+    inject = replace(inject, cooldown=inject.cooldown.at[row].set(cooldown))
     tally = replace(
         tally,
         queued=tally.queued.at[row].set(count),
         queue_action=tally.queue_action.at[row].set(action),
-        cooldown=tally.cooldown.at[row].set(jnp.where(count > 0, tally.cooldown[row], cooldown)),
+        own={**tally.own, "inject": inject},
     )
     return replace(
         state,
@@ -334,11 +318,39 @@ def answer(
     )
 
 
+def _read_last(
+    params: Params,
+    config: ModelConfig,
+    state: DecodeState,
+    running: jax.Array,
+    window: int,
+    recording: Recording,
+) -> tuple[jax.Array, AttnStats, KVCache, jax.Array]:
+    """The forward pass of each running row's last token: logits float32 [B, V], statistics, the
+    cache with the token in it, and where the row is unsound. There the logits are NaN."""
+    token = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
+    hidden, stats, cache = forward(
+        params,
+        config,
+        token,
+        running.astype(jnp.int32),
+        state.cache,
+        window=window,
+        check=recording.check,
+    )
+    logits, unsound = unembed(params, hidden[:, 0]), state.unsound
+    if stats.sound is not None:
+        unsound = earlier(unsound, first_unsound(stats.sound, state.cache.length))
+        logits = jnp.where(unsound[:, :1] == NOWHERE, logits, jnp.nan)
+    return logits, stats, cache, unsound
+
+
 def _rows(state: DecodeState) -> Rows:
-    """What the sampler is told of each row whose pending token is being read."""
+    """What the sampler is told of each row whose last token is being read."""
     length = state.cache.length + 1
     generated = length - state.prompt_length
     return Rows(
+        running=state.finish == RUNNING,
         keys=state.keys,
         history=state.history,
         length=length,

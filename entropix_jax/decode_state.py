@@ -1,4 +1,4 @@
-"""Rows in the middle of their texts, and what is recorded of each step."""
+"""The state of a batch while it decodes, and what is recorded of each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +12,34 @@ from jax import lax
 from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig
 from entropix_jax.health import NOWHERE
-from entropix_jax.information import AttnStats
-from entropix_jax.sampler.branch import Branches
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
-from entropix_jax.sampler.sample import Choice
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sampler.rollout import Branches
 from entropix_jax.sampler.state import SamplerState, blank_observation, init_sampler_state
+from entropix_jax.sampler.step import Choice
+from entropix_jax.stats import AttnStats
 
 # A row's `finish`. FINISHED_STOP is set by the host, which alone sees the text; a row that waits
-# goes on when the host has answered.
+# continues once the host has answered.
 RUNNING, FINISHED_EOS, FINISHED_LENGTH, FINISHED_ERROR, FINISHED_STOP = range(5)
 WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6
 
-LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step of all rows
+LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step where all rows branch
 
 
 @struct.dataclass
 class DecodeState:
-    """Rows in the middle of their texts.
+    """A batch while it decodes.
 
-    `history` is the text; the cache holds all of it but the last token, which the next step reads.
+    `history` is each row's text; the cache holds all of it but the last token, which the next step
+    reads.
     """
 
     cache: KVCache
     history: jax.Array  # int32 [B, S], each row's tokens, prompt included; past them forced ones
     prompt_length: jax.Array  # int32 [B], at least 1
-    budget: jax.Array  # int32 [B], tokens that may be generated
+    budget: jax.Array  # int32 [B], most tokens to generate
     keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
     asks_for_text: jax.Array  # bool [B], the host is asked for each thought's text
     asks_for_choice: jax.Array  # bool [B], the host is asked which branch of an ambiguous step
@@ -48,7 +51,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Recording:
-    """Static: what a step records besides the choice."""
+    """What a step records besides the choice; static."""
 
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
@@ -68,27 +71,24 @@ class Extras:
 class StepRecord:
     """What one step did to each row; [B] fields, or [steps, B] from a loop."""
 
-    live: jax.Array  # bool: the row was running, so the other fields mean something
+    live: jax.Array  # bool: the row was running; else the other fields mean nothing
     position: jax.Array  # int32, of the token
     forwards: jax.Array  # int32, when the token was chosen
     finish: jax.Array  # int32, after it; a row that waits has no token
     choice: Choice  # of a row that branched: the first token of the best branch
     extras: Extras  # of the distribution that the step evaluated
-    may_return: jax.Array  # bool: the next step may take the token back
+    may_backspace: jax.Array  # bool: the next step may backspace the token
     branch: jax.Array  # int32, which record of the branch log belongs to it; -1: none
     unsound: jax.Array  # int32 [B, 2], see `health.first_unsound`; NOWHERE where nothing is checked
 
 
 @struct.dataclass
 class BranchLog:
-    """What the steps that branched did; fields [M, ...], of which the first `count` mean something.
-
-    The first `committed` tokens of the best branch were committed.
-    """
+    """An entry for each row and step that branched; fields [M, ...], the first `count` in use."""
 
     count: jax.Array  # int32
     branches: Branches  # its notes are Extras
-    committed: jax.Array  # int32 [M]
+    committed: jax.Array  # int32 [M], how many of the best branch's tokens were committed
     sequence_varentropy: jax.Array  # float32 [M, R], after each token of the best branch
 
 
@@ -100,6 +100,7 @@ def init_state(
     *,
     capacity: int,
     dtype: jnp.dtype,
+    mechanisms: tuple[Mechanism, ...] = MECHANISMS,
 ) -> DecodeState:
     """Rows whose prompts are known and not yet cached, and which ask the host for nothing.
 
@@ -110,6 +111,7 @@ def init_state(
         keys: uint32 [B, 2], one row key each.
         capacity: cache slots of a row.
         dtype: of the cache, that is, of the activations.
+        mechanisms: those of the rows' samplers.
     """
     batch = len(prompts)
     history = np.zeros((batch, capacity), np.int32)
@@ -123,7 +125,7 @@ def init_state(
         keys=jnp.asarray(keys),
         asks_for_text=jnp.zeros(batch, bool),
         asks_for_choice=jnp.zeros(batch, bool),
-        sampler=init_sampler_state(batch, config.vocab_size),
+        sampler=init_sampler_state(batch, config.vocab_size, mechanisms),
         forwards=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
         unsound=jnp.full((batch, 2), NOWHERE, jnp.int32),
@@ -131,7 +133,7 @@ def init_state(
 
 
 def init_log(config: ModelConfig, number: int, recording: Recording) -> BranchLog:
-    """Room for what `number` rows do where they branch."""
+    """An empty log with room for `number` entries."""
     branches, tokens = (number, MAX_WIDTH), (number, MAX_DEPTH)
     layers = (config.num_layers, config.num_heads) if recording.layers else (0, 0)
     return BranchLog(

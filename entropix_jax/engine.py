@@ -38,8 +38,8 @@ from entropix_jax.preparation import (
 from entropix_jax.records import outcomes
 from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import RunningRow, check_request
-from entropix_jax.sampler.arms import Arm
 from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sharding import check_mesh
 from entropix_jax.slots import (
     Arrival,
@@ -101,7 +101,7 @@ class Engine:
         self._model = model
         self._capacity = capacity
         self._recording = recording or Recording()
-        self._arms: tuple[Arm, ...] = ()
+        self._mechanisms: tuple[Mechanism, ...] = ()
         self._rows: list[RunningRow | None] = [None] * slots
         self._source: Iterator[Request | Row] = iter(())
         self._next: RunningRow | None = None
@@ -139,7 +139,7 @@ class Engine:
                 whose row the caller made.
 
         Raises:
-            UserError: a request that `check` refuses, or samplers whose arms differ.
+            UserError: a request that `check` refuses, or samplers whose mechanisms differ.
         """
         self._source = iter(requests)
         self._rows = [None] * len(self._rows)
@@ -147,11 +147,11 @@ class Engine:
         if first is None:
             return
         sampler = first.request.sampler
-        self._arms = tuple(sampler.arms.values())
+        self._mechanisms = sampler.mechanisms
         self._slots = empty_slots(
             self._model.config,
             len(self._rows),
-            sampler.params,
+            sampler.settings,
             capacity=self._capacity,
             dtype=self._model.precision.activations,
             rules=self._model.rules,
@@ -205,8 +205,8 @@ class Engine:
 
     def _arrival(self, row: RunningRow) -> Arrival:
         request = row.request
-        if tuple(request.sampler.arms.values()) != self._arms:
-            raise UserError("the samplers of one run must have the same arms")
+        if request.sampler.mechanisms != self._mechanisms:
+            raise UserError("the samplers of one run must have the same mechanisms")
         history = np.zeros(self._capacity, np.int32)
         history[: len(request.prompt)] = request.prompt
         return Arrival(
@@ -216,7 +216,7 @@ class Engine:
             key=row_key(request.seed, request.row_id),
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            sampler=request.sampler.params,
+            sampler=request.sampler.settings,
             eos_ids=padded_ids(request.eos_ids),
         )
 
@@ -327,7 +327,6 @@ class Engine:
             "window": self._window(),
             "max_steps": MAX_STEPS,
             "recording": self._recording,
-            "arms": self._arms,
         }
         return traced, static
 
@@ -377,7 +376,8 @@ class Engine:
         self.steps += int(records.live.any(axis=-1).sum())
         numbers = [0 if row is None else row.row.number for row in chunk.rows]
         decode_text = self._model.tokenizer.decode_within
-        for outcome in outcomes(numbers, records, log, self._recording, decode_text):
+        actions = [mechanism.name for mechanism in self._mechanisms]
+        for outcome in outcomes(numbers, actions, records, log, self._recording, decode_text):
             row = chunk.rows[outcome.slot]
             if row is None or not row.running:
                 continue

@@ -21,12 +21,12 @@ from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError, check_range, nearest
 from entropix_jax.loading import load
 from entropix_jax.memory import most_slots
+from entropix_jax.names import REGIMES
 from entropix_jax.precision import WEIGHTS
 from entropix_jax.preparation import MIN_CAPACITY, CalibratedSampler, bucket
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.scoring import log_likelihoods
-from entropix_jax.vocabulary import REGIMES
 
 try:
     from lm_eval.api.model import TemplateLM

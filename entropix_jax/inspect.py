@@ -32,7 +32,7 @@ from entropix_jax.commandline import (
     run_command,
 )
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.names import REGIMES
 
 if TYPE_CHECKING:
     from entropix_jax.scoring import ScoredToken

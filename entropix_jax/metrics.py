@@ -1,4 +1,4 @@
-"""The uncertainty of one step, as numbers: of the next-token distribution and of the attention.
+"""Metrics of one step: the uncertainty of the next-token distribution and of the attention.
 
 Entropies are in bits, varentropies in bits^2, log-probabilities in nats. All is float32, and each
 row is measured alone.
@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.information import AttnStats, entropy_and_varentropy
+from entropix_jax.stats import AttnStats, entropy_and_varentropy
 
 
 @struct.dataclass
 class Metrics:
-    """What the sampler decides by; every field float32 [B] (or a scalar, for one row)."""
+    """The inputs of the sampler's decisions; every field float32 [B] (or a scalar, for one row)."""
 
     entropy: jax.Array  # h = -sum p log2 p, bits
     varentropy: jax.Array  # u = sum p (log2 p + h)^2, bits^2
@@ -28,7 +28,7 @@ class Metrics:
 
 
 def noise_floor(epsilon: jax.Array, vocab_size: int) -> jax.Array:
-    """The log-probability (nats) below which logits of machine epsilon `epsilon` say nothing.
+    """The log-probability (nats) below which logits of machine epsilon `epsilon` are noise.
 
     `ln(epsilon) - ln(V)/2`: the rounding errors of the V exponentials add up to `sqrt(V) *
     epsilon`, spread over V tokens (document 004, "Logit noise threshold").
@@ -39,14 +39,14 @@ def noise_floor(epsilon: jax.Array, vocab_size: int) -> jax.Array:
 def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
     """`log_probs[B, V]` (nats) with those under the noise floor at -inf and the rest renormalised.
 
-    `epsilon` is float32 [B]; where it is 0 there is no floor and the row stays as it is. So does a
-    row that has nothing above the floor (bfloat16, and all of 128,256 tokens about as likely).
+    `epsilon` is float32 [B]. A row is unchanged where it is 0, and where nothing is above the floor
+    (as with bfloat16 and 128,256 tokens that are about equally likely).
     """
     floor = noise_floor(epsilon, log_probs.shape[-1])[:, None]
-    audible = log_probs >= floor
-    kept = jnp.where(audible, log_probs, -jnp.inf)
+    above = log_probs >= floor
+    kept = jnp.where(above, log_probs, -jnp.inf)
     renormalised = kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)
-    wanted = (epsilon > 0)[:, None] & jnp.any(audible, axis=-1, keepdims=True)
+    wanted = (epsilon > 0)[:, None] & jnp.any(above, axis=-1, keepdims=True)
     return jnp.where(wanted, renormalised, log_probs)
 
 

@@ -23,11 +23,11 @@ from jax import lax
 from entropix_jax.attention import attend, attend_branches, attention_stats, join_layers
 from entropix_jax.cache import KVCache, Suffixes, write
 from entropix_jax.config import ModelConfig
-from entropix_jax.information import AttnStats
 from entropix_jax.linear import linear, product, rows
 from entropix_jax.params import LayerParams, Params
 from entropix_jax.rope import rotate, rotations
 from entropix_jax.sharding import gather_logits
+from entropix_jax.stats import AttnStats
 
 _LayerCache = tuple[jax.Array, ...]  # the keys and values of one layer
 # Takes a layer's cache and the queries [B, T, N, H], keys and values [B, T, K, H] of new tokens;

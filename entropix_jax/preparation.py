@@ -11,9 +11,9 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, logits_epsilon
-from entropix_jax.sampler.arms import Arm
-from entropix_jax.sampler.params import SamplerParams
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
 
 PREFILL_WINDOW = 128  # cache slots that are read with several tokens, at least
 MIN_CAPACITY = 256  # cache slots of a row, at least
@@ -31,32 +31,32 @@ class CalibratedSampler:
     """A sampler as it runs on one model, see `calibration.automatic.calibrate_sampler`.
 
     Attributes:
-        settings: with the model's thresholds.
-        params: the same as arrays, of one row.
+        sampler: with the model's thresholds.
+        settings: the same as arrays, of one row.
     """
 
-    settings: Sampler
-    params: SamplerParams
+    sampler: Sampler
+    settings: SamplerSettings
 
     @property
     def name(self) -> str:
         """The preset's or file's name."""
-        return self.settings.name
+        return self.sampler.name
 
     @property
     def values(self) -> Mapping[str, Any]:
         """All settings, read-only."""
-        return self.settings.values
+        return self.sampler.values
 
     @property
-    def arms(self) -> Mapping[str, Arm]:
-        """The arms that its regimes choose from."""
-        return self.settings.arms
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """The mechanisms that its regimes choose from."""
+        return self.sampler.mechanisms
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines that a user should see."""
-        return self.settings.notes
+        return self.sampler.notes
 
 
 def bucket(length: int, smallest: int) -> int:
@@ -119,8 +119,8 @@ def encode_prompt(
     return model.tokenizer.apply_chat(messages)
 
 
-def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
-    """A sampler's parameters for one row of a model.
+def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
+    """A sampler's settings as arrays, for one row of a model.
 
     Raises:
         UserError: a thought, layer weights or bans that do not fit the model.
@@ -128,15 +128,15 @@ def sampler_params(model: LanguageModel, sampler: Sampler) -> SamplerParams:
     bans = [i for i in sampler.values["draw.bans"] if i >= model.config.vocab_size]
     if bans:
         raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")
-    return sampler.params(
+    return sampler.settings(
         num_layers=model.config.num_layers,
         epsilon=logits_epsilon(model),
         encode=model.tokenizer.encode_within,
     )
 
 
-def for_rows(params: SamplerParams, rows: int) -> SamplerParams:
-    """The same parameters for each row."""
-    stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), params)
-    placed: SamplerParams = jax.device_put(stacked)
+def for_rows(settings: SamplerSettings, rows: int) -> SamplerSettings:
+    """The same settings for each row."""
+    stacked = jax.tree.map(lambda x: np.broadcast_to(x, (rows, *np.shape(x))), settings)
+    placed: SamplerSettings = jax.device_put(stacked)
     return placed

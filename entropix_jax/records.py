@@ -8,11 +8,10 @@ import jax
 import numpy as np
 
 from entropix_jax.decode_state import BranchLog, Extras, Recording, StepRecord
-from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.sampler.branch import Branches
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.rollout import Branches
 from entropix_jax.sampler.state import Observation
 from entropix_jax.trace import BranchRecord, TokenRecord, plain
-from entropix_jax.vocabulary import REGIMES
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 
@@ -42,6 +41,7 @@ class Outcome:
 
 def outcomes(
     numbers: Sequence[int],
+    actions: Sequence[str],
     records: StepRecord,
     log: BranchLog | None,
     recording: Recording,
@@ -51,18 +51,19 @@ def outcomes(
 
     Args:
         numbers: the row number of each slot, [B].
+        actions: the names of the sampler's mechanisms.
         records: fields [steps, B, ...], NumPy.
         log: what branched in these steps, NumPy; None where nothing did.
     """
     slots = np.nonzero(records.live)[1].tolist()
     records = jax.tree.map(lambda x: x[records.live], records)
-    tokens = _step_tokens([numbers[slot] for slot in slots], records, recording, decode)
+    tokens = _step_tokens([numbers[slot] for slot in slots], actions, records, recording, decode)
     paths: dict[int, tuple[list[TokenRecord], list[BranchRecord] | None]] = {}
     if log is not None:
         paths.update(_branch_paths(tokens, np.asarray(records.branch), log, recording, decode))
     ends = zip(
         plain(records.finish),
-        plain(records.may_return),
+        plain(records.may_backspace),
         map(tuple, plain(records.unsound)),
         strict=True,
     )
@@ -72,7 +73,11 @@ def outcomes(
 
 
 def _step_tokens(
-    rows: Sequence[int], records: StepRecord, recording: Recording, decode: Decode
+    rows: Sequence[int],
+    actions: Sequence[str],
+    records: StepRecord,
+    recording: Recording,
+    decode: Decode,
 ) -> list[TokenRecord]:
     """The token of each record, whose fields are [n, ...]."""
     choice, proposal = records.choice, records.choice.proposal
@@ -80,7 +85,7 @@ def _step_tokens(
         row=list(rows),
         position=plain(records.position),
         token_id=plain(choice.token),
-        action=[ACTIONS[action] for action in proposal.action],
+        action=[actions[action] for action in proposal.action],
         logprob=plain(choice.logprob),
         sequence_varentropy=plain(choice.sequence_varentropy),
         temperature=plain(proposal.temperature),

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.names import REGIMES
 from entropix_jax.preparation import CalibratedSampler
-from entropix_jax.sampler.arms import ACTIONS
+from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.trace import TokenRecord, TraceWriter, footer
-from entropix_jax.vocabulary import REGIMES
 
 _REPR_TEXT = 50  # characters of a text
 _REPR_ROWS = 10
@@ -103,13 +103,14 @@ class Row:
         """Text and finish reason, tokens in all, per regime and per action, and forward passes."""
         regimes = Counter(token.regime for token in self.tokens)
         actions = Counter(token.action for token in self.tokens)
+        names = dict.fromkeys((*ACTIONS, *sorted(actions)))
         return {
             "text": self.text,
             "finish_reason": self.finish_reason,
             **({} if self.error is None else {"error": self.error}),
             "tokens": len(self.tokens),
             "regimes": {regime: regimes[regime] for regime in REGIMES},
-            "actions": {action: actions[action] for action in ACTIONS if actions[action]},
+            "actions": {action: actions[action] for action in names if actions[action]},
             "retracted": self.retracted,
             "forwards": self.tokens[-1].forwards if self.tokens else 0,
         }

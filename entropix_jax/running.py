@@ -17,7 +17,6 @@ from entropix_jax.health import NOWHERE, describe
 from entropix_jax.loading import LanguageModel
 from entropix_jax.records import Outcome, differ, two_best
 from entropix_jax.results import Event, Piece, Request, Row
-from entropix_jax.sampler.arms import BRANCH, INJECT
 from entropix_jax.slots import padded_ids
 from entropix_jax.stopping import StopFilter
 from entropix_jax.trace import BranchRecord, TokenRecord
@@ -29,7 +28,7 @@ class Answer(NamedTuple):
     """What the host tells the device where a row waits for it."""
 
     tokens: list[int]  # the row's next ones; none: it samples
-    action: int  # index into ACTIONS, which the tokens carry
+    action: int  # index into the sampler's mechanisms, which the tokens carry
 
 
 class RunningRow:
@@ -172,7 +171,7 @@ class RunningRow:
         """Calls `Request.retrieve`; its text, else the sampler's own thought, where it fits into
         the budget."""
         assert self.request.retrieve is not None
-        row, tokenizer, inject = self.row, self._tokenizer, self.request.sampler.params.inject
+        row, tokenizer, settings = self.row, self._tokenizer, self.request.sampler.settings
         text = self.request.retrieve(
             tokenizer.decode([*self.request.prompt, *(token.token_id for token in row.tokens)])
         )
@@ -181,16 +180,13 @@ class RunningRow:
         # The name of a control token in a text is not that token: it must not end a row or a turn.
         special = tokenizer.special_ids
         retrieved = [i for i in tokenizer.encode_within(text) if i not in special]
-        thoughts = [
-            ids[:length].tolist()
-            for ids, length in zip(inject.thoughts, inject.lengths, strict=True)
-            if length
-        ]
+        thought = settings.own["inject"].thought
+        thoughts = [ids[ids >= 0].tolist() for ids in thought if ids[0] >= 0]
         turn = self._retrieved % max(len(thoughts), 1)
         self._retrieved += 1
         candidates = (retrieved, *thoughts[turn : turn + 1])
         fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.remaining)
-        return Answer(next(fitting, []), INJECT)
+        return Answer(next(fitting, []), settings.action("inject"))
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
         """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
@@ -208,7 +204,7 @@ class RunningRow:
         whole = self.request.sampler.values["branch.commit_all"]
         tokens = branches[chosen].tokens[: None if whole else 1]
         self._branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
-        return Answer(tokens[: self.remaining], BRANCH)
+        return Answer(tokens[: self.remaining], self.request.sampler.settings.action("branch"))
 
     def _with_choice(self, token: TokenRecord) -> TokenRecord:
         """A token of the branch that the host chose, as the step that asked for it proposed it: the

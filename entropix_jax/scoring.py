@@ -23,6 +23,7 @@ from entropix_jax.health import NOWHERE, describe, first_unsound
 from entropix_jax.loading import LanguageModel
 from entropix_jax.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
 from entropix_jax.preparation import (
     PREFILL_WINDOW,
@@ -33,10 +34,9 @@ from entropix_jax.preparation import (
     for_rows,
 )
 from entropix_jax.records import each, extras_fields
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.regimes import classify
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.trace import plain
-from entropix_jax.vocabulary import REGIMES
 
 _CONTEXT = 1024  # most tokens of a segment, unless the caller says otherwise
 _BATCH = 16  # texts that are read side by side
@@ -394,7 +394,7 @@ def _read_batch(
         tokens[row, :end] = text.tokens
         following[row, : end - 1] = tokens[row, 1:end, None]
         following[row, end - 1, : len(text.lasts)] = text.lasts
-    params = None if sampler is None else for_rows(sampler.params, rows)
+    params = None if sampler is None else for_rows(sampler.settings, rows)
     cache = init_cache(config, rows, capacity, model.precision.activations)
     for start in range(0, length, size):
         chunk = slice(start, start + size)
@@ -440,7 +440,7 @@ def _fault(model: LanguageModel, text: _Text) -> str:
 )
 def _score_chunk(
     params: Params,
-    sampler: SamplerParams | None,
+    sampler: SamplerSettings | None,
     cache: KVCache,
     tokens: jax.Array,
     following: jax.Array,

@@ -17,7 +17,7 @@ from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING, DecodeState, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
-from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import init_sampler_state
 from entropix_jax.sharding import ROWS, Rules, broadcast_row, local_index, place, split_rows
 
@@ -31,7 +31,7 @@ class Slots:
     """A batch: its state, and the per-row arguments of its step."""
 
     state: DecodeState
-    sampler: SamplerParams  # each leaf [B, ...]
+    sampler: SamplerSettings  # each leaf [B, ...]
     eos_ids: jax.Array  # int32 [B, E], see `padded_ids`
 
 
@@ -45,14 +45,14 @@ class Arrival:
     key: Value  # uint32 [2]
     asks_for_text: Value  # bool
     asks_for_choice: Value  # bool
-    sampler: SamplerParams  # of one row
+    sampler: SamplerSettings  # of one row
     eos_ids: Value  # int32 [E]
 
 
 def empty_slots(
     config: ModelConfig,
     number: int,
-    sampler: SamplerParams,
+    sampler: SamplerSettings,
     *,
     capacity: int,
     dtype: jnp.dtype,
@@ -88,7 +88,7 @@ def insert(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
     def put(rows: jax.Array, one: Value) -> jax.Array:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
 
-    fresh = init_sampler_state(1, state.sampler.last.logits.shape[1])
+    fresh = init_sampler_state(1, state.sampler.last.logits.shape[1], slots.sampler.mechanisms)
     zero = jnp.int32(0)
     return Slots(
         state=replace(

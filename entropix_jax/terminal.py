@@ -10,11 +10,11 @@ from rich.text import Text
 
 from entropix_jax.commandline import printable
 from entropix_jax.interrupts import leave_on_interrupt
+from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.results import Event, Row
 from entropix_jax.scoring import ScoredToken
 from entropix_jax.status import StatusLine, is_same_file, is_terminal
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import MEANINGS, REGIMES
 
 # Okabe and Ito's colours for colour-blind readers: those with a contrast of 3 or more on dark and
 # light backgrounds, two of them darkened so that the nearest of 256 colours has it too. Certain

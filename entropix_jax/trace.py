@@ -18,9 +18,9 @@ import numpy as np
 from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
 from entropix_jax.files import open_alone
+from entropix_jax.names import TRACE_FORMAT
 from entropix_jax.precision import Precision
 from entropix_jax.version import __version__
-from entropix_jax.vocabulary import TRACE_FORMAT
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from entropix_jax.engine import DECODE_WINDOW, Engine
 from entropix_jax.linear import Weight, arranged, quantized
 from entropix_jax.loading import TINY, LanguageModel, default_model, load
 from entropix_jax.model import forward, unembed
+from entropix_jax.names import BOXES
 from entropix_jax.params import Params, init_params
 from entropix_jax.precision import INT8, Precision, choose_precision
 from entropix_jax.preparation import (
@@ -59,8 +60,7 @@ from entropix_jax.programs import use_compilation_cache
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
-from entropix_jax.vocabulary import BOXES
+from entropix_jax.sampler.sampler import Sampler
 
 RANDOM_1B = "1b"
 FULL, GREEDY, BARE = "entropix", "greedy", "forward + argmax"
@@ -131,7 +131,7 @@ class Model:
     ) -> Timed:
         """Times a step of rows that each have a sampler."""
         capacity = capacity or bucket(context + steps, 256)
-        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(self._sampler_params, rows))
+        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(self._settings, rows))
         run = partial(
             decode,
             config=self.config,
@@ -215,8 +215,8 @@ class Model:
         jax.clear_caches()
         return self.decode([load_sampler(FULL)], 128, 1)() + self.prefill(128)()
 
-    def _sampler_params(self, sampler: Sampler) -> Any:
-        return sampler.params(
+    def _settings(self, sampler: Sampler) -> Any:
+        return sampler.settings(
             num_layers=self.config.num_layers, epsilon=2.0**-23, encode=lambda text: [1, 2, 3]
         )
 

@@ -28,12 +28,12 @@ from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import apply_noise_floor, measure
 from entropix_jax.model import forward, unembed
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
 from entropix_jax.preparation import for_rows
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import REGIMES
 
 TYPES = ("float32", "bfloat16", "int8")
 ROW, PROMPT, NEW = 256, 16, 128  # tokens of a text, of a prompt, and that are generated
@@ -61,7 +61,7 @@ def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, 
     """Of one text after the other: log-probabilities float32 [ROW, V], and the regimes int32
     [ROW]."""
     config = model.config
-    one = calibrate_sampler(load_sampler("entropix"), model).params
+    one = calibrate_sampler(load_sampler("entropix"), model).settings
     params = for_rows(one, ROW)
 
     @jax.jit

@@ -20,12 +20,11 @@ from entropix_jax.decode_state import (
     init_state,
 )
 from entropix_jax.params import Params
-from entropix_jax.sampler.arms import INJECT
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import SamplerParams
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sharding import parse_mesh, place, rules_for
 from tests.models import random_params, tiny_config
-from tests.samplers import batch_of, params_of
+from tests.samplers import ARMS, batch_of, params_of
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS, CHUNKS = 16, 64, 16, 2
@@ -50,7 +49,7 @@ class Outcome:
     text: str = ""  # the compiled step
 
 
-def rows() -> tuple[Params, SamplerParams, DecodeState]:
+def rows() -> tuple[Params, SamplerSettings, DecodeState]:
     """Rows of several samplers and lengths, on the host, nothing cached."""
     params = random_params(CONFIG)
     params = replace(params, head=5.0 * params.head)
@@ -122,7 +121,7 @@ class Job:
             outcome.records.append(jax.device_get(records))
             outcome.logs.append(jax.device_get(log))
         ahead = jnp.arange(CAPACITY, dtype=jnp.int32)
-        numbers = [jnp.int32(number) for number in (9, 2, INJECT, 0)]
+        numbers = [jnp.int32(number) for number in (9, 2, ARMS.index("inject"), 0)]
         state = taken(state, answer(state, numbers[0], ahead, *numbers[1:]))
         outcome.answered = fetched(state)
         finish = np.full(BATCH, RUNNING, np.int32)

@@ -16,12 +16,12 @@ from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig, RopeScaling
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import DecodeState, Recording, StepRecord, init_state
-from entropix_jax.information import AttnStats
 from entropix_jax.metrics import Metrics, measure
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, param_specs
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.stats import AttnStats
 
 # Shapes of one file of the published family, small: the original context is short, so that a prompt
 # of 200 tokens reaches the stretched wavelengths.
@@ -142,9 +142,9 @@ def all_metrics(config: ModelConfig, logits: jax.Array | np.ndarray, stats: Attn
     return metrics_of(logits, stats, jnp.ones((logits.shape[0], config.num_layers), jnp.float32))
 
 
-def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> SamplerParams:
+def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> SamplerSettings:
     """A preset for every row of a batch."""
-    params = load_sampler(preset).params(
+    params = load_sampler(preset).settings(
         num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: list(text.encode())
     )
     return jax.tree.map(

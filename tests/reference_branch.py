@@ -18,10 +18,10 @@ import numpy as np
 
 from entropix_jax.cache import init_cache
 from entropix_jax.config import ModelConfig
-from entropix_jax.information import AttnStats
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, row_key, uniforms
+from entropix_jax.stats import AttnStats
 from tests.reference import log_softmax
 
 LENGTH = 64  # tokens that texts are padded to, so that one program serves all

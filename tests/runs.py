@@ -12,7 +12,7 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.results import Request
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 
 
 class Spec(NamedTuple):

@@ -20,18 +20,22 @@ from entropix_jax.decode_state import (
     StepRecord,
     init_state,
 )
-from entropix_jax.information import AttnStats
 from entropix_jax.loading import CALIBRATION_FILE
 from entropix_jax.metrics import Metrics
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
-from entropix_jax.sampler.arms import ACTIONS, Proposal
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import RULES, SamplerParams
+from entropix_jax.sampler.mechanisms import ACTIONS, MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import RULES, SamplerSettings
+from entropix_jax.sampler.state import SamplerState, init_sampler_state
+from entropix_jax.stats import AttnStats
 from tests.models import random_params, tiny_config
 
+ARMS = [mechanism.name for mechanism in MECHANISMS]
+BATCH = 10  # rows
 NUM_LAYERS = 2
 NUM_HEADS = 4
 EPSILON = 2.0**-7
@@ -58,13 +62,13 @@ def encode(text: str) -> list[int]:
 
 def params_of(
     preset: str, changes: Mapping[str, Any] | None = None, **options: Any
-) -> SamplerParams:
+) -> SamplerSettings:
     """The parameters of one row: a preset with changes."""
     options = {"num_layers": NUM_LAYERS, "epsilon": EPSILON, "encode": encode, **options}
-    return load_sampler(preset).with_values(changes or {}).params(**options)
+    return load_sampler(preset).with_values(changes or {}).settings(**options)
 
 
-def batch_of(*rows: SamplerParams) -> SamplerParams:
+def batch_of(*rows: SamplerSettings) -> SamplerSettings:
     """The parameters of a batch."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
@@ -73,6 +77,32 @@ def metrics_of(**values: float) -> Metrics:
     """One row's metrics; what is not named is 0."""
     fields = dict.fromkeys(Metrics.__dataclass_fields__, 0.0) | values
     return Metrics(**{name: jnp.float32(value) for name, value in fields.items()})
+
+
+def view(may: bool = True, **changes: bool) -> RowView:
+    """A row that may take every action, or none, but for the changes."""
+    actions = {"inject": may, "branch": may, "backspace": may} | changes
+    return RowView(may={name: jnp.asarray(may) for name, may in actions.items()}, own={})
+
+
+def changed(settings: SamplerSettings, name: str, **values: Any) -> SamplerSettings:
+    """One row's settings with other values in a mechanism's section."""
+    section = settings.own[name]
+    arrays = {
+        key: np.asarray(v, np.asarray(getattr(section, key)).dtype) for key, v in values.items()
+    }
+    return replace(settings, own={**settings.own, name: replace(section, **arrays)})
+
+
+def fresh_state(batch: int, vocab_size: int) -> SamplerState:
+    """The state of rows that have committed nothing yet."""
+    return init_sampler_state(batch, vocab_size, MECHANISMS)
+
+
+def with_own(state: SamplerState, name: str, **fields: jax.Array) -> SamplerState:
+    """The state with other values in a mechanism's part of it."""
+    own = {**state.tally.own, name: replace(state.tally.own[name], **fields)}
+    return replace(state, tally=replace(state.tally, own=own))
 
 
 def proposal_of(
@@ -125,7 +155,7 @@ class Job:
     """One row of a batch."""
 
     prompt: Sequence[int]
-    sampler: SamplerParams
+    sampler: SamplerSettings
     budget: int = 12
     seed: int = 0
     row_id: str = "0"
@@ -158,6 +188,7 @@ def start(config: ModelConfig, params: Params, jobs: Sequence[Job], capacity: in
         np.stack([row_key(job.seed, job.row_id) for job in jobs]),
         capacity=capacity,
         dtype=jnp.dtype(jnp.float32),
+        mechanisms=jobs[0].sampler.mechanisms,
     )
     tokens = state.history[:, : capacity // 2]
     count = state.prompt_length - 1
@@ -172,9 +203,13 @@ def generate(
     chunks: Sequence[int] = (32,),
     capacity: int = 64,
     max_steps: int = 32,
+    rows: int = BATCH,
 ) -> list[list[Step]]:
-    """Runs a batch, `chunks` steps at a time, and returns each row's steps."""
+    """Runs a batch, `chunks` steps at a time, and returns each row's steps. Other rows fill it up
+    to `rows`: one shape, one program for all tests."""
     config, params = model
+    number = len(jobs)
+    jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
     state = start(config, params, jobs, capacity)
     sampler = batch_of(*(job.sampler for job in jobs))
     steps: list[list[Step]] = [[] for _ in jobs]
@@ -196,7 +231,7 @@ def generate(
                 one = jax.tree.map(lambda x, i=i, row=row: x[i, row], host)
                 if one.live:
                     taken += _steps(one, entries)
-    return steps
+    return steps[:number]
 
 
 def tokens_of(steps: Sequence[Step]) -> list[int]:

@@ -21,15 +21,15 @@ from entropix_jax.calibration.output import calibration_text
 from entropix_jax.checkpoint import load_params
 from entropix_jax.config import load_generation_config, load_model_config, parse_model_config
 from entropix_jax.main import Arguments, _read_prompt
+from entropix_jax.names import REGIMES, TRACE_FORMAT
 from entropix_jax.params import param_specs
 from entropix_jax.report.page import comparison_page, run_page
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler, read_thresholds
+from entropix_jax.sampler.sampler import Sampler, read_thresholds
 from entropix_jax.studies.sweep import read_sweep
 from entropix_jax.tokenizer import load_tokenizer
 from entropix_jax.trace import BranchRecord, TokenRecord
-from entropix_jax.vocabulary import REGIMES, TRACE_FORMAT
 
 Reader = Callable[[bytes], object]
 Prepare = Callable[[Path], tuple[list[bytes], Reader]]
@@ -250,7 +250,7 @@ def _messages(folder: Path) -> tuple[list[bytes], Reader]:
 
 def _traced(sampler: Sampler) -> object:
     """The sampler's parameters, none of which is NaN."""
-    params = sampler.params(
+    params = sampler.settings(
         num_layers=4, epsilon=1e-7, encode=lambda text: text.encode("utf-8", "replace")
     )
     assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in jax.tree.leaves(params))

@@ -23,7 +23,7 @@ from entropix_jax import Recording, Retriever, Sampler, UserError, free_memory
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import encode_prompt
 from entropix_jax.results import Rows
-from entropix_jax.sampler.arms import SAMPLE, draw
+from entropix_jax.sampler.proposal import draw
 from entropix_jax.sharding import parse_mesh
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.registry import find_task
@@ -60,7 +60,7 @@ class Place:
         return entropix_jax.stream(self.model, *arguments, **options)
 
     def params(self, **changes: Any) -> Any:
-        return changed(**changes).params(
+        return changed(**changes).settings(
             num_layers=2, epsilon=0.0, encode=self.model.tokenizer.encode_within
         )
 
@@ -188,7 +188,7 @@ CAUSES: list[tuple[str, Callable[[Place], Any], str]] = [
     ),
     (
         "an arm's name",
-        lambda at: sampler_of("entropix").with_arm("branch", lambda *_: draw(SAMPLE, _[1])),
+        lambda at: sampler_of("entropix").with_arm("branch", lambda *_: draw("sample", _[1])),
         "there is an arm 'branch' already",
     ),
     (

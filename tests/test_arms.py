@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,37 +10,26 @@ import numpy as np
 import pytest
 
 from entropix_jax.metrics import Metrics
-from entropix_jax.sampler.arms import (
-    ACTIONS,
-    ARMS,
-    Proposal,
-    RowView,
-    as_seen,
-    confidence,
-    propose,
-)
-from entropix_jax.sampler.params import RULES, SamplerParams, scalars
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import REGIMES
-from tests.samplers import batch_of, metrics_of, params_of
+from entropix_jax.sampler.sampler import scalars
+from entropix_jax.sampler.settings import RULES, SamplerSettings
+from entropix_jax.sampler.step import as_seen, propose
+from tests.samplers import ARMS, batch_of, metrics_of, params_of, view
 
 Values = Mapping[str, Any]
 
 
-def view(may: bool = True) -> RowView:
-    """A row that may do all that an arm can propose, or nothing of it."""
-    return RowView(
-        may_inject=jnp.asarray(may), may_branch=jnp.asarray(may), may_retract=jnp.asarray(may)
-    )
-
-
 def proposal_at(
-    arm: str | jax.Array, point: Metrics, params: SamplerParams, row: RowView | None = None
+    arm: str | jax.Array, point: Metrics, params: SamplerSettings, row: RowView | None = None
 ) -> Proposal:
     """What an arm, by its name or its number, proposes for one row."""
-    index = jnp.int32(list(ARMS).index(arm)) if isinstance(arm, str) else arm
-    return propose(index, as_seen(point, params), params, row or view(), tuple(ARMS.values()))
+    index = jnp.int32(ARMS.index(arm)) if isinstance(arm, str) else arm
+    return propose(index, as_seen(point, params), params, row or view())
 
 
 def published(**metrics: float) -> Metrics:
@@ -123,8 +111,8 @@ def test_adaptive_sampling() -> None:
 
 
 def test_candidates_of_the_two_documents() -> None:
-    assert int(params_of("document-000").adaptive.draws) == 5
-    assert int(params_of("document-001").adaptive.draws) == 12
+    assert int(params_of("document-000").own["adaptive"].draws) == 5
+    assert int(params_of("document-001").own["adaptive"].draws) == 12
 
 
 # The oracle
@@ -240,9 +228,6 @@ WIDE: Values = {
     "resample.top_p_min": 1e-6,
     "adaptive.top_k_max": 10_000,
     "adaptive.min_p_min": 0.0,
-    "base.top_p": 0.4,
-    "base.top_k": 200,
-    "base.min_p": 0.3,
 }
 
 
@@ -267,14 +252,14 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
     values["metrics.attn_entropy"] = str(rng.choice(["normalised", "raw"]))
     values["metrics.agreement"] = str(rng.choice(["corrected", "published"]))
     if rng.random() < 0.5:
-        values |= {key: WIDE[key] for key in WIDE if not key.startswith("base.")}
+        values |= WIDE
     return values
 
 
 @jax.jit
 @jax.vmap
 def propose_each(
-    arm: jax.Array, metrics: Metrics, params: SamplerParams, row: RowView
+    arm: jax.Array, metrics: Metrics, params: SamplerSettings, row: RowView
 ) -> tuple[Proposal, jax.Array]:
     """Each row's proposal and confidence."""
     return proposal_at(arm, metrics, params, row), confidence(as_seen(metrics, params), params)
@@ -288,20 +273,20 @@ def stacked(points: list[dict[str, float]]) -> Metrics:
     return jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_random_points(arm: str) -> None:
-    """Each row of a batch by its own parameters and metrics."""
-    rng = np.random.default_rng(list(ARMS).index(arm))
+def test_random_points() -> None:
+    """Every arm, each row of a batch by its own arm, settings and metrics."""
+    rng = np.random.default_rng(0)
     base = load_sampler("entropix")
-    rows = 60
-    samplers = [base.with_values(random_values(rng)) for _ in range(rows)]
-    points = [random_point(rng) for _ in range(rows)]
-    points[0]["entropy"] = 0.0
-    may = [bool(x) for x in rng.random(rows) < 0.5]
+    arms = [arm for arm in ARMS for _ in range(40)]
+    samplers = [base.with_values(random_values(rng)) for _ in arms]
+    points = [random_point(rng) for _ in arms]
+    for row in range(0, len(arms), 40):
+        points[row]["entropy"] = 0.0
+    may = [bool(x) for x in rng.random(len(arms)) < 0.5]
     params = batch_of(*(params_of("entropix", s.values) for s in samplers))
-    arms = jnp.full(rows, list(ARMS).index(arm), jnp.int32)
-    proposal, reported = propose_each(arms, stacked(points), params, views(may))
-    for row in range(rows):
+    indices = jnp.asarray([ARMS.index(arm) for arm in arms], jnp.int32)
+    proposal, reported = propose_each(indices, stacked(points), params, views(may))
+    for row, arm in enumerate(arms):
         expected = oracle(arm, points[row], samplers[row].values, may[row])
         assert set(expected) == set(vars(proposal))
         for name, value in expected.items():
@@ -311,119 +296,19 @@ def test_random_points(arm: str) -> None:
         assert float(reported[row]) == pytest.approx(wanted, rel=2e-5, abs=2e-5), row
 
 
-@pytest.mark.parametrize("may", [True, False])
-def test_arms_differ_from_row_to_row(may: bool) -> None:
-    """One batch in which every row is served by another arm."""
-    point = random_point(np.random.default_rng(3))
-    params = params_of("entropix")
-    rows = len(ARMS)
-    proposal, _ = propose_each(
-        jnp.arange(rows, dtype=jnp.int32),
-        stacked([point] * rows),
-        batch_of(*[params] * rows),
-        views([may] * rows),
-    )
-    for row, arm in enumerate(ARMS):
-        expected = oracle(arm, point, load_sampler("entropix").values, may)
-        assert int(proposal.action[row]) == expected["action"]
-        assert float(proposal.temperature[row]) == pytest.approx(expected["temperature"], rel=1e-5)
-
-
-@pytest.mark.parametrize("field", RowView.__dataclass_fields__)
-def test_each_permission_concerns_its_own_arm(field: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "instead"), [("inject", "sample"), ("branch", "explore"), ("backspace", "resample")]
+)
+def test_each_permission_concerns_its_own_arm(name: str, instead: str) -> None:
     """Without it that arm does something else, and all others do what they did."""
-    instead = {
-        "may_inject": ("inject", "sample"),
-        "may_branch": ("branch", "explore"),
-        "may_retract": ("backspace", "resample"),
-    }
     point, params = metrics_of(entropy=2.0, attn_varentropy=0.5), params_of("entropix")
-    refused = replace(view(), **{field: jnp.asarray(False)})
     for arm in ARMS:
         allowed = proposal_at(arm, point, params)
-        got = proposal_at(arm, point, params, refused)
-        asked, action = instead[field]
-        if arm == asked:
-            assert (ACTIONS[int(allowed.action)], ACTIONS[int(got.action)]) == (arm, action)
+        got = proposal_at(arm, point, params, view(**{name: False}))
+        if arm == name:
+            assert (ACTIONS[int(allowed.action)], ACTIONS[int(got.action)]) == (arm, instead)
         else:
             assert jax.tree.leaves(got) == jax.tree.leaves(allowed)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_proposal_names_the_rule_of_its_sampler(rule: str) -> None:
-    params = params_of("entropix", {"truncation.rule": rule})
-    for arm in ARMS:
-        assert RULES[int(proposal_at(arm, metrics_of(entropy=1.0), params).rule)] == rule
-
-
-def test_dynamic_temperature() -> None:
-    """EDT's own values: T0 0.8^(theta/h) with h in nats, not in the bits of the metrics."""
-    params = params_of("entropix", {"base.temperature": 0.7, "edt.base": 0.8, "edt.theta": 0.5})
-    for bits in (0.1, 1.0, 5.0):
-        got = float(proposal_at("edt", metrics_of(entropy=bits), params).temperature)
-        assert got == pytest.approx(0.7 * 0.8 ** (0.5 / (bits * math.log(2))), rel=1e-5)
-    # What is certain has one outcome.
-    certain = proposal_at("edt", metrics_of(entropy=0.0), params)
-    assert float(certain.temperature) == 0
-    off = params_of("entropix", {"base.temperature": 0.7, "edt.theta": 0.0})
-    assert float(proposal_at("edt", metrics_of(entropy=0.0), off).temperature) == np.float32(0.7)
-
-
-COEFFICIENTS = [
-    key
-    for key in scalars()
-    if key.startswith(("explore.", "resample.", "adaptive.", "inject.temperature", "edt."))
-    or key in ("branch.temperature", "branch.width", "branch.top_p", "branch.min_p")
-]
-
-
-@pytest.mark.parametrize("key", COEFFICIENTS)
-def test_every_number_counts(key: str) -> None:
-    """A number that an arm has changes what that arm proposes."""
-    arm = key.split(".")[0]
-    point = metrics_of(
-        entropy=0.4,
-        varentropy=0.3,
-        attn_entropy_norm=0.5,
-        attn_varentropy=0.6,
-        agreement=0.3,
-        interaction_strength=2.0,
-    )
-    # A limit counts where it is reached, a coefficient where no limit is.
-    limits = {
-        "explore.temperature_max": 0.2,
-        "inject.temperature_max": 0.2,
-        "resample.temperature_min": 50.0,
-        "resample.top_p_min": 0.99,
-        "explore.top_k_min": 5000,
-        "adaptive.top_p_min": 0.99,
-        "adaptive.top_k_max": 3,
-        "adaptive.min_p_min": 0.9,
-        "adaptive.min_p_max": 0.001,
-        "adaptive.draws": 7,
-        "branch.top_p": 0.2,
-        "branch.min_p": 0.9,
-        "edt.base": 0.2,
-    }
-    before = params_of("entropix", WIDE)
-    old = load_sampler("entropix").with_values(WIDE).values[key]
-    after = params_of("entropix", {**WIDE, key: limits.get(key, 2 * old or 1.0)})
-
-    def outcome(params: SamplerParams) -> np.ndarray:
-        chosen = proposal_at(arm, point, params, view(may=arm == "branch"))
-        reported = confidence(as_seen(point, params), params)
-        return np.array([float(leaf) for leaf in jax.tree.leaves((chosen, reported))])
-
-    change = np.abs(outcome(before) - outcome(after)).max()
-    assert change > 1e-3, f"{key} changes nothing here: name a value in `limits` that does"
-
-
-def test_a_base_top_k_of_zero_stays_off() -> None:
-    params = params_of("entropix", {"base.top_k": 0})
-    for arm in ARMS:
-        # What `branch` carries there is its width.
-        proposal = proposal_at(arm, metrics_of(agreement=0.2), params, view(may=arm != "branch"))
-        assert int(proposal.top_k) == 0
 
 
 def test_extreme_metrics_stay_within_the_types() -> None:
@@ -436,43 +321,3 @@ def test_extreme_metrics_stay_within_the_types() -> None:
     proposal = proposal_at("adaptive", metrics_of(agreement=1.0), cold)
     assert float(proposal.temperature) == 0
     assert 0 < float(proposal.top_p) <= 1
-
-
-def test_switches_change_what_arms_see_and_nothing_else() -> None:
-    """`attn_entropy_norm` and `agreement_published` under the plain names."""
-    point = metrics_of(
-        attn_entropy=5.0, attn_entropy_norm=0.5, agreement=0.9, agreement_published=0.1
-    )
-    swapped = replace(
-        point,
-        attn_entropy=point.attn_entropy_norm,
-        attn_entropy_norm=point.attn_entropy,
-        agreement=point.agreement_published,
-        agreement_published=point.agreement,
-    )
-    corrected = params_of("entropix")
-    published = params_of(
-        "entropix", {"metrics.attn_entropy": "raw", "metrics.agreement": "published"}
-    )
-
-    def outcome(arm: str, point: Metrics, params: SamplerParams) -> list[Any]:
-        proposal = proposal_at(arm, point, params, view(may=False))
-        return jax.tree.leaves((proposal, confidence(as_seen(point, params), params)))
-
-    changed = set()
-    for arm in ARMS:
-        one, other = outcome(arm, point, corrected), outcome(arm, swapped, published)
-        assert one == other
-        same = outcome(arm, swapped, corrected)
-        assert same[-1] != one[-1]
-        changed |= {arm} if same[:-1] != one[:-1] else set()
-    reading = {"inject", "explore", "branch", "resample", "backspace", "adaptive"}
-    assert changed == reading
-
-
-def test_what_the_arms_see_leaves_the_other_metrics_alone() -> None:
-    point = metrics_of(**random_point(np.random.default_rng(0)))
-    seen = as_seen(point, params_of("entropix"))
-    for name, value in vars(point).items():
-        wanted = point.attn_entropy_norm if name == "attn_entropy" else value
-        assert getattr(seen, name) == wanted

@@ -18,12 +18,12 @@ from entropix_jax.calibration.automatic import May, fit_thresholds
 from entropix_jax.calibration.own_text import least_seconds, measure_own_text, start_of_text
 from entropix_jax.config import load_model_config
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES, THRESHOLDS
 from entropix_jax.precision import choose_precision
 from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.sampler.presets import load_sampler, preset_names
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sharding import parse_mesh
-from entropix_jax.vocabulary import REGIMES, THRESHOLDS
 from tests.folders import PUBLISHED, poisoned, token_ids, write_model
 from tests.models import write_config
 from tests.runs import Spec, run_specs
@@ -103,7 +103,7 @@ def test_one_run_makes_them_once(measured: list[LanguageModel], folder: Path) ->
     model = load(str(folder))
     with pytest.warns(UserWarning, match="thresholds were fitted"):
         (row,) = api.stream(model, "Once", max_new_tokens=1).rows
-    sampler = row.request.sampler.settings
+    sampler = row.request.sampler.sampler
     other = fit_thresholds(sampler, model)
     assert thresholds_of(other) == thresholds_of(sampler) != PUBLISHED
     fit_thresholds(load_sampler("document-004"), model)

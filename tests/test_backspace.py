@@ -7,7 +7,6 @@ all that the oracle needs to follow a row, step by step and in float64.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,27 +25,35 @@ from entropix_jax.decode_state import (
     BranchLog,
     Recording,
 )
-from entropix_jax.engine import Engine
 from entropix_jax.generation import Generation
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
 from entropix_jax.results import Event, Row
-from entropix_jax.sampler import arms
-from entropix_jax.sampler.arms import ACTIONS, ARMS, Arm, Proposal
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
-from entropix_jax.sampler.params import MAX_DRAWS, RULES, SamplerParams
+from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sample import choose
-from entropix_jax.sampler.state import Rows, Tally, init_sampler_state
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import MAX_DRAWS, RULES, SamplerSettings
+from entropix_jax.sampler.state import Rows, Tally
+from entropix_jax.sampler.step import choose
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import REGIMES
 from tests.folders import token_ids, write_model
 from tests.reference import entropy_bits, log_softmax
 from tests.runs import Spec, run_specs
-from tests.samplers import EPSILON, Job, attn_stats, batch_of, params_of, start, tiny_model
+from tests.samplers import (
+    BATCH,
+    EPSILON,
+    Job,
+    attn_stats,
+    batch_of,
+    fresh_state,
+    params_of,
+    start,
+    tiny_model,
+)
 from tests.test_truncation import mirostat
 
-BATCH = 10
 CAPACITY = 64
 CONFIG, RANDOM = tiny_model()
 VOCAB = CONFIG.vocab_size
@@ -117,7 +124,7 @@ class Taken:
     logprob: float
     entropy: float
     sequence_varentropy: float
-    may_return: bool
+    may_backspace: bool
     branch: list[int]  # the committed tokens of the best branch
     rolled_out: int
     tally: Tally
@@ -164,7 +171,7 @@ def play(
                     logprob=float(one.choice.logprob),
                     entropy=float(one.choice.observation.metrics.entropy),
                     sequence_varentropy=float(one.choice.sequence_varentropy),
-                    may_return=bool(one.may_return),
+                    may_backspace=bool(one.may_backspace),
                     branch=branch,
                     rolled_out=rolled_out,
                     tally=jax.tree.map(lambda x, row=row: x[row], tally),
@@ -383,14 +390,16 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         assert step.entropy == pytest.approx(first_entropy, rel=1e-5, abs=1e-5)
         so_far = np.var(entropies[: step.position + 1 - len(job.prompt)])
         assert step.sequence_varentropy == pytest.approx(so_far, rel=1e-5, abs=1e-5)
-        may_return = last is not None and len(last.banned) < per_position and retractions < per_row
-        assert step.may_return == (may_return and step.finish == RUNNING)
+        may_backspace = (
+            last is not None and len(last.banned) < per_position and retractions < per_row
+        )
+        assert step.may_backspace == (may_backspace and step.finish == RUNNING)
         tally = step.tally
         assert tally.queued == len(queue)
-        assert tally.cooldown == cooldown
-        assert tally.injections == injections
-        assert tally.branchings == branchings
-        assert tally.retractions == retractions
+        assert tally.own["inject"].cooldown == cooldown
+        assert tally.own["inject"].begun == injections
+        assert tally.own["branch"].begun == branchings
+        assert tally.own["backspace"].backspaced == retractions
         assert tally.entropy_mean == pytest.approx(np.mean(entropies), rel=1e-5)
         squares = np.var(entropies) * len(entropies)
         assert tally.entropy_squares == pytest.approx(squares, rel=1e-5, abs=1e-5)
@@ -469,7 +478,7 @@ NAMES = [*SETTINGS]
 LOUD = 2.0**-2
 
 
-def sampler_of(changes: Mapping[str, Any], epsilon: float = EPSILON) -> SamplerParams:
+def sampler_of(changes: Mapping[str, Any], epsilon: float = EPSILON) -> SamplerSettings:
     def encode(text: str) -> list[int]:
         return [int(token) for token in text.split()]
 
@@ -564,7 +573,7 @@ def test_end_tokens(runs: dict[str, list[Taken]]) -> None:
         steps = found[NAMES.index(name)]
         assert list(map(text_of, steps)) == list(map(text_of, runs[name][: last + 1]))
         assert [step.finish for step in steps] == [RUNNING] * last + [FINISHED_EOS]
-        assert not steps[-1].may_return
+        assert not steps[-1].may_backspace
 
 
 def test_the_last_token_of_a_budget_stays(runs: dict[str, list[Taken]]) -> None:
@@ -577,7 +586,7 @@ def test_the_last_token_of_a_budget_stays(runs: dict[str, list[Taken]]) -> None:
         last = next(i for i, step in enumerate(whole) if len(step.tokens) == length)
         assert list(map(text_of, steps)) == list(map(text_of, whole[: last + 1]))
         assert [step.finish for step in steps] == [RUNNING] * last + [FINISHED_LENGTH]
-        assert not steps[-1].may_return
+        assert not steps[-1].may_backspace
         would_return += whole[last + 1].action == "backspace"
     assert would_return >= 3
 
@@ -607,21 +616,15 @@ SMALL = {
 }
 
 
-def insistent(action: int) -> Arm:
-    """An arm that does not look at what its row may do."""
-    return lambda metrics, params, row: arms.draw(action, params)
-
-
-INSISTENT = (arms.BACKSPACE, arms.INJECT, arms.BRANCH)
-choose_jit = jax.jit(partial(choose, arms=(*ARMS.values(), *map(insistent, INSISTENT))))
+choose_jit = jax.jit(choose)
 
 
 def play_small(
-    samplers: Sequence[SamplerParams],
+    samplers: Sequence[SamplerSettings],
 ) -> tuple[list[list[str]], list[list[list[int]]], Tally]:
     """Thirty steps of three rows: the actions, the tokens that were drawn at each position, and
     the tally."""
-    state = init_sampler_state(3, 3)
+    state = fresh_state(3, 3)
     texts, drawn = [[0], [0], [0]], [[[0]], [[0]], [[0]]]
     actions: list[list[str]] = [[], [], []]
     for step in range(30):
@@ -630,6 +633,7 @@ def play_small(
             history[row, : len(text)] = text
         length = jnp.asarray([len(text) for text in texts], jnp.int32)
         rows = Rows(
+            running=jnp.ones(3, bool),
             keys=jnp.asarray([[1, 2], [3, 4], [5, 6]], jnp.uint32),
             history=jnp.asarray(history),
             length=length,
@@ -638,7 +642,7 @@ def play_small(
             asks=jnp.zeros(3, bool),
         )
         logits = np.random.default_rng(step).normal(size=(3, 3)).astype(np.float32)
-        choice, state = choose_jit(
+        choice, _, state = choose_jit(
             jnp.asarray(logits), attn_stats(3), batch_of(*samplers), state, rows
         )
         for row, text in enumerate(texts):
@@ -660,39 +664,10 @@ def test_some_token_is_left_to_draw() -> None:
     assert actions[0] == ["resample", "backspace", "backspace"] * 10
     assert actions[1] == ["resample", "backspace"] * 15
     assert actions[2] == ["resample"] * 30
-    assert tally.retractions.tolist() == [20, 15, 0]
+    assert tally.own["backspace"].backspaced.tolist() == [20, 15, 0]
     for banned, positions in zip(bans, drawn, strict=True):
         for tokens in positions[1:]:
             assert sorted([*tokens, *banned]) == [0, 1, 2]
-
-
-def served_by(action: int, changes: Mapping[str, Any]) -> SamplerParams:
-    arm = len(ARMS) + INSISTENT.index(action)
-    params = params_of("entropix", {**SMALL, **changes})
-    return replace(params, arms=jnp.full(len(REGIMES), arm, jnp.int32))
-
-
-def test_an_arm_of_ones_own_takes_back_no_more_than_it_may() -> None:
-    """Not the prompt, and no more than the budgets allow: it just draws instead."""
-    budgets = [{}, {"backspace.per_position": 1}, {"backspace.per_row": 1}]
-    actions, _, tally = play_small([served_by(arms.BACKSPACE, budget) for budget in budgets])
-    assert actions[0] == ["sample", "backspace", "backspace"] * 10
-    assert actions[1] == ["sample", "backspace"] * 15
-    assert actions[2] == ["sample", "backspace"] + ["sample"] * 28
-    assert tally.retractions.tolist() == [20, 15, 1]
-
-
-def test_an_arm_of_ones_own_begins_no_more_than_it_may() -> None:
-    """No thought where there is none, or no budget for it, and no branches."""
-    actions, _, tally = play_small(
-        [
-            served_by(arms.INJECT, {}),
-            served_by(arms.INJECT, {"inject.thought": "abc", "inject.per_row": 0}),
-            served_by(arms.BRANCH, {"branch.per_row": 0}),
-        ]
-    )
-    assert actions == [["sample"] * 30] * 3
-    assert tally.injections.tolist() == tally.branchings.tolist() == [0, 0, 0]
 
 
 # As a user sees it
@@ -800,17 +775,6 @@ def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
         assert shown == (pushed(model, tokens) if len(tokens) < TOKENS else whole.row.text)
     assert shown == whole.row.text == "".join(token.text for token in whole.row.tokens)
     assert whole.row.text == model.tokenizer.stream(after=PROMPT).run(final)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_pacing_changes_no_event(
-    model: LanguageModel, whole: Run, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    def pace(self: Engine, waited: float) -> None:
-        self._chunk_steps = steps
-
-    monkeypatch.setattr(Engine, "_pace", pace)
-    assert list(generation(model)) == whole.events
 
 
 def test_a_retracted_token_ends_no_text(model: LanguageModel, whole: Run) -> None:

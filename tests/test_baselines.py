@@ -1,9 +1,7 @@
 """The baseline presets do what their descriptions say, from the logits to the drawn token."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +10,13 @@ import numpy as np
 import pytest
 
 from entropix_jax.metrics import measure
-from entropix_jax.sampler.arms import ARMS, RowView, propose
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.draw import Drawn, truncated_draw
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import REGIMES
-from tests.samplers import attn_stats, batch_of, metrics_of, params_of, proposal_of
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.step import propose
+from tests.samplers import attn_stats, batch_of, params_of, proposal_of, view
 from tests.test_draw import Oracle, below_one, random_logits
 from tests.test_truncation import Kept
 
@@ -87,15 +85,14 @@ def test_regimes_are_those_of_entropix(name: str) -> None:
 
 
 @jax.jit
-def step(logits: jax.Array, uniforms: jax.Array, params: SamplerParams) -> Drawn:
+def step(logits: jax.Array, uniforms: jax.Array, params: SamplerSettings) -> Drawn:
     """What a step of the sampler does with the logits of plain rows."""
     stats = attn_stats(ROWS)
     metrics = measure(jax.nn.log_softmax(logits), stats, params.layer_weights)
     regime = jax.vmap(classify)(metrics, params)
     arm = jnp.take_along_axis(params.arms, regime[:, None], axis=1)[:, 0]
-    no = jnp.zeros(ROWS, bool)
-    view = RowView(may_inject=no, may_branch=no, may_retract=no)
-    proposal = jax.vmap(partial(propose, arms=tuple(ARMS.values())))(arm, metrics, params, view)
+    row = jax.tree.map(lambda x: jnp.broadcast_to(x, ROWS), view(may=False))
+    proposal = jax.vmap(propose)(arm, metrics, params, row)
     mu = 2.0 * params.truncation.mirostat_target
     return truncated_draw(logits, proposal, uniforms, params.truncation, mu)
 
@@ -156,31 +153,3 @@ def test_draws(name: str) -> None:
         return True
 
     assert [other for other, oracle in ORACLES.items() if fits(oracle)] == [name]
-
-
-# Dynamic temperature
-
-
-def edt_temperature(entropy: float, **changes: float) -> float:
-    """The temperature at an entropy in bits."""
-    no = jnp.asarray(False)
-    params = params_of("edt", {key.replace("_", ".", 1): v for key, v in changes.items()})
-    view = RowView(may_inject=no, may_branch=no, may_retract=no)
-    return float(ARMS["edt"](metrics_of(entropy=entropy), params, view).temperature)
-
-
-@pytest.mark.parametrize("theta", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("entropy", [0.01, 0.5, 3.0, 16.9])
-def test_edt(entropy: float, theta: float) -> None:
-    bits = float(np.float32(entropy))
-    expected = 0.9 * 0.8 ** (theta / (bits * math.log(2)))
-    actual = edt_temperature(entropy, base_temperature=0.9, edt_theta=theta)
-    assert actual == pytest.approx(expected, rel=2e-5)
-
-
-def test_edt_at_no_entropy() -> None:
-    """A certain token is taken; with theta = 0 the temperature is T0 whatever the entropy."""
-    assert edt_temperature(0.0) == 0.0
-    assert edt_temperature(1e-9) == 0.0
-    assert edt_temperature(0.0, edt_theta=0.0, base_temperature=0.9) == pytest.approx(0.9)
-    assert edt_temperature(0.0, edt_base=1.0, base_temperature=0.9) == pytest.approx(0.9)

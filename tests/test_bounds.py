@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from itertools import product, repeat
 from typing import Any
 
-import numpy as np
 import pytest
 
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING
 from entropix_jax.loading import LanguageModel, load
-from entropix_jax.sampler.arms import ARMS
-from entropix_jax.sampler.params import MAX_ATTEMPTS, MAX_DEPTH, MAX_WIDTH
+from entropix_jax.names import BOXES, REGIMES
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.vocabulary import BOXES, REGIMES
+from entropix_jax.sampler.state import MAX_ATTEMPTS
 from tests.folders import token_ids, write_model
 from tests.runs import Spec, run_specs
-from tests.samplers import Job, params_of
-from tests.test_schedules import BATCH, CAPACITY, Line, play
+from tests.samplers import ARMS, BATCH, Job, params_of
+from tests.test_schedules import CAPACITY, Line, play
 
 HUGE = 10**6
 ENDLESS: Mapping[str, Any] = {
@@ -152,26 +151,6 @@ def test_any_arm_everywhere(regime: str) -> None:
         if not guard:
             expected = {"edt": "sample"}.get(arm, arm)
             assert expected in actions_of(lines)
-
-
-def test_a_short_loop_of_retractions_and_thoughts_ends() -> None:
-    """Regimes that lead to each other: after each thought a token, which is taken back."""
-    settings = {
-        **ENDLESS,
-        "regimes.lelv": ["entropy < -1"],
-        "regimes.helv": ["entropy > 1"],
-        "regimes.lehv": ["entropy < 0.5"],
-        "regimes.hehv": ["entropy < 1"],
-        "arms.lehv": "backspace",
-        "inject.thought": ["a", "bc"],
-    }
-    rng = np.random.default_rng(0)
-    jobs = [
-        Job(rng.integers(0, 300, 3).tolist(), params_of("entropix", settings), 40, row_id=str(i))
-        for i in range(BATCH)
-    ]
-    seen = {action for lines in run(jobs) for action in actions_of(lines)}
-    assert {"inject", "sample", "backspace", "resample"} <= seen
 
 
 # With answers from the host

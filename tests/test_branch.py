@@ -4,7 +4,6 @@ side and alone, and the ends of everything."""
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from random import Random
 from typing import Any
 
@@ -16,7 +15,6 @@ from tiny.corpus import write_batch
 from tiny.tokenizer import build_tokenizer
 
 import entropix_jax
-from entropix_jax.branching import LANES
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode import decode, prefill
 from entropix_jax.decode_state import (
@@ -30,12 +28,12 @@ from entropix_jax.decode_state import (
     StepRecord,
     init_state,
 )
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
-from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.sampler.keys import STREAM_NOISE
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import terminal_ids
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests import reference
@@ -153,7 +151,7 @@ def proceed(model: Model, cases: Sequence[Case], state: DecodeState) -> Ran:
     config, params = model
     (ends,) = {case.eos for case in cases}  # of a call, not of a row
     samplers = [
-        PRESET.with_values(case.values).params(
+        PRESET.with_values(case.values).settings(
             num_layers=config.num_layers, epsilon=EPSILON, encode=encode
         )
         for case in cases
@@ -173,11 +171,18 @@ def proceed(model: Model, cases: Sequence[Case], state: DecodeState) -> Ran:
 
 
 def carry_out(model: Model, cases: Sequence[Case]) -> Ran:
+    cases = padded(cases)
     return proceed(model, cases, started(model, cases))
+
+
+def padded(cases: Sequence[Case]) -> list[Case]:
+    """A whole batch: one shape, one program."""
+    return [*cases, *[cases[0]] * (ROWS - len(cases))]
 
 
 def carry_on(model: Model, cases: Sequence[Case], steps: int) -> list[Ran]:
     """So many steps, fewer once all rows have ended."""
+    cases = padded(cases)
     ran = [carry_out(model, cases)]
     while len(ran) < steps and (ran[-1].state.finish == RUNNING).any():
         ran.append(proceed(model, cases, ran[-1].device))
@@ -228,10 +233,10 @@ def holds(case: Case, outcome: Outcome, ran: Ran, row: int) -> None:
     # The text's last token was read too, which counts where it was generated.
     forwards = outcome.evaluated + (case.generated > 0)
     assert state.forwards[row] == ran.record(row).forwards == forwards
-    assert state.sampler.tally.branchings[row] == (outcome.action == "branch")
+    assert state.sampler.tally.own["branch"].begun[row] == (outcome.action == "branch")
     assert state.sampler.tally.queued[row] == 0
-    assert not state.sampler.last.was_drawn[row]
-    assert not ran.record(row).may_return
+    assert not state.sampler.last.drawn[row]
+    assert not ran.record(row).may_backspace
 
 
 def finish_after(case: Case, tokens: Sequence[int]) -> int:
@@ -278,195 +283,6 @@ _LOOPING: Mapping[str, Any] = {
 }
 
 
-def make_case(seed: int, texts: np.ndarray, read: Reader) -> Case:
-    """A row that branches: its bounds are put around what the model makes of its text."""
-    rng = np.random.default_rng(seed)
-
-    def one_of(*values: Any) -> Any:
-        return values[rng.integers(len(values))]
-
-    looping = rng.random() < 0.25
-    text, generated = _looping_text(rng, texts) if looping else _text(rng, texts, read)
-    changes: dict[str, Any] = {
-        **NOWHERE,
-        "branch.width": one_of(1, 2, 3, 4, 5, 6, 7, 8, 8, 8),
-        "branch.depth": one_of(1, 2, 3, 4, 5, 6, 8, 12, 16, MAX_DEPTH),
-        "branch.min_p": one_of(0.0, 0.0, 0.003, 0.02, 0.1),
-        "branch.top_p": one_of(1.0, 1.0, 0.99, 0.95, 0.8),
-        "branch.temperature": one_of(0.4, 1.0, 1.7, 4.0),
-        "branch.noise": one_of(0.0, 0.0, 0.3, 1.0, 2.5),
-        "branch.rollout_temperature": one_of(0.0, 0.0, 0.0, 0.6, 1.0, 2.0),
-        "branch.entropy_weight": one_of(0.0, 0.1, -0.4, 1.3),
-        "branch.varentropy_weight": one_of(0.0, 0.1, -0.4, 1.3),
-        "branch.commit_all": one_of(True, True, False),
-        "branch.margin": one_of(0.0, 0.05, 0.5, 3.0),
-        "base.top_k": one_of(0, 0, 5, 27, 400),
-        "base.top_p": one_of(1.0, 0.9, 0.7),
-        "base.min_p": one_of(0.0, 0.0, 0.03),
-        "repetition.penalty": one_of(1.0, 1.0, 1.3, 0.7),
-        "metrics.layers": one_of("all", "all", "last"),
-        "metrics.noise_floor": bool(rng.random() < 0.1),
-        "loop.max_period": one_of(0, 1, 8),
-        "loop.repeats": one_of(0, 2, 3),
-    }
-    reading = read(text)
-    if rng.random() < 0.3:
-        likely = np.argsort(-reading.logits)[:6]
-        changes["draw.bans"] = rng.choice(likely, 3, replace=False).tolist()
-    seen = observe(reading, case_of(text, changes, 1, generated=generated), Ties())
-    changes |= _LOOPING if looping else _bounds(rng, seen.metrics)
-    if looping and rng.random() < 0.4:
-        # Too few of its tokens were generated for a loop yet.
-        changes["regimes.lehv"] = ["entropy > -1"]
-        generated = int(rng.integers(0, 2))
-    remaining = int(rng.integers(1, one_of(4, CAPACITY - len(text) + 1)))
-    return case_of(
-        text, changes, remaining, generated=generated, seed=seed % 7, row_id=f"row {seed}"
-    )
-
-
-def _text(rng: np.random.Generator, texts: np.ndarray, read: Reader) -> tuple[list[int], int]:
-    """Of the world, cut where the model is in doubt, or of tokens that never met; and how many of
-    them count as generated."""
-    while True:
-        length = int(rng.integers(2, 25))
-        text = texts[rng.integers(len(texts)), :length].tolist()
-        if rng.random() < 0.2:
-            text = [text[0], *rng.integers(0, 1244, length // 2).tolist()]
-        seen = observe(read(text), case_of(text, NOWHERE, 1), Ties())
-        if seen.metrics["varentropy"] > 0.1 and seen.metrics["entropy"] > 0.3:
-            return text, int(rng.integers(1, len(text))) if rng.random() < 0.4 else 0
-
-
-def _looping_text(rng: np.random.Generator, texts: np.ndarray) -> tuple[list[int], int]:
-    """A text that ends in a stretch again and again; those count as generated."""
-    period, repeats = int(rng.integers(1, 5)), int(rng.integers(2, 5))
-    before = int(rng.integers(1, 9))
-    row = texts[rng.integers(len(texts)), : before + period].tolist()
-    return row[:before] + row[before:] * repeats, period * repeats
-
-
-def _bounds(rng: np.random.Generator, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Bounds that hold the point, in one of several ways."""
-    low = {name: value * float(rng.uniform(0.05, 0.9)) for name, value in metrics.items()}
-    ways: list[dict[str, Any]] = [
-        {"regimes.lehv": [f"varentropy > {low['varentropy']:.6f}"]},
-        {"regimes.lehv": [f"entropy > {low['entropy']:.6f}"]},
-        {
-            "regimes.lehv": [f"varentropy > {metrics['varentropy'] + 0.5:.6f}"],
-            "regimes.hehv": [
-                f"varentropy > {low['varentropy']:.6f}",
-                f"entropy > {low['entropy']:.6f}",
-            ],
-        },
-        {
-            "regimes.lehv": [
-                f"attn_entropy_norm < {metrics['attn_entropy_norm'] + 0.05:.6f}",
-                f"agreement > {metrics['agreement'] - 0.1:.6f}",
-            ]
-        },
-        {"regimes.lelv": ["entropy < 0.002"], "regimes.lehv": ["entropy > -1"]},
-        {"regimes.lehv": ["entropy > -1"]},
-    ]
-    return ways[rng.integers(len(ways))]
-
-
-@dataclass
-class Cases:
-    """What is decided, and how many were set aside because it hung on a hair."""
-
-    decided: list[tuple[Case, Outcome]]
-    undecided: list[list[str]]
-
-    def batch(self, number: int) -> list[tuple[Case, Outcome]]:
-        return self.decided[ROWS * number : ROWS * (number + 1)]
-
-
-@pytest.fixture(scope="module")
-def cases(texts: np.ndarray, read: Reader) -> Cases:
-    found = Cases([], [])
-    for seed in count():
-        if len(found.decided) == CASES:
-            return found
-        case = make_case(seed, texts, read)
-        outcome = step(read, case)
-        if outcome.ties:
-            found.undecided.append(outcome.ties)
-        else:
-            found.decided.append((case, outcome))
-    raise AssertionError
-
-
-def test_few_cases_hang_on_a_hair(cases: Cases) -> None:
-    assert len(cases.undecided) <= 8, cases.undecided
-
-
-def test_the_cases_reach_what_they_should(cases: Cases) -> None:
-    """The other tests would prove little where nothing happens."""
-    outcomes = [outcome for _, outcome in cases.decided]
-    assert {outcome.action for outcome in outcomes} == {"branch"}
-    reached: Counter[Any] = Counter()
-    for case, outcome in cases.decided:
-        reached[f"width {len(outcome.branches)}"] += 1
-        reached[f"best {outcome.best}"] += 1
-        reached[f"ambiguous {outcome.ambiguous}"] += 1
-        reached["cut"] += len(outcome.committed) == case.remaining
-        reached["first alone"] += not case.values["branch.commit_all"]
-        reached["looping"] += outcome.seen.looping
-        reached["hehv"] += outcome.seen.regime == "hehv"
-        for branch in outcome.branches:
-            length, last = len(branch.tokens), branch.after[-1]
-            ended = branch.tokens[-1] in case.eos
-            inside = last.regime not in ("lehv", "hehv")
-            reached["ended"] += ended and length < case.values["branch.depth"]
-            reached["inside"] += inside and not ended
-            reached["deep"] += length == case.values["branch.depth"] and not inside
-            reached["long"] += length > 12
-            loops = [seen.looping for seen in (outcome.seen, *branch.after)]
-            reached["a loop goes on"] += loops[0] and loops[1]
-            reached["a loop ends"] += loops[0] and not all(loops)
-            reached["a loop begins"] += not loops[0] and any(loops)
-    for what in (
-        *(f"width {number}" for number in range(1, MAX_WIDTH + 1)),
-        *(f"best {number}" for number in range(4)),
-        *("a loop goes on", "a loop ends", "a loop begins"),
-    ):
-        assert reached[what] >= 3, (what, reached)
-    for what in (
-        *("ambiguous True", "ambiguous False", "cut", "first alone", "looping", "hehv"),
-        *("ended", "inside", "deep", "long"),
-    ):
-        assert reached[what] >= 5, (what, reached)
-    assert len({tuple(outcome.committed) for outcome in outcomes}) > CASES / 2
-
-
-@pytest.mark.parametrize("number", range(CASES // ROWS))
-def test_steps_side_by_side_equal_the_reference(model: Model, cases: Cases, number: int) -> None:
-    batch = cases.batch(number)
-    assert len(batch) > LANES
-    ran = carry_out(model, [case for case, _ in batch])
-    for row, (case, outcome) in enumerate(batch):
-        agrees(case, outcome, ran, row)
-        holds(case, outcome, ran, row)
-
-
-@pytest.mark.parametrize("number", range(0, CASES, 4))
-def test_a_step_alone_equals_the_reference(model: Model, cases: Cases, number: int) -> None:
-    case, outcome = cases.decided[number]
-    ran = carry_out(model, [case])
-    agrees(case, outcome, ran, 0)
-    holds(case, outcome, ran, 0)
-
-
-def test_settings_compile_nothing(model: Model, cases: Cases) -> None:
-    jitted: Any = decode
-    carry_out(model, [case for case, _ in cases.batch(0)])
-    programs = jitted._cache_size()
-    for number in range(1, 4):
-        carry_out(model, [case for case, _ in cases.batch(number)])
-    assert jitted._cache_size() == programs
-
-
 def test_a_loop_is_one_of_generated_tokens(model: Model, texts: np.ndarray, read: Reader) -> None:
     """The prompt's do not count, a branch's do, to the token: these loops begin in the branch, and
     with one generated token fewer would not yet."""
@@ -490,15 +306,13 @@ def test_a_loop_is_one_of_generated_tokens(model: Model, texts: np.ndarray, read
         agrees(case, outcome, ran, row)
 
 
-def test_the_cache_holds_the_branch(model: Model, cases: Cases) -> None:
+def test_the_cache_holds_the_branch(model: Model, texts: np.ndarray, read: Reader) -> None:
     """It is that of a text which was read in one go, and so are the next logits."""
-    batch = cases.batch(0) + cases.batch(1)
-    deep = sorted(batch, key=lambda pair: -len(pair[1].committed))[:ROWS]
-    ran = carry_out(model, [case for case, _ in deep])
-    # More room, so that no row has ended.
+    batch = [everywhere(texts[i, : 5 + i], 12, depth=i % 6 + 1) for i in range(ROWS)]
+    ran = carry_out(model, batch)
     fresh = [
-        replace(case, text=[*case.text, *outcome.committed], remaining=1, generated=0)
-        for case, outcome in deep
+        replace(case, text=[*case.text, *decided(read, case).committed], remaining=1)
+        for case in batch
     ]
     expected = started(model, fresh)
     lengths = [len(case.text) - 1 for case in fresh]
@@ -510,6 +324,7 @@ def test_the_cache_holds_the_branch(model: Model, cases: Cases) -> None:
                 np.testing.assert_allclose(
                     ours[row, :, :length], theirs[row, :, :length], rtol=0, atol=1e-4
                 )
+    # Every row goes on, whether or not its budget is spent.
     running = replace(ran.device, finish=jnp.full(ROWS, RUNNING, jnp.int32))
     ours = proceed(model, fresh, running).state.sampler.last.logits
     theirs = proceed(model, fresh, expected).state.sampler.last.logits
@@ -574,40 +389,9 @@ def test_whole_rows_equal_the_reference(model: Model, texts: np.ndarray, read: R
             assert now.state.history[row, :length].tolist() == text
         assert not any(now.record(row).live for now in ran[len(steps) :])
         branchings = sum(outcome.action == "branch" for _, outcome in steps)
-        assert ran[-1].state.sampler.tally.branchings[row] == branchings
+        assert ran[-1].state.sampler.tally.own["branch"].begun[row] == branchings
     assert len(ran) == max(map(len, rows))
     assert min(actions["branch 1"], actions["branch 2"], actions["argmax 1"]) > 10, actions
-
-
-def test_rows_that_do_not_branch_stay_themselves(model: Model, cases: Cases) -> None:
-    """Beside rows that do, which in turn are what they are alone."""
-    draws = {**NOWHERE, "arms.mid": "sample", "base.temperature": 1.0}
-    settings: list[dict[str, Any]] = [
-        {**NOWHERE},
-        draws,
-        {**draws, "base.temperature": 3.0, "base.top_k": 0, "base.top_p": 1.0},
-        {**NOWHERE, "arms.mid": "adaptive"},
-    ]
-    batch = [case for case, _ in cases.batch(6)]
-    for row, changes in zip((1, 2, 4, 9), settings, strict=True):
-        batch[row] = replace(batch[row], values=PRESET.with_values(changes).values)
-    batch = [replace(case, remaining=12) for case in batch]
-    together = carry_on(model, batch, 12)
-    plain = branched = 0
-    for row, case in enumerate(batch):
-        alone = carry_on(model, [case], 12)
-        assert alone[-1].state.history[0].tolist() == together[-1].state.history[row].tolist()
-        assert not any(now.record(row).live for now in together[len(alone) :])
-        for one_step, other_step in zip(alone, together, strict=False):
-            one, other = one_step.record(0), other_step.record(row)
-            branches = bool(one.branch >= 0)
-            assert branches == (other.branch >= 0)
-            plain, branched = plain + (not branches), branched + branches
-            one, other = (replace(record, branch=jnp.int32(0)) for record in (one, other))
-            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    assert plain > 30
-    assert branched > 10
 
 
 # Ends
@@ -747,7 +531,7 @@ def test_a_row_without_branches_left_explores(
     records = [now.record(0) for now in ran]
     branched = [record.branch >= 0 for record in records]
     assert branched == [True] * per_row + [False] * (4 - per_row)
-    assert ran[-1].state.sampler.tally.branchings[0] == per_row
+    assert ran[-1].state.sampler.tally.own["branch"].begun[0] == per_row
     for i, record in enumerate(records[per_row:]):
         proposal, metrics = record.choice.proposal, record.choice.observation.metrics
         assert ACTIONS[proposal.action] == "explore"

@@ -21,9 +21,9 @@ from entropix_jax.calibration.boxes import boxes_of, occupancy
 from entropix_jax.calibration.own_text import start_of_text
 from entropix_jax.commandline import Count
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.scoring import measure_entropies
-from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests.folders import poisoned, write_model
@@ -93,7 +93,7 @@ def test_the_wanted_occupancy_holds_on_other_text(
     points = measure_entropies(tiny, others, sampler)
     assert len(points) >= 20_000
     thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
-    reached = occupancy(points, thresholds, boxes_of(sampler.settings))
+    reached = occupancy(points, thresholds, boxes_of(sampler.sampler))
     for regime in REGIMES:
         share = wanted.get(regime, 1 - sum(wanted.values()))
         assert reached[regime] == pytest.approx(share, abs=0.02), reached

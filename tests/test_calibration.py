@@ -25,9 +25,9 @@ from entropix_jax.calibration.plane import draw_plane
 from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
 from entropix_jax.loading import CALIBRATION_FILE
+from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
 from tests.samplers import calibrated, metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")

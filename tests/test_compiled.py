@@ -22,7 +22,7 @@ from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, ParamSpec, param_specs
 from entropix_jax.precision import choose_precision
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.params import MAX_WIDTH
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from tests.models import tiny_config
 from tests.samplers import params_of
 

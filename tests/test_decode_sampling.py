@@ -13,10 +13,18 @@ from entropix_jax.cache import init_cache
 from entropix_jax.config import ModelConfig
 from entropix_jax.decode_state import FINISHED_EOS, FINISHED_ERROR, FINISHED_LENGTH, RUNNING
 from entropix_jax.params import Params
-from entropix_jax.sampler.arms import ARMS
-from entropix_jax.sampler.draw import HEAD
 from tests.models import logits_of, run
-from tests.samplers import PLAIN, Job, Step, generate, params_of, tiny_model, tokens_of
+from tests.samplers import (
+    ARMS,
+    PLAIN,
+    Job,
+    Step,
+    changed,
+    generate,
+    params_of,
+    tiny_model,
+    tokens_of,
+)
 
 MODEL = tiny_model()
 
@@ -44,11 +52,7 @@ RAGGED = [
     Job([1, 2, 3, 4, 5], THINKING, budget=14, row_id="d"),
 ]
 # The same, but nothing branches: what a rollout meets plays no part.
-NONE = jnp.int32(0)
-UNBRANCHED = [
-    replace(job, sampler=replace(job.sampler, branch=replace(job.sampler.branch, per_row=NONE)))
-    for job in RAGGED
-]
+UNBRANCHED = [replace(job, sampler=changed(job.sampler, "branch", per_row=0)) for job in RAGGED]
 
 
 def same(one: list[Step], other: list[Step]) -> None:
@@ -122,57 +126,27 @@ def test_every_token_has_its_place(ragged: list[list[Step]]) -> None:
         assert {*earlier} == {RUNNING}
 
 
-def test_what_may_return_is_what_does(ragged: list[list[Step]]) -> None:
+def test_what_may_backspace_is_what_does(ragged: list[list[Step]]) -> None:
     """A token that a step marks as final is never taken back, and the last one is final."""
     for steps, job in zip(ragged, RAGGED, strict=True):
         for step, after in pairwise(steps):
             if after.action == "backspace":
-                assert step.record.may_return
-        assert not steps[-1].record.may_return
+                assert step.record.may_backspace
+        assert not steps[-1].record.may_backspace
         if not any(step.action == "backspace" for step in steps):
             continue
-        assert any(step.record.may_return for step in steps)
-        assert job.sampler.arms.tolist()[3] == [*ARMS].index("backspace")
+        assert any(step.record.may_backspace for step in steps)
+        assert job.sampler.arms.tolist()[3] == ARMS.index("backspace")
 
 
 @pytest.mark.parametrize("row", range(4))
 def test_a_row_alone_equals_the_row_in_a_batch(ragged: list[list[Step]], row: int) -> None:
     """Beside it: other lengths, presets and budgets, and a draw from the whole vocabulary."""
-    (alone,) = generate(MODEL, [RAGGED[row]])
+    (alone,) = generate(MODEL, [RAGGED[row]], rows=1)
     same(alone, ragged[row])
 
 
-def test_slots_do_not_count(ragged: list[list[Step]]) -> None:
-    order = [2, 0, 3, 1]
-    for steps, row in zip(generate(MODEL, [RAGGED[i] for i in order]), order, strict=True):
-        same(steps, ragged[row])
-
-
-def test_the_deep_draw_of_another_row_changes_nothing() -> None:
-    """Three rows whose draws stay in the head, and a fourth that leaves it, or does not."""
-    rows = [Job([5, 6, 7 + i], NARROW, row_id=str(i)) for i in range(3)]
-    shallow, deep = (Job([9], sampler, row_id="other") for sampler in (NARROW, DEEP))
-    with_shallow = generate(MODEL, [*rows, shallow])
-    with_deep = generate(MODEL, [*rows, deep])
-    for one, other in zip(with_shallow[:3], with_deep[:3], strict=True):
-        same(one, other)
-    assert MODEL[0].vocab_size > HEAD  # and DEEP truncates nothing
-    assert tokens_of(with_deep[3]) != tokens_of(with_shallow[3])
-
-
-def test_another_seed_is_another_text() -> None:
-    jobs = [
-        Job([5, 6, 7], DEEP),
-        Job([5, 6, 7], DEEP, seed=1),
-        Job([5, 6, 7], DEEP, row_id="1"),
-        Job([5, 6, 7], DEEP),
-    ]
-    texts = [tuple(tokens_of(steps)) for steps in generate(MODEL, jobs)]
-    assert texts[0] == texts[3]
-    assert len({*texts}) == 3
-
-
-@pytest.mark.parametrize("chunks", [(1,) * 32, (5, 3, 24), (7, 0, 25)])
+@pytest.mark.parametrize("chunks", [(1,) * 32, (7, 0, 25)])
 def test_chunks_equal_one_long_run(ragged: list[list[Step]], chunks: tuple[int, ...]) -> None:
     """To the bit: streaming is the same program."""
     for one, other in zip(ragged, generate(MODEL, RAGGED, chunks=chunks), strict=True):
@@ -229,18 +203,7 @@ def test_an_end_token_within_a_thought() -> None:
     assert steps[-1].finish == FINISHED_EOS
 
 
-@pytest.mark.parametrize("budget", [1, 2])
-def test_small_budgets(budget: int, unbranched: list[list[Step]]) -> None:
-    jobs = [replace(UNBRANCHED[0], budget=budget), *UNBRANCHED[1:]]
-    found = generate(MODEL, jobs)
-    same(found[0][:-1], unbranched[0][: budget - 1])
-    assert found[0][-1].finish == FINISHED_LENGTH
-    assert len(found[0]) == budget
-    for row in (1, 2, 3):
-        same(found[row], unbranched[row])
-
-
-@pytest.mark.parametrize("budget", range(1, 9))
+@pytest.mark.parametrize("budget", [1, 2, 3, 4])
 def test_a_branch_is_cut_at_the_budget(budget: int, ragged: list[list[Step]]) -> None:
     """The tokens that fit are those of the whole branch, whatever follows."""
     jobs = [replace(RAGGED[0], budget=budget), *RAGGED[1:]]
@@ -327,38 +290,6 @@ def test_thoughts_are_written_whole(ragged: list[list[Step]]) -> None:
             recent = {s.action for s in steps[max(0, i - 2) : i]}
             assert step.regime == "helv"
             assert "inject" in recent or len(steps) - i < 3
-
-
-def test_thoughts_alternate_and_come_to_an_end(ragged: list[list[Step]]) -> None:
-    """Two take turns, the row has three of them, and the rows beside it are as they were."""
-    changes = {
-        "regimes.lelv": ["entropy < -1"],
-        "regimes.helv": ["entropy > 0.5"],
-        "regimes.hehv": ["entropy < -1"],
-        "arms.lehv": "explore",
-        "inject.thought": ["ab", "cde"],
-        "inject.cooldown": 0,
-        "inject.per_row": 3,
-    }
-    job = replace(RAGGED[3], sampler=params_of("entropix", changes), budget=24)
-    *others, steps = generate(MODEL, [*RAGGED[:3], job])
-    spoken = "".join(chr(step.token) for step in steps if step.action == "inject")
-    assert spoken == "abcdeab"
-    last = max(i for i, step in enumerate(steps) if step.action == "inject")
-    after = [step for step in steps[last + 1 :] if step.regime == "helv"]
-    assert {step.action for step in after} == {"sample"}
-    assert len(after) > 1
-    for other, before in zip(others, ragged[:3], strict=True):
-        same(other, before)
-
-
-def test_a_thought_ends_within_the_budget() -> None:
-    """At every budget: begun only where it fits."""
-    for budget in range(1, 9):
-        (steps,) = generate(MODEL, [replace(RAGGED[3], budget=budget)])
-        spoken = "".join(chr(s.token) if s.action == "inject" else "." for s in steps)
-        assert spoken.replace("abc", "").strip(".") == ""
-        assert len(steps) == budget
 
 
 def test_the_text_after_a_thought_follows_from_it() -> None:

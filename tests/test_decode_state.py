@@ -8,7 +8,7 @@ import numpy as np
 
 from entropix_jax import decode_state
 from entropix_jax.decode_state import Recording, extras_of, finish_of, init_log
-from entropix_jax.sampler.params import MAX_DEPTH
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH
 from tests.models import tiny_config
 from tests.samplers import attn_stats
 

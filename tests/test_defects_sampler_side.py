@@ -10,11 +10,11 @@ from scipy import stats
 
 from entropix_jax.decode import decode
 from entropix_jax.decode_state import Recording
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
-from entropix_jax.sampler.params import TruncationParams
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.sampler.settings import TruncationSettings
 from tests.samplers import (
     Job,
     batch_of,
@@ -39,7 +39,9 @@ def frequencies(probabilities: list[float], number: int = 20_000, **rules: float
     rows = {name: [value] * number for name, value in rules.items()}
     proposal = proposal_of(**{"temperature": [1.0] * number, **rows})
     nothing = jnp.full(number, jnp.nan)  # the numbers of rules that are not in use
-    truncation = TruncationParams(**dict.fromkeys(TruncationParams.__dataclass_fields__, nothing))
+    truncation = TruncationSettings(
+        **dict.fromkeys(TruncationSettings.__dataclass_fields__, nothing)
+    )
     drawn = truncated_draw(logits, proposal, numbers, truncation, nothing)
     return np.bincount(drawn.ids[:, 0], minlength=len(probabilities)) / number
 

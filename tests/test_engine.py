@@ -19,7 +19,7 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import check_request
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.slots import insert
 from tests.comparison import difference
 from tests.folders import poisoned
@@ -285,7 +285,7 @@ def test_one_program_for_all_rows(tiny: LanguageModel) -> None:
     programs: Any = (decode, prefill, insert)
     sizes = [program._cache_size() for program in programs]
     others = [
-        request.sampler.settings.with_values(
+        request.sampler.sampler.with_values(
             {"base.temperature": 0.5 + 0.1 * i, "branch.width": 1 + i % 8}
         )
         for i, request in enumerate(wanted)

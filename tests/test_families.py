@@ -21,10 +21,10 @@ import pytest
 from entropix_jax.cache import KVCache, init_cache, init_suffixes
 from entropix_jax.checkpoint import load_params
 from entropix_jax.config import MODEL_TYPES, ModelConfig, load_model_config
-from entropix_jax.information import AttnStats
 from entropix_jax.model import forward, forward_branches
 from entropix_jax.params import Params
 from entropix_jax.sharding import parse_mesh, place, rules_for
+from entropix_jax.stats import AttnStats
 from tests import reference
 from tests.models import logits_of, run
 

@@ -21,13 +21,13 @@ from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.metrics import Metrics
+from entropix_jax.names import BOXES
 from entropix_jax.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
 from entropix_jax.results import Row
-from entropix_jax.sampler.arms import SAMPLE, Proposal, RowView, draw
-from entropix_jax.sampler.params import SamplerParams
 from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.proposal import Proposal, RowView, draw
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.tokenizer import load_tokenizer
-from entropix_jax.vocabulary import BOXES
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.runs import Spec, run_specs
 from tests.test_tokenizer import byte_fallback, save
@@ -846,9 +846,9 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
 # An arm of one's own
 
 
-def cautious(metrics: Metrics, params: SamplerParams, row: RowView) -> Proposal:
+def cautious(metrics: Metrics, params: SamplerSettings, row: RowView) -> Proposal:
     """One draw, cooler the more there is to choose from."""
-    return draw(SAMPLE, params, temperature=params.base.temperature / (1.0 + metrics.entropy))
+    return draw("sample", params, temperature=params.base.temperature / (1.0 + metrics.entropy))
 
 
 def test_an_arm_of_ones_own(model: LanguageModel) -> None:

@@ -21,11 +21,11 @@ from entropix_jax.decode import _forward_branches
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE, describe, earlier, first_unsound, unsound_entry
-from entropix_jax.information import AttnStats
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.model import forward
 from entropix_jax.params import Params
 from entropix_jax.scoring import score_tokens
+from entropix_jax.stats import AttnStats
 from tests.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
 from tests.runs import Spec, calibrated, run_specs
 from tests.test_sharding import two

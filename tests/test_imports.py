@@ -10,11 +10,11 @@ import pytest
 
 import entropix_jax
 from entropix_jax.branching import Read, commit_branches
-from entropix_jax.sampler.branch import Evaluate, roll_out
+from entropix_jax.sampler.rollout import Evaluate, roll_out
 
 ROOT = Path(entropix_jax.__file__).parent
 MODEL = ("config", "params", "checkpoint", "rope", "cache", "model")
-MATHS = ("precision", "linear", "attention", "information", "metrics")
+MATHS = ("precision", "linear", "attention", "stats", "metrics")
 
 
 def module_name(path: Path) -> str:
@@ -63,7 +63,7 @@ def test_the_modules_are_where_this_file_says() -> None:
     for name in (*MODEL, *MATHS, "decode", "sampler", "world"):
         assert group(name), name
     assert "entropix_jax.model" in reached("entropix_jax.decode")  # the reader of imports works
-    assert "entropix_jax.sampler.sample" in reached("entropix_jax.decode")
+    assert "entropix_jax.sampler.step" in reached("entropix_jax.decode")
 
 
 @pytest.mark.parametrize("name", sorted(group(*MODEL, *MATHS, "tokenizer", "files", "errors")))
@@ -83,7 +83,7 @@ def test_the_world_knows_neither(name: str) -> None:
 
 def test_model_and_sampler_meet_in_one_place() -> None:
     """Only `decode` calls both a forward pass and a choice of token."""
-    choosing = {f"entropix_jax.sampler.{name}" for name in ("sample", "draw", "branch")}
+    choosing = {f"entropix_jax.sampler.{name}" for name in ("step", "draw", "rollout")}
     both = {
         name
         for name in FILES
@@ -94,7 +94,7 @@ def test_model_and_sampler_meet_in_one_place() -> None:
 
 def test_branches_are_given_the_model() -> None:
     """What rolls out and commits branches is handed the forward pass: it imports none."""
-    for name in ("branching", "decode_state", "sampler.branch"):
+    for name in ("branching", "decode_state", "sampler.rollout"):
         assert "entropix_jax.model" not in reached(f"entropix_jax.{name}"), name
     assert "entropix_jax.branching" in imported("entropix_jax.decode")
     parameters = inspect.signature(commit_branches).parameters
@@ -104,9 +104,9 @@ def test_branches_are_given_the_model() -> None:
 
 def test_words_are_there_at_once() -> None:
     """What pages, traces and samplers share imports no arrays, nor anything that does."""
-    vocabulary = "entropix_jax.vocabulary"
-    assert reached(vocabulary) == {vocabulary, "entropix_jax.errors"}
-    roots = {other.partition(".")[0] for name in reached(vocabulary) for other in imported(name)}
+    names = "entropix_jax.names"
+    assert reached(names) == {names, "entropix_jax.errors"}
+    roots = {other.partition(".")[0] for name in reached(names) for other in imported(name)}
     assert not roots & {"jax", "numpy"}
 
 

@@ -22,7 +22,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import PREFILL_WINDOW
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.scoring import ScoredToken, measure_entropies, score_tokens
 from tests import reference
 from tests.folders import MAX_POSITIONS, poisoned, token_ids, write_model

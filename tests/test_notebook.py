@@ -16,12 +16,12 @@ import entropix_jax
 from entropix_jax.decode_state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
 from entropix_jax.notebook.display import MAX_TOKENS, style
 from entropix_jax.report.page import run_page
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.results import Row, Rows
 from entropix_jax.trace import BranchRecord, TokenRecord
-from entropix_jax.vocabulary import REGIMES
 from tests.folders import write_model
 from tests.runs import Spec, run_specs, unrun
 from tests.test_terminal import token

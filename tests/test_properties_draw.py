@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropix_jax.sampler.arms import Proposal
 from entropix_jax.sampler.draw import HEAD, Drawn
-from entropix_jax.sampler.params import TruncationParams
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import TruncationSettings
 from entropix_jax.sampler.truncation import surprise
 from tests import reference
 from tests.examples import examples
@@ -148,7 +148,7 @@ def rule_settings(draw: st.DrawFn) -> Setting:
     return Setting(temperature, 5, 0.5, 0.5, rule, draw(numbers | made_up))
 
 
-def proposals(settings: list[Setting]) -> tuple[Proposal, TruncationParams, jax.Array]:
+def proposals(settings: list[Setting]) -> tuple[Proposal, TruncationSettings, jax.Array]:
     rules = [setting.rule for setting in settings]
     proposal = proposal_of(
         temperature=[setting.temperature for setting in settings],

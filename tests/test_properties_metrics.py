@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.attention import attention_stats
-from entropix_jax.information import entropy_and_varentropy
 from entropix_jax.metrics import apply_noise_floor, measure
+from entropix_jax.stats import entropy_and_varentropy
 from tests import reference
 from tests.examples import examples
 from tests.test_properties_draw import VOCABULARIES, rows_of

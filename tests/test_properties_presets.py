@@ -18,20 +18,18 @@ from hypothesis import strategies as st
 
 from entropix_jax.calibration.output import preset_text
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.arms import ARMS
-from entropix_jax.sampler.params import (
+from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
+from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHTS
+from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
+from entropix_jax.sampler.sampler import Sampler, scalars
+from entropix_jax.sampler.settings import (
     LOOP_WINDOW,
     MAX_BANS,
-    MAX_THOUGHTS,
     RULES,
-    SamplerParams,
-    scalars,
+    SamplerSettings,
 )
-from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
-from entropix_jax.sampler.settings import Sampler
-from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
 from tests.examples import examples
-from tests.samplers import EPSILON, NUM_LAYERS
+from tests.samplers import ARMS, EPSILON, NUM_LAYERS
 from tests.test_properties_regimes import numbers, samplers
 
 # Text that TOML can hold: anything but lone surrogates.
@@ -108,10 +106,12 @@ def loaded(text: str) -> Sampler:
         return load_sampler(str(path))
 
 
-def params_of(sampler: Sampler) -> SamplerParams:
+def params_of(sampler: Sampler) -> SamplerSettings:
     layers = sampler.values["metrics.layers"]
     number = len(layers) if isinstance(layers, list) else NUM_LAYERS
-    return sampler.params(num_layers=number, epsilon=EPSILON, encode=lambda text: [*text.encode()])
+    return sampler.settings(
+        num_layers=number, epsilon=EPSILON, encode=lambda text: [*text.encode()]
+    )
 
 
 bases = st.sampled_from(preset_names())

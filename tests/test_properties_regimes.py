@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, LoopParams
+from entropix_jax.names import BOXES, QUANTITIES, REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
-from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings
 from tests.examples import examples
 from tests.samplers import EPSILON, NUM_LAYERS, batch_of, encode, metrics_of
 from tests.test_regimes import SLOTS, around, box_by_hand, classify_each, is_loop, looping_each
@@ -89,7 +89,7 @@ def test_the_first_box_that_holds_the_point(
     """Each row of a batch by its own bounds; what is not finite is in no box."""
     chosen, points = case
     options: Any = {"num_layers": NUM_LAYERS, "epsilon": EPSILON, "encode": encode}
-    params = batch_of(*(sampler.params(**options) for sampler in chosen))
+    params = batch_of(*(sampler.settings(**options) for sampler in chosen))
     metrics = jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
     found = [REGIMES[i] for i in classify_each(metrics, params)]
     expected = [regime_by_hand(*pair) for pair in zip(chosen, points, strict=True)]
@@ -122,7 +122,7 @@ def test_the_loop_guard(
     history = np.full((ROWS, SLOTS), junk, np.int32)
     for row, (tokens, _) in zip(history, rows, strict=True):
         row[: len(tokens)] = tokens
-    params = LoopParams(max_period=jnp.int32(limit[0]), repeats=jnp.int32(limit[1]))
+    params = LoopSettings(max_period=jnp.int32(limit[0]), repeats=jnp.int32(limit[1]))
     length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
     found = looping_each(jnp.asarray(history), length, generated, params)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
+from entropix_jax.names import REGIMES
 from entropix_jax.precision import choose_precision
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.results import Row
-from entropix_jax.sampler.arms import ACTIONS
+from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import BranchRecord, TokenRecord, TraceWriter, footer, header, plain
-from entropix_jax.vocabulary import REGIMES
 from tests.examples import examples
 from tests.models import TINY
 from tests.runs import unrun

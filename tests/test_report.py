@@ -20,12 +20,12 @@ import pytest
 
 from entropix_jax import __main__ as cli
 from entropix_jax.errors import UserError
+from entropix_jax.names import MEANINGS, REGIMES, TRACE_FORMAT
 from entropix_jax.report import command, embedding, page, reading
 from entropix_jax.report.page import check_report, comparison_page, run_page, write_report
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import MEANINGS, REGIMES, TRACE_FORMAT
 from tests.traces import load_trace
 
 Json = dict[str, Any]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from entropix_jax import main
+from entropix_jax.names import REGIMES
 from entropix_jax.report import command
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.vocabulary import REGIMES
 from tests.browsing import (
     Watched,
     each,

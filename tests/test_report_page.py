@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from entropix_jax import main
+from entropix_jax.names import QUANTITIES, REGIMES
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.vocabulary import QUANTITIES, REGIMES
 from tests.browsing import (
     Watched,
     each,
@@ -370,7 +370,7 @@ def test_other_thresholds_reclassify_the_run(
         set_knob(page, name, value)
     settings = {f"thresholds.{name}": value for name, value in values.items()}
     sampler = load_sampler("entropix").with_values(settings | {"thresholds.calibrated": False})
-    made = sampler.params(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
+    made = sampler.settings(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
     metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
     found = np.asarray(jax.jit(jax.vmap(classify, in_axes=(0, None)))(stacked, made))

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.information import AttnStats
 from entropix_jax.metrics import apply_noise_floor
-from entropix_jax.sampler.branch import Branches, roll_out
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH, SamplerParams
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sample import observe
+from entropix_jax.sampler.rollout import Branches, roll_out
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Rows
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.sampler.step import observe
+from entropix_jax.stats import AttnStats
 from tests.reference_branch import Case, Outcome, Reading, step
 from tests.samplers import EPSILON, NUM_HEADS, NUM_LAYERS, attn_stats, batch_of, encode
 
@@ -56,7 +57,7 @@ def evaluate(tokens: jax.Array, depth: jax.Array, memory: Any) -> tuple[jax.Arra
 
 @jax.jit
 def rolled(
-    table: jax.Array, active: jax.Array, params: SamplerParams, rows: Rows, eos_ids: jax.Array
+    table: jax.Array, active: jax.Array, params: SamplerSettings, rows: Rows, eos_ids: jax.Array
 ) -> tuple[Branches, jax.Array]:
     last = jnp.take_along_axis(rows.history, rows.length[:, None] - 1, axis=1)[:, 0]
     logits, stats = table[last], attn_stats(last.shape[0])
@@ -77,8 +78,10 @@ def rolled(
     return branches, seen
 
 
-def params_of(values: Mapping[str, Any]) -> SamplerParams:
-    return PRESET.with_values(values).params(num_layers=NUM_LAYERS, epsilon=EPSILON, encode=encode)
+def params_of(values: Mapping[str, Any]) -> SamplerSettings:
+    return PRESET.with_values(values).settings(
+        num_layers=NUM_LAYERS, epsilon=EPSILON, encode=encode
+    )
 
 
 def roll(
@@ -92,6 +95,7 @@ def roll(
         history[row, : len(case.text)] = case.text
         ends[row, : len(case.eos)] = sorted(case.eos)
     rows = Rows(
+        running=jnp.ones(BATCH, bool),
         keys=jnp.asarray(np.stack([case.key for case in some])),
         history=jnp.asarray(history, jnp.int32),
         length=jnp.asarray([len(case.text) for case in some], jnp.int32),

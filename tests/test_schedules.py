@@ -23,14 +23,14 @@ from entropix_jax.decode_state import (
     Recording,
     StepRecord,
 )
+from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
-from entropix_jax.sampler.arms import ACTIONS, ARMS
-from entropix_jax.sampler.params import RULES
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.settings import RULES
 from tests.models import fill_unused, logits_of, run, teacher_forced
-from tests.samplers import Job, batch_of, params_of, start, tiny_model
+from tests.samplers import ARMS, BATCH, Job, batch_of, params_of, start, tiny_model
 
-ROWS, BATCH, CAPACITY = 200, 10, 64
+ROWS, CAPACITY = 200, 64
 CONFIG, PARAMS = tiny_model()
 NATURAL = {
     "lelv": "argmax",
@@ -78,7 +78,7 @@ def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
         )[int(rng.integers(2))]
         bounds[str(rng.choice([*bounds]))].append(f"{quantity} > {bound:.3f}")
     arms = {
-        f"arms.{regime}": arm if rng.random() < 0.7 else str(rng.choice([*ARMS]))
+        f"arms.{regime}": arm if rng.random() < 0.7 else str(rng.choice(ARMS))
         for regime, arm in NATURAL.items()
     }
     return {f"regimes.{box}": bound for box, bound in bounds.items()} | arms
@@ -186,7 +186,7 @@ def play(
 def line_of(record: StepRecord, log: BranchLog, branching: int) -> Line:
     choice = record.choice
     tokens, logprobs, rolled_out = [int(choice.token)], [float(choice.logprob)], 0
-    exact = [record.may_return, choice.begins, choice.observation.looping, choice.proposal.top_k]
+    exact = [record.may_backspace, choice.observation.looping, choice.proposal.top_k]
     floats = jax.tree.leaves(choice)
     if record.branch >= 0:
         branches, count = log.branches, int(log.committed[record.branch])

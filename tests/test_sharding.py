@@ -24,7 +24,7 @@ from entropix_jax.decode_state import RUNNING, DecodeState, Recording, init_stat
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
 from entropix_jax.params import Params
-from entropix_jax.sampler.params import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sharding import (
     ROWS,
     broadcast_row,
@@ -266,11 +266,11 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     """What the other tests compare is worth comparing."""
     first, last = outcomes[""].states
     tally = last.sampler.tally
-    branched = tally.branchings > 0
+    branched = tally.own["branch"].begun > 0
     assert branched.sum() > LANES // 2
     assert branched[:8].any()
     assert branched[8:].any()
-    assert (tally.retractions > 0).sum() >= 4
+    assert (tally.own["backspace"].backspaced > 0).sum() >= 4
     assert (first.finish == RUNNING).any()
     assert (first.finish != RUNNING).any()
     assert len({*last.cache.length.tolist()}) > 4

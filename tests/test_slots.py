@@ -11,6 +11,7 @@ import pytest
 from entropix_jax.decode_state import FINISHED_LENGTH, RUNNING
 from entropix_jax.errors import UserError
 from entropix_jax.health import NOWHERE
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
 from entropix_jax.sharding import Rules, place, rules_for
 from entropix_jax.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
@@ -97,7 +98,7 @@ def test_a_row_takes_its_slot(mesh: str | None, number: int) -> None:
     slots, row = full(mesh), arrival()
     before = leaves(slots)
     after = leaves(insert(slots, jnp.int32(number), row))
-    fresh = init_sampler_state(1, CONFIG.vocab_size)
+    fresh = init_sampler_state(1, CONFIG.vocab_size, MECHANISMS)
     told = {
         ".state.history": row.history,
         ".state.prompt_length": 3,

@@ -40,11 +40,12 @@ from entropix_jax.decode_state import FINISHED_EOS, FINISHED_LENGTH, RUNNING
 from entropix_jax.engine import Engine
 from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
 from entropix_jax.preparation import encode_prompt
 from entropix_jax.records import Outcome
 from entropix_jax.results import Event, Request, Row
 from entropix_jax.running import RunningRow
-from entropix_jax.sampler.arms import ACTIONS
+from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.scoring import score_tokens
 from entropix_jax.studies import command as studies_command
 from entropix_jax.studies import study, trials
@@ -54,7 +55,6 @@ from entropix_jax.studies.tables import COLUMNS
 from entropix_jax.studies.truth import hold_against_truth
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 from tests.folders import MAX_POSITIONS, write_model

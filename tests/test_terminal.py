@@ -16,10 +16,10 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.interrupts import deferred_interrupts
+from entropix_jax.names import REGIMES
 from entropix_jax.results import Row
 from entropix_jax.terminal import TextScreen, ask_person, print_legend, style_of, summary
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import REGIMES
 from tests.runs import unrun
 from tests.test_trace import record
 

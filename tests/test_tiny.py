@@ -11,8 +11,8 @@ from entropix_jax import engine
 from entropix_jax.calibration.automatic import calibrate_sampler
 from entropix_jax.engine import Engine
 from entropix_jax.loading import CALIBRATION_FILE, LanguageModel
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.vocabulary import REGIMES
 from tests.models import teacher_forced
 from tests.runs import Spec, run_specs
 

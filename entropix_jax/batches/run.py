@@ -23,7 +23,7 @@ from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import CalibratedSampler, check_recording, encode_prompt
 from entropix_jax.results import Request, Row
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.slots import padded_ids
 from entropix_jax.trace import TraceWriter, footer, header
 
@@ -102,7 +102,7 @@ class BatchRun:
         self._thresholds = thresholds
         self.sampler = self._calibrated(defaults.sampler)  # of records that name none
         self._named_sampler = functools.lru_cache(_SAMPLERS)(
-            lambda name: self._calibrated(load_sampler(name))
+            lambda name: self._calibrated(self._with_mechanisms(load_sampler(name)))
         )
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
@@ -189,6 +189,12 @@ class BatchRun:
             stop=own.stop,
             tag=record,
         )
+
+    def _with_mechanisms(self, sampler: Sampler) -> Sampler:
+        """Adds the user's own mechanisms: all samplers of a run have the same."""
+        for mechanism in self.sampler.mechanisms[len(sampler.mechanisms) :]:
+            sampler = sampler.with_mechanism(mechanism)
+        return sampler
 
     def _calibrated(self, sampler: Sampler) -> CalibratedSampler:
         return calibrate_sampler(sampler, self._model, self._thresholds)

@@ -25,10 +25,10 @@ from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
 from entropix_jax.loading import LanguageModel
-from entropix_jax.preparation import CalibratedSampler, sampler_params
+from entropix_jax.preparation import CalibratedSampler, sampler_settings
 from entropix_jax.programs import user_folder
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Sampler, read_thresholds
+from entropix_jax.sampler.sampler import Sampler, read_thresholds
 
 WANTED = {"lelv": 0.6, "helv": 0.05, "lehv": 0.05, "hehv": 0.05}  # shares of tokens
 
@@ -57,10 +57,10 @@ def calibrate_sampler(
     """A sampler as it runs on a model: with the model's thresholds, and its parameters as arrays.
 
     Raises:
-        UserError: see `fit_thresholds` and `sampler_params`.
+        UserError: see `fit_thresholds` and `sampler_settings`.
     """
     fitted = fit_thresholds(sampler, model, may)
-    return CalibratedSampler(fitted, sampler_params(model, fitted))
+    return CalibratedSampler(fitted, sampler_settings(model, fitted))
 
 
 def fit_thresholds(sampler: Sampler, model: LanguageModel, may: May = "make") -> Sampler:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.settings import Sampler
-from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES, THRESHOLDS, read_condition
+from entropix_jax.names import BOXES, QUANTITIES, REGIMES, THRESHOLDS, read_condition
+from entropix_jax.sampler.sampler import Sampler
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 

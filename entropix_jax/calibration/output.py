@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from entropix_jax.files import replacing
-from entropix_jax.vocabulary import THRESHOLDS
+from entropix_jax.names import THRESHOLDS
 
 
 def preset_text(base: str, thresholds: Mapping[str, float], description: str) -> str:

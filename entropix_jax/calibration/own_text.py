@@ -14,11 +14,11 @@ from jax import lax
 
 from entropix_jax.cache import KVCache, init_cache
 from entropix_jax.config import ModelConfig
-from entropix_jax.information import entropy_and_varentropy
 from entropix_jax.loading import LanguageModel
 from entropix_jax.model import forward, unembed
 from entropix_jax.params import Params, count_params
 from entropix_jax.sharding import weights_bytes
+from entropix_jax.stats import entropy_and_varentropy
 
 # About 4,000 tokens give each regime's share to half a percentage point or so; in texts as long as
 # an answer, since a model is less certain where a text begins.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.calibration.boxes import Boxes, occupancy, regimes_of
-from entropix_jax.vocabulary import THRESHOLDS
+from entropix_jax.names import THRESHOLDS
 
 _SHADES = " ·░▒▓█"
 _LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # bits: up, down, left, right

@@ -11,7 +11,7 @@ import numpy as np
 
 from entropix_jax.calibration.boxes import Boxes, occupancy
 from entropix_jax.errors import UserError
-from entropix_jax.vocabulary import BOXES, REGIMES, THRESHOLDS
+from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 
 TOLERANCE = 0.01  # of a share, for each regime
 

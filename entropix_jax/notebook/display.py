@@ -12,10 +12,10 @@ from itertools import islice
 from typing import Any, Protocol
 
 from entropix_jax.commandline import printable
+from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.report import tokens
 from entropix_jax.templating import html_template
 from entropix_jax.trace import TokenRecord
-from entropix_jax.vocabulary import MEANINGS, REGIMES
 
 MAX_TOKENS = 2000  # of all rows together: about half a megabyte
 _MAX_ROWS = 50

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import opening
-from entropix_jax.vocabulary import REGIMES, TRACE_FORMAT
+from entropix_jax.names import REGIMES, TRACE_FORMAT
 
 # In bytes; far more than a token of a model with thousands of heads takes.
 LONGEST_LINE = 64 * 2**20

@@ -1,11 +1,11 @@
-"""The one draw that all arms share: truncated sampling, exact for every setting, without a sort.
+"""The truncated draw that all arms share: exact for every setting, without sorting the vocabulary.
 
-A truncation rule gives the tokens an order and keeps a prefix of it (`sampler.truncation`). Min-p,
-top-k and top-p each keep a prefix, and so do all three together; a prefix is told by its mass, and
-a draw is the token at which the mass, cumulated in that order, crosses a uniform share of it.
-Nearly always all of that lies among the first `HEAD` tokens, which `top_k` finds cheaply. Where it
-does not, the same prefix and the same crossing are found over the whole vocabulary by bisection,
-for that row alone: which way a row goes depends on the row, never on the batch.
+A truncation rule orders the tokens and keeps a prefix (`sampler.truncation`). Min-p, top-k and
+top-p each keep a prefix, and so do all three together. A prefix is determined by its mass, and a
+draw is the token at which the mass, cumulated in that order, crosses a uniform share of it. The
+prefix nearly always lies within the first `HEAD` tokens, which `top_k` finds cheaply. Otherwise
+bisection over the whole vocabulary finds the same prefix and crossing, for that row alone: which
+path a row takes depends on the row, never on the batch.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.arms import Proposal
-from entropix_jax.sampler.params import TruncationParams
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import TruncationSettings
 from entropix_jax.sampler.truncation import Cut, truncate
 
 HEAD = 64  # on a CPU, top_k(64) of 128,256 takes 0.2 ms and a full sort 26 ms
@@ -54,7 +54,7 @@ def truncated_draw(
     logits: jax.Array,
     proposal: Proposal,
     uniforms: jax.Array,
-    truncation: TruncationParams,
+    truncation: TruncationSettings,
     mu: jax.Array,
 ) -> Drawn:
     """Draws tokens from what the row's rule leaves of `softmax(logits / temperature)`.

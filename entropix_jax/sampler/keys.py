@@ -1,7 +1,7 @@
-"""Random numbers by name: each draw has a key made of what it is for, and of nothing else.
+"""Random numbers by purpose, independent of slot, batch, device and the other rows.
 
 The key of a draw is a function of the run's seed, the row's id, the position, the attempt at that
-position, the stream and the index in it. Slot, batch, device and the other rows play no part.
+position, the stream and the index in it, and of nothing else.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ def uniforms(
 ) -> jax.Array:
     """Uniform numbers in [0, 1) with 24 random bits, float32 [B, number].
 
-    The bits are those that folding in the last part of the name yields, so that no setting of JAX's
-    generators changes them.
+    The bits are those of the key after the last `fold_in`, so no setting of JAX's generators
+    changes them.
 
     `keys` is uint32 [B, 2]; `position`, `attempt` and `stream` are int32 [B].
     """

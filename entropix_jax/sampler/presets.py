@@ -1,7 +1,7 @@
 """Samplers as files: TOML, found by name under `configs/`.
 
-A file may extend another one, and then holds only what it changes. One that sets a threshold means
-all four of its own: a model's calibrated ones do not take their place.
+A file may extend another one, and then holds only what it changes. Explicit thresholds override the
+model's calibration.
 """
 
 import os
@@ -11,9 +11,9 @@ from typing import Any
 
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.files import parse_toml, read_toml
+from entropix_jax.names import THRESHOLDS
 from entropix_jax.resources import resource_folder
-from entropix_jax.sampler.settings import REQUIRED, Sampler, check_key, check_values, check_whole
-from entropix_jax.vocabulary import THRESHOLDS
+from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
 
 
 def load_sampler(name_or_path: str) -> Sampler:
@@ -30,7 +30,7 @@ def load_sampler(name_or_path: str) -> Sampler:
     flat = _flatten(raw)
     for key in flat:
         check_key(key, str(path))
-    if missing := sorted(REQUIRED - set(flat)):
+    if missing := sorted(required() - set(flat)):
         raise UserError(
             f"{path}: '{missing[0]}' is missing; 'extends' takes it from another preset"
         )
@@ -89,7 +89,7 @@ def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, An
         return path, raw
     thresholds = raw.get("thresholds")
     if isinstance(thresholds, dict) and set(thresholds) & set(THRESHOLDS):
-        # Who sets thresholds means them: the model's own must not take their place.
+        # Explicit thresholds override the model's calibration.
         thresholds.setdefault("calibrated", False)
     return path, _merge(_read(base, (*seen, identity))[1], raw)
 

@@ -1,25 +1,25 @@
-"""Which regime a step is in: four open boxes over four quantities, and the loop guard."""
+"""The regime of a step: four open boxes over four quantities, and the loop guard."""
 
 import jax
 import jax.numpy as jnp
 
 from entropix_jax.metrics import Metrics
-from entropix_jax.sampler.params import LOOP_WINDOW, MAX_PERIOD, LoopParams, SamplerParams
-from entropix_jax.vocabulary import BOXES, QUANTITIES, REGIMES
+from entropix_jax.names import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 
 
-def classify(metrics: Metrics, params: SamplerParams) -> jax.Array:
+def classify(metrics: Metrics, settings: SamplerSettings) -> jax.Array:
     """The regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box holds the
-    point, else MID. What is not a finite number is in no box."""
+    point, else MID. NaN is in no box."""
     point = jnp.stack([getattr(metrics, quantity) for quantity in QUANTITIES])[None, :]
-    inside = jnp.all((params.low < point) & (point < params.high), axis=-1)  # [4]
+    inside = jnp.all((settings.low < point) & (point < settings.high), axis=-1)  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 
 
 def is_looping(
-    history: jax.Array, length: jax.Array, generated: jax.Array, params: LoopParams
+    history: jax.Array, length: jax.Array, generated: jax.Array, settings: LoopSettings
 ) -> jax.Array:
     """Whether one row repeats itself (document 004's "doom loop"): a bool.
 
@@ -27,8 +27,8 @@ def is_looping(
         history: int32 [S], the row's tokens, prompt included.
         length: int32, how many of them there are.
         generated: int32, how many of those were generated; a prompt never counts as a loop.
-        params: a stretch of q <= `max_period` tokens must stand `repeats` times in a row at the
-        end.
+        settings: the row loops where it ends in `repeats` copies of a stretch of q <= `max_period`
+            tokens.
     """
     back = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
@@ -37,10 +37,10 @@ def is_looping(
     # [P, W]: equals the token one period before; and how many do, from the latest on, [P].
     same = latest_first[None, :] == earlier
     run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :]), axis=1)
-    span = periods * params.repeats
+    span = periods * settings.repeats
     looping = (
-        (periods <= params.max_period)
-        & (params.repeats >= 2)
+        (periods <= settings.max_period)
+        & (settings.repeats >= 2)
         & (span <= generated)
         & (run >= span - periods)
     )

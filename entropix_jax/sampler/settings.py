@@ -1,356 +1,119 @@
-"""What a sampler is set to: its keys, their types and ranges, and how they become traced arrays.
+"""A sampler's settings as traced arrays: changing any of them compiles nothing.
 
-Conditions of a regime are written as in the papers: `"entropy > h2"`, where `h2` is one of the
-sampler's thresholds or stands for itself.
+The leaves are float32, int32 or bool. Those of one row are scalars and small arrays; in a step each
+has a leading row axis, so the rows of a batch may be sampled in different ways. A field's range is
+stated here once, for sampler files and the command line alike.
 """
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from types import MappingProxyType
+from dataclasses import field
 from typing import Any
 
-import numpy as np
+import jax
+from flax import struct
 
-from entropix_jax.errors import UserError
-from entropix_jax.files import read_json_object
-from entropix_jax.sampler.arms import ARMS, Arm
-from entropix_jax.sampler.params import (
-    LOOP_WINDOW,
-    MAX_BANS,
-    MAX_THOUGHT,
-    MAX_THOUGHTS,
-    RULES,
-    SECTIONS,
-    SamplerParams,
-    scalars,
-)
-from entropix_jax.vocabulary import BOXES, LARGEST, QUANTITIES, REGIMES, THRESHOLDS, read_condition
+RULES = ("nucleus", "top_n_sigma", "typical", "eta", "mirostat")  # of truncation
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "metrics.attn_entropy": ("normalised", "raw"),
-    "metrics.agreement": ("corrected", "published"),
-    "truncation.rule": RULES,
+MAX_DRAWS = 16  # candidates of one step
+MAX_BANS = 16  # tokens that are never drawn
+MAX_PERIOD = 32  # longest period that the loop guard looks for
+LOOP_WINDOW = 256  # tokens that the loop guard looks back
+
+
+def number(low: float, high: float, *, integer: bool = False, default: float | None = None) -> Any:
+    """A scalar setting and its range, both ends included. `default` is its value where no sampler
+    file has it, as for a mechanism of the user's."""
+    kind = int if integer else float
+    return field(metadata={"low": low, "high": high, "type": kind, "default": default})
+
+
+def flag(default: bool | None = None) -> Any:
+    """A setting that is true or false."""
+    return field(metadata={"low": False, "high": True, "type": bool, "default": default})
+
+
+def texts(most: int, longest: int, default: str | list[str] | None = None) -> Any:
+    """A setting that is a text, or a list of up to `most` texts, of `longest` tokens each: traced
+    as int32 [most, longest], padded with -1, without the empty ones."""
+    return field(metadata={"most": most, "longest": longest, "default": default})
+
+
+COEFFICIENT = (-100.0, 100.0)
+TEMPERATURE = (0.0, 100.0)
+COUNT = (0, 2**31 - 1)
+
+
+@struct.dataclass
+class BaseSettings:
+    """Where every arm starts from. 0 switches `top_k` and `min_p` off, 1 switches `top_p` off."""
+
+    temperature: jax.Array = number(*TEMPERATURE)
+    top_k: jax.Array = number(*COUNT, integer=True)
+    top_p: jax.Array = number(1e-6, 1.0)
+    min_p: jax.Array = number(0.0, 1.0)
+
+
+@struct.dataclass
+class TruncationSettings:
+    """The truncation rule and the parameters of each; `nucleus` is min-p, top-k and top-p of the
+    proposal. See `sampler.truncation` for the formulas."""
+
+    rule: jax.Array  # int32, index into RULES
+    sigmas: jax.Array = number(0.0, 1e4)  # top_n_sigma: n
+    typical_mass: jax.Array = number(1e-6, 1.0)  # typical: tau
+    eta_epsilon: jax.Array = number(0.0, 1.0)  # eta: epsilon
+    mirostat_target: jax.Array = number(0.0, 100.0)  # mirostat: tau, bits
+    mirostat_rate: jax.Array = number(0.0, 100.0)  # mirostat: eta
+
+
+@struct.dataclass
+class RepetitionSettings:
+    """`penalty` divides the positive and multiplies the negative logits of tokens that the row
+    already holds (Keskar et al. 2019, CTRL); 1 switches it off."""
+
+    penalty: jax.Array = number(0.01, 100.0)
+
+
+@struct.dataclass
+class LoopSettings:
+    """The loop guard: a row whose generated tokens end in `repeats` copies of a stretch of at most
+    `max_period` tokens is treated as LEHV. 0 switches it off, and so does a `repeats` of 1."""
+
+    max_period: jax.Array = number(0, MAX_PERIOD, integer=True)
+    repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)
+
+
+@struct.dataclass
+class SamplerSettings:
+    """A whole sampler, for one row; with a leading axis on every leaf, for each row of a batch."""
+
+    low: jax.Array  # float32 [4 boxes, 4 quantities], open lower bounds of BOXES
+    high: jax.Array  # float32 [4, 4], open upper bounds
+    arms: jax.Array  # int32 [5], index into `mechanisms`, the arm that serves each regime
+    layer_weights: jax.Array  # float32 [L], weights of the mean over layers
+    attn_entropy_normalised: jax.Array  # bool: the arms see attn_entropy_norm as attn_entropy
+    agreement_published: jax.Array  # bool: the arms see agreement_published as agreement
+    noise_epsilon: jax.Array  # float32, machine epsilon of the logits; 0: no noise floor
+    bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
+    base: BaseSettings
+    truncation: TruncationSettings
+    repetition: RepetitionSettings
+    loop: LoopSettings
+    own: dict[str, Any]  # the settings of each mechanism that has any, by its name
+    # Static, `Mechanism`s: part of the compiled step. Arms and actions are indices into it.
+    mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
+
+    def action(self, name: str) -> int:
+        """The index of the action of that name, that is, of the mechanism.
+
+        Raises:
+            ValueError: the sampler has no such mechanism.
+        """
+        return [mechanism.name for mechanism in self.mechanisms].index(name)
+
+
+SHARED_SECTIONS: dict[str, type] = {
+    "base": BaseSettings,
+    "truncation": TruncationSettings,
+    "repetition": RepetitionSettings,
+    "loop": LoopSettings,
 }
-_OTHER = {
-    "thresholds.calibrated",
-    "metrics.layers",
-    "metrics.noise_floor",
-    "inject.thought",
-    "draw.bans",
-    *(f"regimes.{box}" for box in BOXES),
-}
-# Arms that depend on the regimes even where they serve them all: a rollout ends where the model is
-# sure again, and so does the time after a thought.
-_LOOK_AROUND = {"branch", "inject"}
-_ARM_KEYS = {f"arms.{regime}" for regime in REGIMES}
-REQUIRED = {*scalars(), *_ARM_KEYS, *_CHOICES, *_OTHER}
-_KEYS = sorted(REQUIRED | {f"thresholds.{name}" for name in THRESHOLDS})
-
-
-@dataclass(frozen=True, repr=False)
-class Sampler:
-    """A sampler by its settings: a dotted key and a plain value each. Immutable.
-
-    What a user changed stands above the model's own thresholds, and those above the file's.
-    `notes` are lines that a user should see, such as that published thresholds stand in for
-    calibrated ones.
-    """
-
-    name: str
-    description: str
-    file_values: Mapping[str, Any]
-    thresholds: Mapping[str, Any] = field(default_factory=dict)  # of the model it is meant for
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    arms: Mapping[str, Arm] = field(default_factory=lambda: ARMS)
-
-    def __repr__(self) -> str:
-        changed = ", ".join(f"{key}={value!r}" for key, value in self.changes.items())
-        return f"<Sampler {self.name!r}{': ' if changed else ''}{changed}>"
-
-    @cached_property
-    def values(self) -> Mapping[str, Any]:
-        """All settings as they stand, read-only."""
-        return MappingProxyType({**self.file_values, **self.thresholds, **self.changes})
-
-    def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
-        """This sampler with other settings.
-
-        Raises:
-            UserError: an unknown key (the nearest known one is named), a value of the wrong type or
-                out of range, or bounds that nothing can lie between. Thresholds that may only fit
-                beside a model's own are checked by `with_thresholds`.
-        """
-        for key in changes:
-            check_key(key, self.name)
-        check_values(changes, self.name, self.arms)
-        changed = replace(self, changes={**self.changes, **changes})
-        # A threshold of the user's may only fit beside the model's, which are yet to come.
-        pending = changed.values["thresholds.calibrated"] and not self.thresholds
-        if not (pending and any(key.startswith("thresholds.") for key in changed.changes)):
-            check_whole(changed.values, self.name)
-        return changed
-
-    def with_arm(self, name: str, arm: Arm) -> "Sampler":
-        """This sampler with one more arm, which `arms.<regime>` may then name.
-
-        Args:
-            arm: metrics, parameters and view of one row to a proposal, in JAX: see `sampler.arms`.
-                It becomes part of the compiled step.
-
-        Raises:
-            UserError: the name is taken.
-        """
-        if name in self.arms:
-            raise UserError(f"sampler '{self.name}': there is an arm '{name}' already")
-        return replace(self, arms={**self.arms, name: arm})
-
-    @property
-    def follows_thresholds(self) -> bool:
-        """Whether a threshold that the user did not set can change the text: not where one arm that
-        draws alike in all regimes serves them all, as in the baselines."""
-        arms = {self.values[f"arms.{regime}"] for regime in REGIMES}
-        if len(arms) == 1 and not arms & _LOOK_AROUND:
-            return False
-        conditions = (text for box in BOXES for text in self.values[f"regimes.{box}"])
-        bounds = {read_condition(text)[2] for text in conditions}
-        free = {name for name in THRESHOLDS if f"thresholds.{name}" not in self.changes}
-        return bool(bounds & free)
-
-    def with_thresholds(
-        self, thresholds: Mapping[str, float], where: str = "", notes: tuple[str, ...] = ()
-    ) -> "Sampler":
-        """This sampler with a model's own thresholds, where it asks for calibrated ones, in the
-        place of those that it had of a model.
-
-        Args:
-            thresholds: h1, h2 (bits), u1, u2 (bits^2); none: those of the sampler's own file stay.
-            where: what they are from, for the error's line.
-            notes: take the place of the sampler's.
-
-        Raises:
-            UserError: a threshold is out of range, or the bounds leave nothing between them.
-        """
-        own = {f"thresholds.{name}": value for name, value in thresholds.items()}
-        own = own if self.values["thresholds.calibrated"] else {}
-        check_values(own, where)
-        fitted = replace(self, thresholds=own, notes=notes)
-        check_whole(fitted.values, f"{self.name} with {where}" if own else self.name)
-        return fitted
-
-    def params(
-        self, *, num_layers: int, epsilon: float, encode: Callable[[str], Sequence[int]]
-    ) -> SamplerParams:
-        """The parameters of one row, to be traced: NumPy scalars and arrays, without a row axis.
-
-        Args:
-            num_layers: L, of the model.
-            epsilon: machine epsilon of the model's logits, for the noise floor.
-            encode: text to token ids, nothing added.
-
-        Raises:
-            UserError: a thought longer than MAX_THOUGHT tokens, or weights of layers that the model
-                does not have.
-        """
-        values = self.values
-        low, high = _boxes(values, self.name)
-        sections = {
-            name: {
-                key.removeprefix(f"{name}."): _array(field["type"], values[key])
-                for key, field in scalars().items()
-                if key.startswith(f"{name}.")
-            }
-            for name in SECTIONS
-        }
-        sections["truncation"]["rule"] = np.int32(RULES.index(values["truncation.rule"]))
-        sections["inject"] |= self._thoughts(encode)
-        arms = list(self.arms)
-        leaves: dict[str, Any] = {
-            "low": low,
-            "high": high,
-            "arms": np.array([arms.index(values[f"arms.{r}"]) for r in REGIMES], np.int32),
-            "layer_weights": _layer_weights(values["metrics.layers"], num_layers, self.name),
-            "attn_entropy_normalised": np.asarray(values["metrics.attn_entropy"] == "normalised"),
-            "agreement_published": np.asarray(values["metrics.agreement"] == "published"),
-            "noise_epsilon": np.float32(epsilon if values["metrics.noise_floor"] else 0.0),
-            "bans": _padded(values["draw.bans"], MAX_BANS, -1),
-        }
-        parts = {name: SECTIONS[name](**section) for name, section in sections.items()}
-        return SamplerParams(**leaves, **parts)
-
-    def _thoughts(self, encode: Callable[[str], Sequence[int]]) -> dict[str, Any]:
-        """The thoughts as token ids, padded, and their lengths."""
-        thought = self.values["inject.thought"]
-        texts = [thought] if isinstance(thought, str) else thought
-        encoded = [ids for text in texts if text and (ids := list(encode(text)))]
-        if too_long := [ids for ids in encoded if len(ids) > MAX_THOUGHT]:
-            raise UserError(
-                f"sampler '{self.name}': inject.thought is {len(too_long[0])} tokens long, "
-                f"at most {MAX_THOUGHT} are possible"
-            )
-        encoded += [[]] * (MAX_THOUGHTS - len(encoded))
-        return {
-            "thoughts": np.stack([_padded(ids, MAX_THOUGHT, 0) for ids in encoded]),
-            "lengths": np.array([len(ids) for ids in encoded], np.int32),
-        }
-
-
-def read_thresholds(path: Path) -> dict[str, float]:
-    """A model's own thresholds, from its calibration file.
-
-    Raises:
-        UserError: the file cannot be read, or does not hold the four.
-    """
-    stored = read_json_object(path).get("thresholds")
-    if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
-        raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
-    check_values({f"thresholds.{name}": value for name, value in stored.items()}, str(path))
-    return stored
-
-
-def check_key(key: str, where: str) -> None:
-    """Checks a key; `where` begins the error's line.
-
-    Raises:
-        UserError: no sampler has it; the nearest is named.
-    """
-    if key not in _KEYS:
-        close = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
-        raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
-
-
-def check_values(values: Mapping[str, Any], where: str, arms: Mapping[str, Arm] = ARMS) -> None:
-    """Checks values by themselves; the keys are known ones.
-
-    Raises:
-        UserError: one has the wrong type or is out of range.
-    """
-    for key, value in values.items():
-        if problem := _problem(key, value, arms):
-            raise UserError(f"{where}: {key} = {value!r}: {problem}")
-
-
-def check_whole(values: Mapping[str, Any], where: str) -> None:
-    """Checks values against each other; all keys are there.
-
-    Raises:
-        UserError: some do not go together.
-    """
-    for low, high in (("h1", "h2"), ("u1", "u2")):
-        first, second = values.get(f"thresholds.{low}"), values.get(f"thresholds.{high}")
-        if first is not None and second is not None and first > second:
-            raise UserError(
-                f"{where}: thresholds.{low} = {first} is above thresholds.{high} = {second}"
-            )
-    if values["loop.max_period"] * values["loop.repeats"] > LOOP_WINDOW:
-        raise UserError(
-            f"{where}: loop.max_period times loop.repeats may be at most {LOOP_WINDOW}: "
-            "the guard looks no farther back"
-        )
-    _boxes(values, where)
-
-
-def _problem(key: str, value: Any, arms: Mapping[str, Arm]) -> str | None:
-    """What is wrong with one value, None if nothing is."""
-    choices = tuple(arms) if key.startswith("arms.") else _CHOICES.get(key)
-    if choices is not None:
-        if value not in choices:
-            return f"must be one of {', '.join(choices)}"
-    elif field := scalars().get(key):
-        return _number_problem(value, field["type"], field["low"], field["high"])
-    elif key.startswith("regimes."):
-        if not _is_list(value, str):
-            return 'must be a list of conditions such as "entropy < 0.5"'
-    elif key in ("thresholds.calibrated", "metrics.noise_floor"):
-        return _number_problem(value, bool, False, True)
-    elif key.startswith("thresholds."):
-        return _number_problem(value, float, 0.0, LARGEST)
-    elif key == "metrics.layers":
-        if value in ("all", "last"):
-            return None
-        if not (_is_list(value, float) and all(0 <= v <= LARGEST for v in value)):
-            return f'must be "all", "last" or a list of weights from 0 to {LARGEST:g}'
-        if max(value, default=0) < 1 / LARGEST:
-            return "a list of weights needs one that counts"
-    elif key == "inject.thought":
-        texts = [value] if isinstance(value, str) else value
-        if not (_is_list(texts, str) and len(texts) <= MAX_THOUGHTS):
-            return f"must be text, or a list of at most {MAX_THOUGHTS} texts"
-    elif not (
-        _is_list(value, int) and len(value) <= MAX_BANS and all(0 <= v < 2**31 for v in value)
-    ):
-        return f"must be a list of at most {MAX_BANS} token ids"
-    return None
-
-
-def _number_problem(value: Any, kind: type, low: float, high: float) -> str | None:
-    if kind is bool:
-        return None if isinstance(value, bool) else "must be true or false"
-    if not _is_number(value, kind):
-        return "must be an integer" if kind is int else "must be a number"
-    if not low <= value <= high:
-        return f"must lie in [{low}, {high}]"
-    return None
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    kinds = (int,) if kind is int else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value == value
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    if not isinstance(value, list):
-        return False
-    if kind is str:
-        return all(isinstance(v, str) for v in value)
-    return all(_is_number(v, kind) for v in value)
-
-
-def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper bounds, float32 [4 boxes, 4 quantities] each."""
-    low = np.full((len(BOXES), len(QUANTITIES)), -np.inf, np.float32)
-    high = np.full_like(low, np.inf)
-    for i, box in enumerate(BOXES):
-        for condition in values[f"regimes.{box}"]:
-            problem = f"{where}: regimes.{box}: {condition!r}"
-            try:
-                quantity, sign, bound = read_condition(condition)
-            except ValueError as error:
-                raise UserError(f"{problem}: {error}") from None
-            if isinstance(bound, str) and f"thresholds.{bound}" not in values:
-                raise UserError(f"{problem}: thresholds.{bound} is not given")
-            number = float(values[f"thresholds.{bound}"] if isinstance(bound, str) else bound)
-            j = QUANTITIES.index(quantity)
-            if sign == "<":
-                high[i, j] = min(high[i, j], number)
-            else:
-                low[i, j] = max(low[i, j], number)
-            if low[i, j] >= high[i, j]:
-                raise UserError(
-                    f"{problem}: no {quantity} is above {low[i, j]:g} and below {high[i, j]:g}"
-                )
-    return low, high
-
-
-def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> Any:
-    if layers == "all":
-        return np.ones(num_layers, np.float32)
-    if layers == "last":
-        return np.eye(num_layers, dtype=np.float32)[-1]
-    if len(layers) != num_layers:
-        raise UserError(
-            f"sampler '{where}': metrics.layers has {len(layers)} weights, "
-            f"the model has {num_layers} layers"
-        )
-    return np.asarray(layers, np.float32)
-
-
-def _array(kind: type, value: float) -> Any:
-    return np.asarray(value, {bool: np.bool_, int: np.int32, float: np.float32}[kind])
-
-
-def _padded(ids: Sequence[int], length: int, filler: int) -> Any:
-    return np.asarray([*ids, *[filler] * (length - len(ids))], np.int32)

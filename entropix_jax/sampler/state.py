@@ -1,13 +1,20 @@
-"""What the sampler is told of each row, what it makes of a distribution, and what it remembers from
-step to step."""
+"""What the sampler is told of each row, what it remembers of it, and a step on its way."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from entropix_jax.metrics import Metrics
-from entropix_jax.sampler.arms import Proposal
-from entropix_jax.sampler.params import MAX_ATTEMPTS
+from entropix_jax.sampler.proposal import Proposal
+
+Tree = TypeVar("Tree")
+
+MAX_ATTEMPTS = 8  # tokens that may be backspaced at one position
 
 
 @struct.dataclass
@@ -17,19 +24,19 @@ class Observation:
     metrics: Metrics
     regime: jax.Array  # int32, index into REGIMES
     looping: jax.Array  # bool, the loop guard made the regime LEHV
-    confidence: jax.Array  # float32, of the documents' formula; it is reported, nothing more
+    confidence: jax.Array  # float32, of the documents' formula; reported, nothing more
 
 
 @struct.dataclass
-class LastToken:
-    """What each row's last token came from: enough to take it back, and draw its position again."""
+class Origin:
+    """What a row's token was chosen from: enough to draw its position again."""
 
     logits: jax.Array  # float32 [B, V], as the model gave them
     observation: Observation
     proposal: Proposal
     mirostat: jax.Array  # float32 [B], as it was before the token
-    was_drawn: jax.Array  # bool [B]; False: the prompt's, injected, or a branch's
-    attempts: jax.Array  # int32 [B], tokens taken back at its position
+    drawn: jax.Array  # bool [B]; False: the token is the prompt's, forced, or a branch's
+    attempts: jax.Array  # int32 [B], tokens backspaced at its position
     bans: jax.Array  # int32 [B, MAX_ATTEMPTS], those tokens; -1: none
 
 
@@ -37,15 +44,12 @@ class LastToken:
 class Tally:
     """Counters and running values of each row."""
 
-    queued: jax.Array  # int32 [B], forced tokens, which stand in the history past the row's length
-    queue_action: jax.Array  # int32 [B], what they are forced for
-    cooldown: jax.Array  # int32 [B], tokens until a thought may be injected again
-    injections: jax.Array  # int32 [B], thoughts begun
-    branchings: jax.Array  # int32 [B], steps that branched
-    retractions: jax.Array  # int32 [B], tokens taken back
+    queued: jax.Array  # int32 [B], forced tokens, in the history from the row's length on
+    queue_action: jax.Array  # int32 [B], the action that they are forced for
     entropy_mean: jax.Array  # float32 [B], of the committed tokens' entropies, bits
     entropy_squares: jax.Array  # float32 [B], their summed squared deviation from it (Welford)
     mirostat: jax.Array  # float32 [B], mu - 2 tau, bits
+    own: dict[str, Any]  # of each mechanism that keeps a state, by its name; leaves [B]
 
 
 @struct.dataclass
@@ -53,37 +57,83 @@ class SamplerState:
     """What the sampler remembers of each row from step to step."""
 
     tally: Tally
-    last: LastToken
+    last: Origin  # of the last token
 
 
 @struct.dataclass
 class Rows:
     """What the sampler is told of each row."""
 
+    running: jax.Array  # bool [B]; what is chosen for the others means nothing
     keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
     history: jax.Array  # int32 [B, S], the tokens so far, prompt included, then forced ones
     length: jax.Array  # int32 [B], how many so far: also the position of the token to be chosen
     generated: jax.Array  # int32 [B], how many of them were generated
     remaining: jax.Array  # int32 [B], how many may still be committed, at least 1
-    asks: jax.Array  # bool [B], a thought's text is asked for, not taken from the parameters
+    asks: jax.Array  # bool [B], a thought's text is asked for, not taken from the settings
 
 
-def init_sampler_state(batch: int, vocab_size: int) -> SamplerState:
-    """The state of rows that have committed nothing yet."""
+@struct.dataclass
+class Step:
+    """One step of all rows between their proposals and the draw; fields [B, ...].
+
+    A mechanism's `apply` changes it in the rows that act. The last four fields are False where
+    nothing acts, and at most one of the first three is True.
+    """
+
+    rows: Rows
+    last: Origin  # of each row's last token
+    origin: Origin  # of the token that is to be chosen
+    log_probs: jax.Array  # float32 [B, V], of `origin.logits`, nats
+    floored: jax.Array  # float32 [B, V], the same, -inf below the noise floor
+    proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
+    tally: Tally  # before the token
+    backspaces: jax.Array  # bool: the token takes the place of the last one, at `rows.length`
+    rolls_out: jax.Array  # bool: the row commits its best branch instead of a drawn token
+    waits: jax.Array  # bool: the row commits nothing, and waits for the host's tokens
+    ends: jax.Array  # bool: the row ends with this token, as with an end token
+
+    def force(self, acts: jax.Array, tokens: jax.Array, count: jax.Array) -> "Step":
+        """The step with tokens forced: the rows of `acts` commit the first `count` of `tokens`, one
+        a step from this one on, as far as their budgets reach.
+
+        Args:
+            acts: bool [B].
+            tokens: int32 [B, n].
+            count: int32 [B], at most n; with 0 the row draws.
+        """
+        history, tally = self.rows.history, self.tally
+
+        def write() -> jax.Array:
+            steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+            inside = acts[:, None] & (steps < count[:, None])
+            slots = jnp.where(inside, self.rows.length[:, None] + steps, history.shape[1])
+            row = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
+            return history.at[row, slots].set(tokens, mode="drop")
+
+        tally = replace(
+            tally,
+            queued=jnp.where(acts, count, tally.queued),
+            queue_action=jnp.where(acts, self.proposal.action, tally.queue_action),
+        )
+        history = lax.cond(jnp.any(acts), write, lambda: history)
+        return replace(self, rows=replace(self.rows, history=history), tally=tally)
+
+
+def init_sampler_state(batch: int, vocab_size: int, mechanisms: Sequence[Any]) -> SamplerState:
+    """The state of rows that have committed nothing yet; `mechanisms` are `Mechanism`s."""
     zeros, zeros_f = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.float32)
+    own = {m.name: m.init() for m in mechanisms if m.init is not None}
     state = SamplerState(
         tally=Tally(
             queued=zeros,
             queue_action=zeros,
-            cooldown=zeros,
-            injections=zeros,
-            branchings=zeros,
-            retractions=zeros,
             entropy_mean=zeros_f,
             entropy_squares=zeros_f,
             mirostat=zeros_f,
+            own=jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))), own),
         ),
-        last=LastToken(
+        last=Origin(
             logits=jnp.zeros((batch, vocab_size), jnp.float32),
             observation=blank_observation((batch,)),
             proposal=Proposal(
@@ -96,7 +146,7 @@ def init_sampler_state(batch: int, vocab_size: int) -> SamplerState:
                 rule=zeros,
             ),
             mirostat=zeros_f,
-            was_drawn=jnp.zeros(batch, bool),
+            drawn=jnp.zeros(batch, bool),
             attempts=zeros,
             bans=jnp.full((batch, MAX_ATTEMPTS), -1, jnp.int32),
         ),
@@ -115,3 +165,13 @@ def blank_observation(shape: tuple[int, ...]) -> Observation:
         looping=jnp.zeros(shape, bool),
         confidence=zeros,
     )
+
+
+def where_rows(condition: jax.Array, one: Tree, other: Tree) -> Tree:
+    """`one` in the rows where the condition [B] holds, else `other`; leaves [B, ...]."""
+
+    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    chosen: Tree = jax.tree.map(choose, one, other)
+    return chosen

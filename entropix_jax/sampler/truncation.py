@@ -1,7 +1,7 @@
-"""Which tokens a draw may take: the truncation rules, as one switch.
+"""The truncation rules, as one switch: which tokens a draw may take.
 
-A rule puts a row's tokens into an order and says how far down that order the draw may go; the draw
-itself, in `sampler.draw`, knows no rule. All rules but `typical` order by likelihood, and all but
+A rule orders a row's tokens and says how far down that order the draw may go; `sampler.draw` itself
+knows no rule. All rules but `typical` order by likelihood, and all but
 `nucleus` come down to a number of tokens or a mass of them. Every quantity is one of the
 distribution that is drawn from, `p = softmax(logits / temperature)` over the tokens that are
 possible at all, and each row is computed alone, whatever the rules of the rows beside it.
@@ -17,8 +17,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.arms import Proposal
-from entropix_jax.sampler.params import RULES, TruncationParams
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import RULES, TruncationSettings
 
 NUCLEUS = RULES.index("nucleus")
 MIROSTAT = RULES.index("mirostat")
@@ -45,7 +45,7 @@ class Cut:
 
 
 def truncate(
-    logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu: jax.Array
+    logits: jax.Array, proposal: Proposal, truncation: TruncationSettings, mu: jax.Array
 ) -> Cut:
     """What each row may draw by its own rule, `proposal.rule`. The likeliest token alone where the
     temperature is 0, under any rule.
@@ -90,14 +90,16 @@ def surprise(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> ja
     return jnp.where(greedy, 0.0, (log_total - drawn) / _LN2)
 
 
-def mirostat_update(mu: jax.Array, surprise: jax.Array, truncation: TruncationParams) -> jax.Array:
+def mirostat_update(
+    mu: jax.Array, surprise: jax.Array, truncation: TruncationSettings
+) -> jax.Array:
     """The `mu` of the next draw: `mu - rate * (surprise - target)`, float32 [B], bits (Basu et al.
     2021, algorithm 1, which starts from twice the target)."""
     return mu - truncation.mirostat_rate * (surprise - truncation.mirostat_target)
 
 
 def _nucleus(
-    logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu: jax.Array
+    logits: jax.Array, proposal: Proposal, truncation: TruncationSettings, mu: jax.Array
 ) -> Cut:
     """Min-p, top-k and top-p of the proposal."""
     vocab = logits.shape[-1]
@@ -111,7 +113,7 @@ def _nucleus(
 
 
 def _top_n_sigma(
-    logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu: jax.Array
+    logits: jax.Array, proposal: Proposal, truncation: TruncationSettings, mu: jax.Array
 ) -> Cut:
     """`logit >= max - n * sigma`, sigma the standard deviation of the logits (Tang et al. 2024,
     "Top-n-sigma: Not All Logits Are You Need"). A temperature scales both sides alike."""
@@ -126,7 +128,7 @@ def _top_n_sigma(
 
 
 def _typical(
-    logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu: jax.Array
+    logits: jax.Array, proposal: Proposal, truncation: TruncationSettings, mu: jax.Array
 ) -> Cut:
     """Tokens by how far their information content is from the entropy, `|-ln p - H|`, nearest
     first, a tie's likelier first: as many as make up the mass tau (Meister et al. 2022, "Locally
@@ -141,7 +143,9 @@ def _typical(
     )
 
 
-def _eta(logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu: jax.Array) -> Cut:
+def _eta(
+    logits: jax.Array, proposal: Proposal, truncation: TruncationSettings, mu: jax.Array
+) -> Cut:
     """`p >= min(epsilon, sqrt(epsilon) * exp(-H))`, H in nats (Hewitt et al. 2022, "Truncation
     Sampling as Language Model Desmoothing")."""
     y, mean, log_total = _relative(logits, proposal.temperature)
@@ -152,7 +156,7 @@ def _eta(logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu
 
 
 def _mirostat(
-    logits: jax.Array, proposal: Proposal, truncation: TruncationParams, mu: jax.Array
+    logits: jax.Array, proposal: Proposal, truncation: TruncationSettings, mu: jax.Array
 ) -> Cut:
     """As many tokens as would have a mean surprise of about `mu` if p followed Zipf's law (Basu et
     al. 2021, "Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity").
@@ -181,7 +185,7 @@ def _mirostat(
     return _likeliest(logits, proposal, k.astype(jnp.int32))
 
 
-_CUTS: dict[str, Callable[[jax.Array, Proposal, TruncationParams, jax.Array], Cut]] = {
+_CUTS: dict[str, Callable[[jax.Array, Proposal, TruncationSettings, jax.Array], Cut]] = {
     "nucleus": _nucleus,
     "top_n_sigma": _top_n_sigma,
     "typical": _typical,

@@ -11,9 +11,9 @@ import numpy as np
 
 from entropix_jax.errors import require
 from entropix_jax.files import replacing
+from entropix_jax.names import REGIMES
 from entropix_jax.studies.statistics import Interval
 from entropix_jax.studies.summary import Findings, Line
-from entropix_jax.vocabulary import REGIMES
 
 # Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")

@@ -10,8 +10,7 @@ from random import Random
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.sampler.params import scalars
-from entropix_jax.sampler.settings import Sampler, check_key, check_values
+from entropix_jax.sampler.sampler import Sampler, check_key, check_values, scalars
 
 _MOST_TRIES = 1000  # for one draw that is to be another than those before
 
@@ -113,7 +112,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _R
                 raise UserError(f"{where}: {key}: no whole number lies in the range")
         ends = [axis.low, axis.high]
     for value in ends:
-        check_values({key: value}, where, sampler.arms)
+        check_values({key: value}, where, sampler.mechanisms)
     return axis
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from entropix_jax.names import REGIMES
 from entropix_jax.studies.digest import MEASURES, PREDICTORS, Digest, SettingDigest
 from entropix_jax.studies.statistics import (
     Bin,
@@ -17,7 +18,6 @@ from entropix_jax.studies.statistics import (
     reliability,
 )
 from entropix_jax.studies.truth import Truth
-from entropix_jax.vocabulary import REGIMES
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,13 @@ from typing import Any, get_args
 
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.files import read_toml
+from entropix_jax.names import REGIMES
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.presets import lineage, load_sampler
-from entropix_jax.sampler.settings import Sampler
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.studies.ranges import changed_by, draws_of, flatten, is_list, name_of
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Split
-from entropix_jax.vocabulary import REGIMES
 
 TUNED = " (tuned)"
 _MOST_SETTINGS = 100_000

@@ -15,8 +15,8 @@ import numpy as np
 
 from entropix_jax.errors import UserError, require
 from entropix_jax.files import opening, replacing
-from entropix_jax.sampler.arms import ACTIONS
-from entropix_jax.vocabulary import REGIMES
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
 
 _ROWS_AT_ONCE = 4096  # of a Parquet row group
 

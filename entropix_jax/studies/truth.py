@@ -12,10 +12,10 @@ import numpy as np
 from entropix_jax.errors import UserError
 from entropix_jax.files import read_json_object
 from entropix_jax.loading import LanguageModel
+from entropix_jax.names import REGIMES
 from entropix_jax.preparation import CalibratedSampler
 from entropix_jax.scoring import score_tokens
 from entropix_jax.studies.statistics import Floats
-from entropix_jax.vocabulary import REGIMES
 from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
 from entropix_jax.world.facts import WORLD_SEED, create
 

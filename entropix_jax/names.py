@@ -1,6 +1,6 @@
-"""The words that samplers, traces and pages share: regimes, their bounds, and conditions.
+"""Names that samplers, traces and pages share: regimes, their bounds, and conditions.
 
-Nothing here imports JAX, so that a page of a finished run needs none.
+Imports no JAX, so a page of a finished run needs none.
 """
 
 import math
@@ -15,7 +15,7 @@ BOXES = REGIMES[:-1]  # tried in this order; a point in none is MID
 QUANTITIES = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
 THRESHOLDS = ("h1", "h2", "u1", "u2")
 
-# What the regimes say of the model, in a word.
+# What each regime says about the model.
 MEANINGS = {
     "lelv": "certain",
     "helv": "undecided",
@@ -24,18 +24,18 @@ MEANINGS = {
     "mid": "between",
 }
 
-# Of a bound or a layer's weight: far past any that is of use, and well within float32.
+# The largest bound or layer weight: beyond any useful one, and well within float32.
 LARGEST = 1e6
 
 _CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 
 
 def read_condition(text: str) -> tuple[str, str, str | float]:
-    """One side of a box, such as `entropy > h2`: the quantity, the sign, and the bound, which is
-    one of THRESHOLDS or a number.
+    """Parses one side of a box, such as `entropy > h2`: the quantity, the sign, and the bound,
+    which is one of THRESHOLDS or a number.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: the text is no condition; says why.
     """
     match = _CONDITION.fullmatch(text)
     if match is None:

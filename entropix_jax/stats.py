@@ -1,4 +1,4 @@
-"""What the model tells of its uncertainty besides the logits, and the formula that both share."""
+"""Attention statistics, and the entropy and varentropy that model and sampler share."""
 
 import math
 
@@ -23,9 +23,9 @@ class AttnStats:
     divergence: jax.Array  # [B, L] mean over heads of sum_j |a_j - mean over heads of a_j|
     interaction: jax.Array  # [B, L] mean of |s| over heads and valid keys
     keys: jax.Array  # float32 [B], n
-    # Bool [B, T, 1+2L], where it is asked for: whether a new token's activations are finite, those
-    # of the embedding, and of each layer its queries, keys and values and what it adds up to. True
-    # for padding.
+    # Bool [B, T, 1+2L], only where requested: whether a new token's activations are finite. First
+    # those of the embedding; for each layer those of q, k and v, then those of its output. True for
+    # padding.
     sound: jax.Array | None = None
 
 
@@ -43,11 +43,11 @@ def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def sum_last(x: jax.Array) -> jax.Array:
-    """The sum over the last axis, [..., n] to [...]: 128 sums side by side, then theirs.
+    """The sum over the last axis, [..., n] to [...], as 128 partial sums.
 
-    XLA's CPU backend adds up a last axis one number after the other, and so takes 3 to 7 times as
-    long over a long one. More zeros at the end change nothing, to the last digit.
+    XLA's CPU backend sums a last axis sequentially, which takes 3 to 7 times as long for a long
+    one. Zeros appended to the axis do not change the result, to the last digit.
     """
     lanes = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _LANES)])
     lanes = jnp.sum(lanes.reshape(*x.shape[:-1], -1, _LANES), axis=-2)
-    return jnp.sum(lax.optimization_barrier(lanes), axis=-1)  # else XLA makes one sum of the two
+    return jnp.sum(lax.optimization_barrier(lanes), axis=-1)  # else XLA merges the two sums

@@ -1,0 +1,77 @@
+"""A mechanism of one's own: after several scattered tokens in a row it writes a fixed text.
+
+A model that is lost rarely finds back by itself. Where `patience` tokens in a row were HEHV (high
+entropy, high varentropy), the next one of these begins a text such as "\\nIn short:". Until then
+the arm does what `resample` does.
+
+    sampler = entropix_jax.load_sampler("entropix").with_mechanism(CHANGE_COURSE)
+    sampler = sampler.with_values({"arms.hehv": "change_course", "change_course.patience": 4})
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms.plain import resample
+from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
+from entropix_jax.sampler.regimes import HEHV
+from entropix_jax.sampler.settings import SamplerSettings, number, texts
+from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step, Tally
+
+
+@struct.dataclass
+class Settings:
+    """Keys of the sampler: `change_course.patience` and `change_course.words`."""
+
+    patience: jax.Array = number(1, 1000, integer=True, default=3)
+    words: jax.Array = texts(1, 32, default="\nIn short:")  # int32 [1, 32], padded with -1
+
+
+@struct.dataclass
+class State:
+    """What is remembered of a row."""
+
+    lost: jax.Array  # int32, HEHV tokens in a row
+
+
+def may(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
+    """Whether each row has been lost for long enough: bool [B]."""
+    lost: jax.Array = state.tally.own["change_course"].lost
+    return lost >= settings.own["change_course"].patience
+
+
+def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """The text, or, for one more token, what `resample` does. This is code for one row."""
+    return either(
+        row.may["change_course"],
+        draw("change_course", settings),
+        resample(metrics, settings, row),
+    )
+
+
+def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
+    """Forces the text in the rows that act, a bool [B]; its first token is this step's."""
+    words: jax.Array = settings.own["change_course"].words[:, 0]  # [B, 32]
+    return step.force(acts, words, count=jnp.sum(words >= 0, axis=-1, dtype=jnp.int32))
+
+
+def advance(settings: SamplerSettings, tally: Tally, observation: Observation) -> State:
+    """Counts HEHV tokens in a row. The text's own tokens begin the count anew."""
+    own: State = tally.own["change_course"]
+    lost = (observation.regime == HEHV) & (tally.queued == 0)
+    return replace(own, lost=jnp.where(lost, own.lost + 1, 0))
+
+
+CHANGE_COURSE = Mechanism(
+    "change_course",
+    propose,
+    settings=Settings,
+    init=lambda: State(lost=jnp.int32(0)),
+    may=may,
+    apply=apply,
+    advance=advance,
+)

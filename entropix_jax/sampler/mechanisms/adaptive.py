@@ -1,0 +1,91 @@
+"""`adaptive`: several draws under parameters that follow all metrics; the likeliest is kept.
+
+With U = h + u and Ua = Ea + Va:
+
+    T     = T0 * (1 + temperature_logits * U + temperature_attn * Ua - temperature_agreement * A)
+    top_p = clip(p0 * (1 + top_p_attn_varentropy * Va), top_p_min, 1)
+    k     = clip(round(k0 * (1 + top_k_interaction * I - top_k_agreement * A)), 1, top_k_max)
+    min_p = clip(m0 * (1 - min_p_logits * U), min_p_min, min_p_max)
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
+from entropix_jax.sampler.settings import COEFFICIENT, MAX_DRAWS, SamplerSettings, number
+
+
+@struct.dataclass
+class AdaptiveSettings:
+    """The coefficients of the formulas, the number of candidates, and the weights of the reported
+    confidence."""
+
+    draws: jax.Array = number(1, MAX_DRAWS, integer=True)
+    temperature_logits: jax.Array = number(*COEFFICIENT)
+    temperature_attn: jax.Array = number(*COEFFICIENT)
+    temperature_agreement: jax.Array = number(*COEFFICIENT)
+    top_p_attn_varentropy: jax.Array = number(*COEFFICIENT)
+    top_p_min: jax.Array = number(1e-6, 1.0)
+    top_k_interaction: jax.Array = number(*COEFFICIENT)
+    top_k_agreement: jax.Array = number(*COEFFICIENT)
+    top_k_max: jax.Array = number(1, 2**31 - 1, integer=True)
+    min_p_logits: jax.Array = number(*COEFFICIENT)
+    min_p_min: jax.Array = number(0.0, 1.0)
+    min_p_max: jax.Array = number(0.0, 1.0)
+    confidence_entropy: jax.Array = number(*COEFFICIENT)
+    confidence_attn_entropy: jax.Array = number(*COEFFICIENT)
+    confidence_varentropy: jax.Array = number(*COEFFICIENT)
+    confidence_attn_varentropy: jax.Array = number(*COEFFICIENT)
+    confidence_agreement: jax.Array = number(*COEFFICIENT)
+    confidence_interaction: jax.Array = number(*COEFFICIENT)
+
+
+def adaptive(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """Several draws; the candidate that is likeliest under the unmodified logits is kept."""
+    own: AdaptiveSettings = settings.own["adaptive"]
+    base = settings.base
+    logits_uncertainty = metrics.entropy + metrics.varentropy
+    attn_uncertainty = metrics.attn_entropy + metrics.attn_varentropy
+    warming = (
+        1.0
+        + own.temperature_logits * logits_uncertainty
+        + own.temperature_attn * attn_uncertainty
+        - own.temperature_agreement * metrics.agreement
+    )
+    widening = (
+        1.0
+        + own.top_k_interaction * metrics.interaction_strength
+        - own.top_k_agreement * metrics.agreement
+    )
+    top_k = to_int(jnp.round(base.top_k.astype(jnp.float32) * widening))
+    top_p = base.top_p * (1.0 + own.top_p_attn_varentropy * metrics.attn_varentropy)
+    min_p = base.min_p * (1.0 - own.min_p_logits * logits_uncertainty)
+    return draw(
+        "adaptive",
+        settings,
+        temperature=base.temperature * warming,
+        top_k=scaled_top_k(settings, jnp.clip(top_k, 1, own.top_k_max)),
+        top_p=jnp.clip(top_p, own.top_p_min, 1.0),
+        min_p=jnp.clip(min_p, own.min_p_min, own.min_p_max),
+        draws=own.draws,
+    )
+
+
+def confidence(metrics: Metrics, settings: SamplerSettings) -> jax.Array:
+    """The documents' confidence score of one row's step, from the metrics that its arm sees. It is
+    the same for every candidate, so it cannot change which one is kept: it is reported."""
+    own: AdaptiveSettings = settings.own["adaptive"]
+    return (
+        own.confidence_entropy * (1.0 - metrics.entropy)
+        + own.confidence_attn_entropy * (1.0 - metrics.attn_entropy)
+        + own.confidence_varentropy * (1.0 - metrics.varentropy)
+        + own.confidence_attn_varentropy * (1.0 - metrics.attn_varentropy)
+        + own.confidence_agreement * metrics.agreement
+        + own.confidence_interaction * metrics.interaction_strength
+    )
+
+
+ADAPTIVE = Mechanism("adaptive", adaptive, AdaptiveSettings)

@@ -1,0 +1,101 @@
+"""Mechanisms that only draw: `argmax`, `sample`, `explore`, `resample` and `edt`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
+from entropix_jax.sampler.settings import COEFFICIENT, TEMPERATURE, SamplerSettings, number
+
+_LN2 = math.log(2.0)
+
+
+@struct.dataclass
+class ExploreSettings:
+    """T = min(temperature_max, T0 * (temperature_scale + temperature_interaction * I));
+    k = max(top_k_min, floor(k0 * (1 + top_k_disagreement * (1 - A))))."""
+
+    temperature_scale: jax.Array = number(*COEFFICIENT)
+    temperature_interaction: jax.Array = number(*COEFFICIENT)
+    temperature_max: jax.Array = number(*TEMPERATURE)
+    top_k_disagreement: jax.Array = number(*COEFFICIENT)
+    top_k_min: jax.Array = number(1, 2**31 - 1, integer=True)
+
+
+@struct.dataclass
+class ResampleSettings:
+    """T = max(temperature_min, T0 * (temperature_scale + temperature_attn_varentropy * Va));
+    top_p = max(top_p_min, p0 - top_p_attn_entropy * Ea)."""
+
+    temperature_scale: jax.Array = number(*COEFFICIENT)
+    temperature_attn_varentropy: jax.Array = number(*COEFFICIENT)
+    temperature_min: jax.Array = number(*TEMPERATURE)
+    top_p_attn_entropy: jax.Array = number(*COEFFICIENT)
+    top_p_min: jax.Array = number(1e-6, 1.0)
+
+
+@struct.dataclass
+class EdtSettings:
+    """T = T0 * base^(theta / h), h in nats."""
+
+    base: jax.Array = number(1e-6, 1.0)
+    theta: jax.Array = number(0.0, 100.0)
+
+
+def argmax(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """The most likely token."""
+    return draw("argmax", settings, temperature=0.0)
+
+
+def sample(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """One draw at the base values: what every sampler without entropy does."""
+    return draw("sample", settings)
+
+
+def explore(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """One draw, warmer with the interaction strength and wider where the heads disagree."""
+    own: ExploreSettings = settings.own["explore"]
+    scale = own.temperature_scale + own.temperature_interaction * metrics.interaction_strength
+    widening = 1.0 + own.top_k_disagreement * (1.0 - metrics.agreement)
+    top_k = jnp.floor(settings.base.top_k.astype(jnp.float32) * widening)
+    return draw(
+        "explore",
+        settings,
+        temperature=jnp.minimum(own.temperature_max, settings.base.temperature * scale),
+        top_k=scaled_top_k(settings, jnp.maximum(own.top_k_min, to_int(top_k))),
+    )
+
+
+def resample(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """One hot draw from a nucleus that narrows with the attention entropy."""
+    own: ResampleSettings = settings.own["resample"]
+    scale = own.temperature_scale + own.temperature_attn_varentropy * metrics.attn_varentropy
+    top_p = settings.base.top_p - own.top_p_attn_entropy * metrics.attn_entropy
+    return draw(
+        "resample",
+        settings,
+        temperature=jnp.maximum(own.temperature_min, settings.base.temperature * scale),
+        top_p=jnp.maximum(own.top_p_min, top_p),
+    )
+
+
+def edt(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """One draw at a temperature that falls with the entropy (Zhang et al. 2024, "EDT: Improving
+    Large Language Models' Generation by Entropy-based Dynamic Temperature Sampling")."""
+    own: EdtSettings = settings.own["edt"]
+    nats = metrics.entropy * _LN2
+    exponent = jnp.where(nats > 0, own.theta / nats, jnp.inf)
+    # With theta = 0 it is T0 at any entropy; a certain distribution has one outcome anyway.
+    cooling = jnp.where(own.theta > 0, own.base**exponent, 1.0)
+    return draw("sample", settings, temperature=settings.base.temperature * cooling)
+
+
+ARGMAX = Mechanism("argmax", argmax)
+SAMPLE = Mechanism("sample", sample)
+EXPLORE = Mechanism("explore", explore, ExploreSettings)
+RESAMPLE = Mechanism("resample", resample, ResampleSettings)
+EDT = Mechanism("edt", edt, EdtSettings)

@@ -1,0 +1,408 @@
+"""A sampler on the host: its keys, their types and ranges, and how they become traced arrays.
+
+Conditions of a regime are written as in the papers: `"entropy > h2"`, where `h2` is one of the
+sampler's thresholds or stands for itself.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from entropix_jax.errors import UserError
+from entropix_jax.files import read_json_object
+from entropix_jax.names import BOXES, LARGEST, QUANTITIES, REGIMES, THRESHOLDS, read_condition
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.proposal import Arm
+from entropix_jax.sampler.settings import (
+    LOOP_WINDOW,
+    MAX_BANS,
+    RULES,
+    SHARED_SECTIONS,
+    SamplerSettings,
+)
+
+Mechanisms = tuple[Mechanism, ...]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "metrics.attn_entropy": ("normalised", "raw"),
+    "metrics.agreement": ("corrected", "published"),
+    "truncation.rule": RULES,
+}
+_OTHER = {
+    "thresholds.calibrated",
+    "metrics.layers",
+    "metrics.noise_floor",
+    "draw.bans",
+    *(f"regimes.{box}" for box in BOXES),
+    *(f"arms.{regime}" for regime in REGIMES),
+}
+
+
+@cache
+def sections(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, type]:
+    """The sections of a sampler's file that become traced settings: those that all arms share, and
+    each mechanism's own."""
+    own = {m.name: m.settings for m in mechanisms if m.settings is not None}
+    return MappingProxyType({**SHARED_SECTIONS, **own})
+
+
+@cache
+def scalars(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Mapping[str, Any]]:
+    """Every number and flag by its dotted key, with its `type` and its range, `low` to `high`."""
+    return _settings(mechanisms, "low")
+
+
+@cache
+def required(mechanisms: Mechanisms = MECHANISMS) -> frozenset[str]:
+    """The keys that every sampler has; of the thresholds it may leave some out."""
+    keys = {*scalars(mechanisms), *_settings(mechanisms, "longest"), *_CHOICES, *_OTHER}
+    return frozenset(keys)
+
+
+@dataclass(frozen=True, repr=False)
+class Sampler:
+    """A sampler as dotted keys with plain values. Immutable.
+
+    Changes of the user override the model's own thresholds, and those override the file's. `notes`
+    are lines for the user, such as that published thresholds stand in for calibrated ones.
+    """
+
+    name: str
+    description: str
+    file_values: Mapping[str, Any]
+    thresholds: Mapping[str, Any] = field(default_factory=dict)  # of the model it is meant for
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    mechanisms: Mechanisms = MECHANISMS
+
+    def __repr__(self) -> str:
+        changed = ", ".join(f"{key}={value!r}" for key, value in self.changes.items())
+        return f"<Sampler {self.name!r}{': ' if changed else ''}{changed}>"
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """Every key with its current value, read-only."""
+        return MappingProxyType({**self.file_values, **self.thresholds, **self.changes})
+
+    def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
+        """This sampler with other settings.
+
+        Raises:
+            UserError: an unknown key (the nearest known one is named), a value of the wrong type or
+                out of range, or bounds that nothing can lie between. Thresholds that may only fit
+                beside a model's own are checked by `with_thresholds`.
+        """
+        for key in changes:
+            check_key(key, self.name, self.mechanisms)
+        check_values(changes, self.name, self.mechanisms)
+        changed = replace(self, changes={**self.changes, **changes})
+        # A user's threshold may only fit beside the model's, which are not known yet.
+        pending = changed.values["thresholds.calibrated"] and not self.thresholds
+        if not (pending and any(key.startswith("thresholds.") for key in changed.changes)):
+            check_whole(changed.values, self.name)
+        return changed
+
+    def with_arm(self, name: str, arm: Arm) -> "Sampler":
+        """This sampler with one more arm, which `arms.<regime>` may then name.
+
+        Args:
+            arm: one row's metrics, settings and view to a proposal, in JAX: see `sampler.proposal`.
+                It becomes part of the compiled step.
+
+        Raises:
+            UserError: the name is taken.
+        """
+        return self.with_mechanism(Mechanism(name, arm))
+
+    def with_mechanism(self, mechanism: Mechanism) -> "Sampler":
+        """This sampler with one more mechanism, see `sampler.mechanism`. `arms.<regime>` may then
+        name it, and its settings have keys of their own, each at its default.
+
+        Raises:
+            UserError: the name is taken, or a setting has no default or one that does not fit it.
+        """
+        where, name = f"sampler '{self.name}'", mechanism.name
+        if name in (m.name for m in self.mechanisms):
+            raise UserError(f"{where}: there is an arm '{name}' already")
+        if any(key.startswith(f"{name}.") for key in self.values):
+            raise UserError(f"{where}: there is a section '{name}' already")
+        more = (*self.mechanisms, mechanism)
+        defaults = {
+            f"{name}.{field.name}": field.metadata.get("default")
+            for field in (() if mechanism.settings is None else fields(mechanism.settings))
+        }
+        check_values(defaults, where, more)
+        return replace(self, file_values={**self.file_values, **defaults}, mechanisms=more)
+
+    @property
+    def follows_thresholds(self) -> bool:
+        """Whether a threshold that the user did not set can change the text. It cannot where one
+        arm serves every regime and draws alike in all of them, as in the baselines."""
+        arms = {self.values[f"arms.{regime}"] for regime in REGIMES}
+        if len(arms) == 1 and not any(m.follows_regimes for m in self.mechanisms if m.name in arms):
+            return False
+        conditions = (text for box in BOXES for text in self.values[f"regimes.{box}"])
+        bounds = {read_condition(text)[2] for text in conditions}
+        free = {name for name in THRESHOLDS if f"thresholds.{name}" not in self.changes}
+        return bool(bounds & free)
+
+    def with_thresholds(
+        self, thresholds: Mapping[str, float], where: str = "", notes: tuple[str, ...] = ()
+    ) -> "Sampler":
+        """This sampler with a model's own thresholds, if it asks for calibrated ones. They replace
+        those of another model.
+
+        Args:
+            thresholds: h1, h2 (bits), u1, u2 (bits^2); none: those of the sampler's own file stay.
+            where: what they are from, for the error's line.
+            notes: take the place of the sampler's.
+
+        Raises:
+            UserError: a threshold is out of range, or the bounds leave nothing between them.
+        """
+        own = {f"thresholds.{name}": value for name, value in thresholds.items()}
+        own = own if self.values["thresholds.calibrated"] else {}
+        check_values(own, where)
+        fitted = replace(self, thresholds=own, notes=notes)
+        check_whole(fitted.values, f"{self.name} with {where}" if own else self.name)
+        return fitted
+
+    def settings(
+        self, *, num_layers: int, epsilon: float, encode: Callable[[str], Sequence[int]]
+    ) -> SamplerSettings:
+        """The settings of one row, to be traced: NumPy scalars and arrays, without a row axis.
+
+        Args:
+            num_layers: L, of the model.
+            epsilon: machine epsilon of the model's logits, for the noise floor.
+            encode: text to token ids, nothing added.
+
+        Raises:
+            UserError: a text with too many tokens, or weights of layers that the model does not
+                have.
+        """
+        values, rule = self.values, RULES.index(self.values["truncation.rule"])
+        low, high = _boxes(values, self.name)
+        parts = {
+            name: section(
+                **{
+                    field.name: self._traced(f"{name}.{field.name}", field.metadata, encode)
+                    for field in fields(section)
+                    if field.metadata
+                },
+                **({"rule": np.int32(rule)} if name == "truncation" else {}),
+            )
+            for name, section in sections(self.mechanisms).items()
+        }
+        names = [mechanism.name for mechanism in self.mechanisms]
+        arrays: dict[str, Any] = dict(
+            low=low,
+            high=high,
+            arms=np.array([names.index(values[f"arms.{r}"]) for r in REGIMES], np.int32),
+            layer_weights=_layer_weights(values["metrics.layers"], num_layers, self.name),
+            attn_entropy_normalised=np.asarray(values["metrics.attn_entropy"] == "normalised"),
+            agreement_published=np.asarray(values["metrics.agreement"] == "published"),
+            noise_epsilon=np.float32(epsilon if values["metrics.noise_floor"] else 0.0),
+            bans=_padded(values["draw.bans"], MAX_BANS),
+            **{name: parts.pop(name) for name in SHARED_SECTIONS},
+        )
+        return SamplerSettings(**arrays, own=parts, mechanisms=self.mechanisms)
+
+    def _traced(
+        self, key: str, meta: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+    ) -> np.ndarray:
+        """The array of a field that is a `number`, a `flag` or `texts`."""
+        value = self.values[key]
+        if "low" in meta:
+            kinds = {bool: np.bool_, int: np.int32, float: np.float32}
+            return np.asarray(value, kinds[meta["type"]])
+        encoded = [ids for text in _as_list(value) if text and (ids := list(encode(text)))]
+        for ids in encoded:
+            if len(ids) > meta["longest"]:
+                raise UserError(
+                    f"sampler '{self.name}': {key} is {len(ids)} tokens long, "
+                    f"at most {meta['longest']} are possible"
+                )
+        encoded += [[]] * (meta["most"] - len(encoded))
+        return np.stack([_padded(ids, meta["longest"]) for ids in encoded])
+
+
+def read_thresholds(path: Path) -> dict[str, float]:
+    """A model's own thresholds, from its calibration file.
+
+    Raises:
+        UserError: the file cannot be read, or does not hold the four.
+    """
+    stored = read_json_object(path).get("thresholds")
+    if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
+        raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
+    check_values({f"thresholds.{name}": value for name, value in stored.items()}, str(path))
+    return stored
+
+
+def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:
+    """Checks a key; `where` begins the error's line.
+
+    Raises:
+        UserError: no sampler has it; the nearest is named.
+    """
+    keys = sorted(required(mechanisms) | {f"thresholds.{name}" for name in THRESHOLDS})
+    if key not in keys:
+        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+        raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
+
+
+def check_values(
+    values: Mapping[str, Any], where: str, mechanisms: Mechanisms = MECHANISMS
+) -> None:
+    """Checks values one by one; the keys are known ones.
+
+    Raises:
+        UserError: one has the wrong type or is out of range.
+    """
+    for key, value in values.items():
+        if problem := _problem(key, value, mechanisms):
+            raise UserError(f"{where}: {key} = {value!r}: {problem}")
+
+
+def check_whole(values: Mapping[str, Any], where: str) -> None:
+    """Checks values against each other; all keys are there.
+
+    Raises:
+        UserError: some do not go together.
+    """
+    for low, high in (("h1", "h2"), ("u1", "u2")):
+        first, second = values.get(f"thresholds.{low}"), values.get(f"thresholds.{high}")
+        if first is not None and second is not None and first > second:
+            raise UserError(
+                f"{where}: thresholds.{low} = {first} is above thresholds.{high} = {second}"
+            )
+    if values["loop.max_period"] * values["loop.repeats"] > LOOP_WINDOW:
+        raise UserError(
+            f"{where}: loop.max_period times loop.repeats may be at most {LOOP_WINDOW}: "
+            "the guard looks no farther back"
+        )
+    _boxes(values, where)
+
+
+def _problem(key: str, value: Any, mechanisms: Mechanisms) -> str | None:
+    """What is wrong with one value, None if nothing is."""
+    names = tuple(mechanism.name for mechanism in mechanisms)
+    choices = names if key.startswith("arms.") else _CHOICES.get(key)
+    if choices is not None:
+        if value not in choices:
+            return f"must be one of {', '.join(choices)}"
+    elif meta := scalars(mechanisms).get(key):
+        return _number_problem(value, meta["type"], meta["low"], meta["high"])
+    elif meta := _settings(mechanisms, "longest").get(key):
+        if not (_is_list(_as_list(value), str) and len(_as_list(value)) <= meta["most"]):
+            return f"must be text, or a list of at most {meta['most']} texts"
+    elif key.startswith("regimes."):
+        if not _is_list(value, str):
+            return 'must be a list of conditions such as "entropy < 0.5"'
+    elif key in ("thresholds.calibrated", "metrics.noise_floor"):
+        return _number_problem(value, bool, False, True)
+    elif key.startswith("thresholds."):
+        return _number_problem(value, float, 0.0, LARGEST)
+    elif key == "metrics.layers":
+        if value in ("all", "last"):
+            return None
+        if not (_is_list(value, float) and all(0 <= v <= LARGEST for v in value)):
+            return f'must be "all", "last" or a list of weights from 0 to {LARGEST:g}'
+        if max(value, default=0) < 1 / LARGEST:
+            return "a list of weights needs one that counts"
+    elif not (
+        _is_list(value, int) and len(value) <= MAX_BANS and all(0 <= v < 2**31 for v in value)
+    ):
+        return f"must be a list of at most {MAX_BANS} token ids"
+    return None
+
+
+def _number_problem(value: Any, kind: type, low: float, high: float) -> str | None:
+    if kind is bool:
+        return None if isinstance(value, bool) else "must be true or false"
+    if not _is_number(value, kind):
+        return "must be an integer" if kind is int else "must be a number"
+    if not low <= value <= high:
+        return f"must lie in [{low}, {high}]"
+    return None
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    kinds = (int,) if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value == value
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    if not isinstance(value, list):
+        return False
+    if kind is str:
+        return all(isinstance(v, str) for v in value)
+    return all(_is_number(v, kind) for v in value)
+
+
+def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper bounds, float32 [4 boxes, 4 quantities] each."""
+    low = np.full((len(BOXES), len(QUANTITIES)), -np.inf, np.float32)
+    high = np.full_like(low, np.inf)
+    for i, box in enumerate(BOXES):
+        for condition in values[f"regimes.{box}"]:
+            problem = f"{where}: regimes.{box}: {condition!r}"
+            try:
+                quantity, sign, bound = read_condition(condition)
+            except ValueError as error:
+                raise UserError(f"{problem}: {error}") from None
+            if isinstance(bound, str) and f"thresholds.{bound}" not in values:
+                raise UserError(f"{problem}: thresholds.{bound} is not given")
+            number = float(values[f"thresholds.{bound}"] if isinstance(bound, str) else bound)
+            j = QUANTITIES.index(quantity)
+            if sign == "<":
+                high[i, j] = min(high[i, j], number)
+            else:
+                low[i, j] = max(low[i, j], number)
+            if low[i, j] >= high[i, j]:
+                raise UserError(
+                    f"{problem}: no {quantity} is above {low[i, j]:g} and below {high[i, j]:g}"
+                )
+    return low, high
+
+
+def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> Any:
+    if layers == "all":
+        return np.ones(num_layers, np.float32)
+    if layers == "last":
+        return np.eye(num_layers, dtype=np.float32)[-1]
+    if len(layers) != num_layers:
+        raise UserError(
+            f"sampler '{where}': metrics.layers has {len(layers)} weights, "
+            f"the model has {num_layers} layers"
+        )
+    return np.asarray(layers, np.float32)
+
+
+def _padded(ids: Sequence[int], length: int) -> np.ndarray:
+    return np.asarray([*ids, *[-1] * (length - len(ids))], np.int32)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+@cache
+def _settings(mechanisms: Mechanisms, kind: str) -> Mapping[str, Mapping[str, Any]]:
+    """The metadata of every field of that kind, by its dotted key."""
+    return MappingProxyType(
+        {
+            f"{name}.{field.name}": field.metadata
+            for name, section in sections(mechanisms).items()
+            for field in fields(section)
+            if kind in field.metadata
+        }
+    )
