@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from entropix_jax.commandline import printable
 from entropix_jax.names import MEANINGS, REGIMES
-from entropix_jax.report import tokens
+from entropix_jax.report.tokens import draw, marks
+from entropix_jax.report.tokens import style as token_style
 from entropix_jax.templating import html_template
 from entropix_jax.trace import TokenRecord
 
@@ -37,12 +38,12 @@ class Shown(Protocol):
 def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
     """Rows as HTML, up to `MAX_TOKENS` tokens in all, each row after the prompt if it is given.
     All text is escaped."""
-    shown, budget, marks = [], MAX_TOKENS, []
+    shown, budget, all_drawn = [], MAX_TOKENS, []
     for number, row in enumerate(rows[:_MAX_ROWS], 1):
         if number > 1 and not budget:
             break
         drawn = _draw(row, budget)
-        marks += drawn
+        all_drawn += drawn
         shown.append(
             {
                 "title": _title(row, f"{number} of {len(rows)}" if len(rows) > 1 else ""),
@@ -58,14 +59,14 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
         rows_omitted=len(rows) - len(shown),
         prompt=_cut_prompt(prompt),
         regimes=_shares([token for row in rows for token in row.tokens]),
-        marks=tokens.marks(marks),
+        marks=marks(all_drawn),
     )
 
 
 @functools.cache
 def style() -> str:
     """The style sheet: tokens as on pages, and the notebook's own rules."""
-    return tokens.style() + (files("entropix_jax.notebook") / "rows.css").read_text("utf-8")
+    return token_style() + (files("entropix_jax.notebook") / "rows.css").read_text("utf-8")
 
 
 def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
         token.to_json(retracted=retracted) for token, retracted in islice(row.history(), most)
     ]
     return [
-        {**tokens.draw(record, before), "hint": _hint(record)}
+        {**draw(record, before), "hint": _hint(record)}
         for before, record in zip([None, *records], records, strict=False)
     ]
 

@@ -13,9 +13,9 @@ from typing import Any
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_apart, check_writable, replacing
 from entropix_jax.names import BOXES, MEANINGS, THRESHOLDS, read_condition
-from entropix_jax.report import tokens
 from entropix_jax.report.embedding import digest, pack, plotly_source, script
 from entropix_jax.report.reading import TraceReader
+from entropix_jax.report.tokens import STATIC, draw, marks, style
 from entropix_jax.templating import html_template
 from entropix_jax.version import __version__
 
@@ -115,7 +115,7 @@ class _Reader(TraceReader):
             if is_token:
                 row = record["row"]
                 before = self._records.get(row)
-                self.rows.setdefault(row, []).append(tokens.draw(record, before))
+                self.rows.setdefault(row, []).append(draw(record, before))
                 self._records[row] = record
             if not compare:
                 yield line.raw
@@ -210,10 +210,10 @@ def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: boo
         compare=compare,
         traces=[reader.facts() for reader in readers],
         sides=_sides(readers, compare),
-        marks=tokens.marks(drawn),
+        marks=marks(drawn),
         meanings=MEANINGS,
         version=__version__,
-        style=tokens.style() + (tokens.STATIC / "page.css").read_text("utf-8"),
+        style=style() + (STATIC / "page.css").read_text("utf-8"),
         script=own,
         script_digests=f"{digest(own)} {digest(plotly)}",
         payloads=payloads,
