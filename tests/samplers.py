@@ -270,7 +270,7 @@ def _step(record: StepRecord, actions: Sequence[str]) -> Step:
         token=int(choice.token),
         position=int(record.position),
         regime=REGIMES[choice.observation.regime],
-        action=actions[choice.proposal.action],
+        action=actions[int(choice.proposal.action)],
         finish=int(record.finish),
         forwards=int(record.forwards),
         record=record,
