@@ -25,7 +25,7 @@ from entropix_jax.metrics import Metrics
 from entropix_jax.names import REGIMES
 from entropix_jax.params import Params
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.mechanisms import ACTIONS, MECHANISMS
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.sampler import Sampler
@@ -212,6 +212,7 @@ def generate(
     jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
     state = start(config, params, jobs, capacity)
     sampler = batch_of(*(job.sampler for job in jobs))
+    actions = [mechanism.name for mechanism in sampler.mechanisms]
     steps: list[list[Step]] = [[] for _ in jobs]
     for chunk in chunks:
         state, records, log = decode(
@@ -230,7 +231,7 @@ def generate(
             for row, taken in enumerate(steps):
                 one = jax.tree.map(lambda x, i=i, row=row: x[i, row], host)
                 if one.live:
-                    taken += _steps(one, entries)
+                    taken += _steps(one, entries, actions)
     return steps[:number]
 
 
@@ -242,10 +243,10 @@ def tokens_of(steps: Sequence[Step]) -> list[int]:
     return list(tokens.values())
 
 
-def _steps(record: StepRecord, log: BranchLog) -> list[Step]:
+def _steps(record: StepRecord, log: BranchLog, actions: Sequence[str]) -> list[Step]:
     """The token of a step, or the tokens of the branch that it committed."""
     if record.branch < 0:
-        return [_step(record)]
+        return [_step(record, actions)]
     entry = jax.tree.map(lambda x: x[record.branch], replace(log, count=log.committed))
     steps = []
     for depth in range(int(entry.committed)):
@@ -258,17 +259,18 @@ def _steps(record: StepRecord, log: BranchLog) -> list[Step]:
             sequence_varentropy=entry.sequence_varentropy[depth],
             observation=observation,
         )
-        steps.append(_step(replace(record, choice=choice, position=record.position + depth)))
+        one = replace(record, choice=choice, position=record.position + depth)
+        steps.append(_step(one, actions))
     return steps
 
 
-def _step(record: StepRecord) -> Step:
+def _step(record: StepRecord, actions: Sequence[str]) -> Step:
     choice = record.choice
     return Step(
         token=int(choice.token),
         position=int(record.position),
         regime=REGIMES[choice.observation.regime],
-        action=ACTIONS[choice.proposal.action],
+        action=actions[int(choice.proposal.action)],
         finish=int(record.finish),
         forwards=int(record.forwards),
         record=record,
