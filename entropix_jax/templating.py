@@ -1,25 +1,20 @@
-"""Templates of the package's own pages, which escape all that they are given."""
-
-from typing import Any
+"""HTML templates, with escaping of everything that is inserted."""
 
 import jinja2
 
+_PACKAGES = ("entropix_jax.report", "entropix_jax.notebook")
 
-def page_template(package: str, name: str) -> jinja2.Template:
-    """The template `name` in the folder `templates` of a package; a name that it is not given is an
-    error."""
+
+def html_template(name: str) -> jinja2.Template:
+    """The template `templates/{name}` of the report or the notebook package.
+
+    Rendering raises `jinja2.UndefinedError` for a variable that is not given.
+    """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(package),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package) for package in _PACKAGES]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     return environment.get_template(name)
-
-
-def as_text(value: Any) -> str:
-    """A value of JSON as a line to read."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,1 +1,1 @@
-"""How results look in a notebook: HTML without scripts, in the colours of the pages."""
+"""Results in a notebook: HTML without scripts, with tokens drawn as on the pages of `report`."""

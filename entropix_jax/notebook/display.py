@@ -1,39 +1,26 @@
-"""Rows as a piece of a notebook: each token in its regime's colour and line, its metrics as a hint.
+"""Rows as HTML for a notebook: each token in its regime's style, with its metrics as a tooltip.
 
-It carries its own style, takes text colour and background from the notebook, and is bounded in
-size.
+The HTML has its own style, follows the notebook's light or dark theme, and is bounded in size.
 """
 
 import functools
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import islice
 from typing import Any, Protocol
 
-import jinja2
-
 from entropix_jax.commandline import printable
-from entropix_jax.templating import page_template
+from entropix_jax.report import tokens
+from entropix_jax.templating import html_template
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import MEANINGS, REGIMES
 
-MOST_TOKENS = 2000  # of all rows together: half a megabyte or so
-_MOST_ROWS = 50
+MAX_TOKENS = 2000  # of all rows together: about half a megabyte
+_MAX_ROWS = 50
 _PROMPT = 500  # characters of its end
-_FUTURE = 60  # characters of a branch in a hint
-
-# Where notebooks say that they are dark: Jupyter, VS Code, Colab.
-_DARK = ('[data-jp-theme-light="false"]', ".vscode-dark", 'html[theme="dark"]')
-_COLOUR = re.compile(rf"--(?:{'|'.join(REGIMES)})(?:-fill)?: [^;]+;")
-_MARKS = {
-    "token injected": ("thought", "injected by the sampler"),
-    "token branched": ("branch", "the best of several futures"),
-    "token retracted": ("word", "taken back"),
-    "token loop": ("word", "in a loop"),
-}
+_BRANCH = 60  # characters of a branch in a tooltip
 
 
 class Shown(Protocol):
@@ -48,116 +35,88 @@ class Shown(Protocol):
 
 
 def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
-    """Some rows as HTML, their first `MOST_TOKENS` tokens in all; with the prompt, if it is given,
-    before each. All text is escaped."""
-    shown, budget, marks = [], MOST_TOKENS, set()
-    for number, row in enumerate(rows[:_MOST_ROWS], 1):
+    """Rows as HTML, up to `MAX_TOKENS` tokens in all, each row after the prompt if it is given.
+    All text is escaped."""
+    shown, budget, marks = [], MAX_TOKENS, []
+    for number, row in enumerate(rows[:_MAX_ROWS], 1):
         if number > 1 and not budget:
             break
-        items = list(_items(row, budget))
-        marks |= {mark for item in items for mark in _MARKS if mark.split()[1] in item["classes"]}
+        drawn = _draw(row, budget)
+        marks += drawn
         shown.append(
             {
                 "title": _title(row, f"{number} of {len(rows)}" if len(rows) > 1 else ""),
                 "error": None if row.error is None else printable(row.error),
-                "tokens": items,
-                "left": len(row.tokens) + len(row.taken_back) - len(items),
+                "tokens": drawn,
+                "omitted": len(row.tokens) + len(row.taken_back) - len(drawn),
             }
         )
-        budget -= len(items)
-    return _template().render(
+        budget -= len(drawn)
+    return html_template("rows.html").render(
         style=style(),
         rows=shown,
-        rows_left=len(rows) - len(shown),
+        rows_omitted=len(rows) - len(shown),
         prompt=_cut_prompt(prompt),
         regimes=_shares([token for row in rows for token in row.tokens]),
-        marks=[
-            {"classes": classes, "name": name, "meaning": meaning}
-            for classes, (name, meaning) in _MARKS.items()
-            if classes in marks
-        ],
+        marks=tokens.marks(marks),
     )
 
 
 @functools.cache
 def style() -> str:
-    """The style sheet. The regimes' colours and lines are those of the pages."""
-    static = files("entropix_jax.report") / "static"
-    page, tokens = ((static / name).read_text("utf-8") for name in ("page.css", "tokens.css"))
-    light, dark = (" ".join(_COLOUR.findall(part)) for part in page.split(":root {")[1:3])
-    rules = [
-        ", ".join(f".entropix-jax {selector}" for selector in head.split(", ")) + "{" + body
-        for head, _, body in (rule.partition("{") for rule in tokens.splitlines()[1:])
+    """The style sheet: tokens as on pages, and the notebook's own rules."""
+    return tokens.style() + (files("entropix_jax.notebook") / "rows.css").read_text("utf-8")
+
+
+def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
+    records = [
+        token.to_json(retracted=retracted) for token, retracted in islice(row.history(), most)
     ]
-    themes = ", ".join(f"{theme} .entropix-jax" for theme in _DARK)
-    own = (files("entropix_jax.notebook") / "rows.css").read_text("utf-8")
-    return "\n".join([f".entropix-jax {{ {light} }}", f"{themes} {{ {dark} }}", *rules, own])
+    return [
+        {**tokens.draw(record, before), "hint": _hint(record)}
+        for before, record in zip([None, *records], records, strict=False)
+    ]
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    return page_template("entropix_jax.notebook", "rows.html")
-
-
-def _items(row: Shown, most: int) -> Iterator[dict[str, Any]]:
-    """The first tokens as they came."""
-    before = None
-    for token, retracted in islice(row.history(), most):
-        yield _item(token, before, retracted)
-        before = token
-
-
-def _item(token: TokenRecord, before: TokenRecord | None, retracted: bool) -> dict[str, Any]:
-    classes = ["token"]
-    if token.action == "inject":
-        first = before is None or before.action != "inject"
-        classes += ["injected", "inject-start"] if first else ["injected"]
-    if token.action == "branch":
-        classes += ["branched", "branch-start"] if token.branches is not None else ["branched"]
-    classes += ["loop"] * token.loop + ["retracted"] * retracted + ["empty"] * (not token.text)
-    return {
-        "classes": " ".join(classes),
-        "regime": token.regime,
-        "title": _hint(token, retracted),
-        "lines": printable(token.text).split("\n"),
-        "sign": "" if token.text else f"⟨{token.token_id}⟩",
-    }
-
-
-def _hint(token: TokenRecord, retracted: bool) -> str:
-    """All that is told of a token where the pointer rests on it."""
+def _hint(record: dict[str, Any]) -> str:
+    """A token's tooltip."""
+    retracted = " · retracted" if record["type"] == "retracted" else ""
     lines = [
-        f"{repr(printable(token.text))[1:-1]} · {token.regime} · {token.action}"
-        + (" · taken back" if retracted else ""),
-        f"entropy {token.entropy:.2f} bits, varentropy {token.varentropy:.2f} bits²",
-        f"agreement {token.agreement:.2f}, attention {token.attn_entropy_norm:.2f}",
-        f"p {math.exp(token.logprob):.3f}, temperature {token.temperature:.2f}",
-        f"position {token.position}",
+        f"{_quoted(record['text'])} · {record['regime']} · {record['action']}{retracted}",
+        "entropy {entropy:.2f} bits, varentropy {varentropy:.2f} bits²".format_map(record),
+        "agreement {agreement:.2f}, attention {attn_entropy_norm:.2f}".format_map(record),
+        f"p {math.exp(record['logprob']):.3f}, temperature {record['temperature']:.2f}",
+        f"position {record['position']}",
     ]
-    for branch in token.branches or ():
-        text = repr(printable(branch.text))[1:-1]
-        text = text if len(text) <= _FUTURE else f"{text[:_FUTURE]}…"
-        score = "no score" if branch.score is None else f"{branch.score:.2f}"
-        lines.append(f"{'→' if branch.chosen else '  '} {score} {text}")
+    for branch in record.get("branches", ()):
+        text = _quoted(branch["text"])
+        text = text if len(text) <= _BRANCH else f"{text[:_BRANCH]}…"
+        score = "no score" if branch["score"] is None else f"{branch['score']:.2f}"
+        lines.append(f"{'→' if branch['chosen'] else '  '} {score} {text}")
     return "\n".join(lines)
 
 
+def _quoted(text: str) -> str:
+    return repr(printable(text))[1:-1]
+
+
 def _title(row: Shown, number: str) -> str:
-    tokens = len(row.tokens)
+    count = len(row.tokens)
     parts = [
-        f"{tokens} token" if tokens == 1 else f"{tokens} tokens",
+        number,
+        f"{count} token" if count == 1 else f"{count} tokens",
         row.finish_reason or "running",
-        f"{len(row.taken_back)} taken back" if row.taken_back else "",
-        f"{row.tokens[-1].forwards} forward passes" if tokens else "",
+        f"{len(row.taken_back)} retracted" if row.taken_back else "",
+        f"{row.tokens[-1].forwards} forward passes" if count else "",
     ]
-    return " · ".join(part for part in (number, *parts) if part)
+    return " · ".join(filter(None, parts))
 
 
-def _shares(tokens: Sequence[TokenRecord]) -> list[dict[str, str]]:
-    counts = Counter(token.regime for token in tokens)
+def _shares(records: Sequence[TokenRecord]) -> list[dict[str, str]]:
+    counts = Counter(token.regime for token in records)
 
     def mean(regime: str, name: str, unit: str) -> str:
-        values = [getattr(token, name) for token in tokens if token.regime == regime]
+        values = [getattr(token, name) for token in records if token.regime == regime]
         return f"{sum(values) / len(values):.2f} {unit}" if values else "–"
 
     return [
@@ -165,11 +124,11 @@ def _shares(tokens: Sequence[TokenRecord]) -> list[dict[str, str]]:
             "name": regime,
             "meaning": MEANINGS[regime],
             "tokens": str(counts[regime]),
-            "share": f"{counts[regime] / len(tokens):.0%}",
+            "share": f"{counts[regime] / len(records):.0%}",
             "entropy": mean(regime, "entropy", "bits"),
             "varentropy": mean(regime, "varentropy", "bits²"),
         }
-        for regime in (REGIMES if tokens else ())
+        for regime in (REGIMES if records else ())
     ]
 
 

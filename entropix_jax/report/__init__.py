@@ -1,10 +1,7 @@
-"""What came of a run as one HTML page: `python -m entropix_jax.report TRACE`.
+"""Traces as HTML pages: `python -m entropix_jax.report TRACE --output FILE.html`.
 
-Host side alone: nothing here imports JAX, so that a page of a finished run is there at once.
-`command` is the command line, and `kinds` tells what it was given: a trace, which `reading` reads,
-several of one prompt (`comparing`), a batch's output (`records`) or a study's folder (`study`);
-`shapes` tells what is wrong with a file. `embedding` packs what a page carries, `page` puts pages
-together from `templates/` and the style sheets and scripts in `static/`.
+Imports neither JAX nor the engine: a page is made of a finished trace. `reading` reads and checks
+traces, `tokens` draws tokens, `embedding` packs what a page carries, `page` puts it together.
 """
 
 from entropix_jax.report.command import main

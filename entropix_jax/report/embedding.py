@@ -1,7 +1,6 @@
-"""What a page carries within itself: packed data, the plotting library, its own scripts.
+"""What a page carries besides its text: compressed data, the plotting library, its own scripts.
 
-All of it is letters and digits, or a script of this package: nothing that came out of a model or a
-prompt stands in a page as it is.
+Payloads are base64 and scripts are this package's, so no text of a model or prompt can break out.
 """
 
 import base64
@@ -9,32 +8,30 @@ import hashlib
 import importlib.util
 import re
 import zlib
-from collections.abc import Iterable, Sequence
-from importlib.resources import files
+from collections.abc import Iterable
 from pathlib import Path
 
 from entropix_jax.errors import UserError
+from entropix_jax.report.tokens import STATIC
 
-_STATIC = files("entropix_jax.report") / "static"
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 
 
-def packed(chunks: Iterable[bytes]) -> str:
-    """Bytes compressed (zlib) and in base64; a browser's DecompressionStream reads it back."""
-    # A level that is fast enough for a long trace; 9 saves another per cent.
-    compressor = zlib.compressobj(6)
+def pack(chunks: Iterable[bytes]) -> str:
+    """Bytes as base64 of a zlib stream, which a browser's DecompressionStream reads."""
+    compressor = zlib.compressobj(6)  # level 9 saves another per cent, slowly
     parts = [compressor.compress(chunk) for chunk in chunks]
     return base64.b64encode(b"".join([*parts, compressor.flush()])).decode()
 
 
 def plotly_source() -> bytes:
-    """The plotting library for the browser, as the Python package of that name brings it along.
+    """plotly.js, from the installed Python package.
 
     Raises:
-        UserError: it is not installed.
+        UserError: plotly is not installed.
     """
-    # Looked up, not imported: the Python half is not needed, and slow.
+    # Without importing the Python half, which is slow.
     spec = importlib.util.find_spec("plotly")
     for folder in (spec and spec.submodule_search_locations) or ():
         source = Path(folder) / "package_data" / "plotly.min.js"
@@ -43,23 +40,18 @@ def plotly_source() -> bytes:
     raise UserError("the package plotly is not installed: pip install 'plotly>=6'")
 
 
-def style(names: Sequence[str]) -> str:
-    """Style sheets of `static/`, one after the other."""
-    return "\n".join((_STATIC / f"{name}.css").read_text("utf-8") for name in names)
-
-
 def script(name: str) -> str:
-    """A module of `static/` and all that it imports as one script, each before who needs it.
+    """A module of `static/` and everything that it imports, as one script in dependency order.
 
-    A page that is opened from disk can import nothing, so imports and exports are dropped: names
-    at the top of the modules must differ.
+    A page opened from disk cannot import, so imports and exports are removed: top-level names must
+    be unique across modules.
     """
     done: dict[str, str] = {}
 
     def add(module: str) -> None:
         if module in done:
             return
-        text = (_STATIC / f"{module}.js").read_text("utf-8")
+        text = (STATIC / f"{module}.js").read_text("utf-8")
         for other in _IMPORT.findall(text):
             add(other)
         done[module] = f"// {module}.js\n\n" + _EXPORT.sub("", _IMPORT.sub("", text)).strip()
@@ -69,6 +61,6 @@ def script(name: str) -> str:
 
 
 def digest(source: str | bytes) -> str:
-    """What a content security policy calls a script by."""
+    """A script's hash as a content security policy names it."""
     source = source.encode() if isinstance(source, str) else source
     return f"'sha256-{base64.b64encode(hashlib.sha256(source).digest()).decode()}'"

@@ -1,45 +1,47 @@
-"""Pages: a template, the data it carries, and the scripts that show it."""
+"""The page of one run, and the page that compares runs: one self-contained HTML file each.
 
+The text is HTML, drawn as in a notebook, and readable without scripts. The scripts in `static/` add
+details, plots and filters from the trace that the page carries.
+"""
+
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
 from entropix_jax.files import check_apart, check_writable, replacing
-from entropix_jax.report.embedding import digest, packed, plotly_source, script, style
+from entropix_jax.report import tokens
+from entropix_jax.report.embedding import digest, pack, plotly_source, script
 from entropix_jax.report.reading import TraceReader
-from entropix_jax.templating import page_template
+from entropix_jax.templating import html_template
 from entropix_jax.version import __version__
-from entropix_jax.vocabulary import BOXES, THRESHOLDS, read_condition
+from entropix_jax.vocabulary import BOXES, MEANINGS, THRESHOLDS, read_condition
 
 _ENDS = {
-    "eos": "an end token",
-    "length": "the token limit",
-    "context": "the model's context",
-    "stop": "a stop text",
-    "error": "an error",
-    "interrupt": "an interrupt",
+    "eos": "end-of-text token",
+    "length": "token limit",
+    "context": "the model's context limit",
+    "stop": "stop string",
+    "error": "error",
+    "interrupt": "interrupt",
 }
-_STYLES = {
-    "run": ["tokens", "page"],
-    "compare": ["tokens", "page", "compare"],
-    "batch": ["page", "tables"],
-    "study": ["page", "compare", "tables"],
-}
+_NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
+_PROMPT = 60  # characters of a prompt in an error
 
 
 def check_report(output: Path, *inputs: Path | str | None) -> None:
-    """Refuses, before anything is computed, a page that could not be written.
+    """Checks that a page can be written, before anything is computed.
 
     Args:
-        inputs: what the page is made of, whose place it must not take.
+        inputs: files that the page must not overwrite.
 
     Raises:
-        UserError: it is so.
+        UserError: it cannot be written.
     """
     check_writable(output)
-    # A page takes the place of what was there, so it is the folder that must let it.
+    # The page replaces the file, so the folder must be writable.
     if output.exists() and not output.is_file():
         raise UserError(f"{output}: cannot be written: not a regular file")
     if not os.access(output.parent, os.W_OK):
@@ -49,129 +51,195 @@ def check_report(output: Path, *inputs: Path | str | None) -> None:
 
 
 def write_report(trace: Path, output: Path) -> None:
-    """Writes the page of one run, whole or not at all.
+    """Writes the page of one run atomically.
 
     Raises:
-        UserError: the trace is not one, or the page cannot be written.
+        UserError: the trace is invalid, or the page cannot be written.
     """
     write_page(run_page(trace), output)
 
 
 def write_page(page: str, output: Path) -> None:
-    """Writes a page, whole or not at all.
+    """Writes a page atomically.
 
     Raises:
         UserError: it cannot be written.
     """
     with replacing(output) as scratch:
-        # A model's folder may have a name that is not UTF-8.
+        # The name of a model's folder may not be UTF-8.
         scratch.write_bytes(page.encode("utf-8", "replace"))
 
 
 def run_page(trace: Path) -> str:
-    """The page of one run as text. The same trace gives the same text.
+    """The page of one run. The same trace gives the same page.
 
     Raises:
-        UserError: the trace is not one.
+        UserError: the trace is invalid.
     """
-    reader = TraceReader(trace)
-    # Of the lines none is kept but in the packed form.
-    payload = packed(_whole_lines(reader))
-    facts = run_facts(reader, trace)
-    return render("run", {"facts": facts}, {"trace": payload})
+    reader = _Reader(trace)
+    payload = pack(reader.raw_lines())
+    return _render([reader], {"trace-0": payload}, compare=False)
 
 
-def _whole_lines(reader: TraceReader) -> Iterator[bytes]:
-    for line in reader:
-        yield line.raw
+def comparison_page(traces: Sequence[Path]) -> str:
+    """The page that compares the texts of several traces of one prompt, or those of one trace.
+
+    It leaves out layers, likeliest tokens and branches.
+
+    Raises:
+        UserError: a trace is invalid, the prompts differ, or there is only one text.
+    """
+    readers, payloads = [_Reader(trace) for trace in traces], {}
+    for number, reader in enumerate(readers):
+        payloads[f"trace-{number}"] = pack(reader.compared_lines())
+        _check_prompt(readers[0], reader)
+    if len(readers) == 1 and len(readers[0].rows) < 2:
+        raise UserError(f"{traces[0]}: only one text: nothing to compare it with")
+    return _render(readers, payloads, compare=True)
 
 
-def run_facts(reader: TraceReader, trace: Path) -> dict[str, Any]:
-    """What a page says of a run besides its tokens, from a trace that was read to its end."""
-    header, footer = reader.header, reader.footer
-    rows = {row["row"]: row for row in footer["rows"]} if footer else {}
-    numbers = sorted({*reader.tokens, *reader.retracted, *rows})
-    return {
-        "name": trace.name,
-        "model": header["model"],
-        "sampler": header["sampler"],
-        "seed": header.get("seed"),
-        "backend": header.get("backend"),
-        "versions": header["versions"],
-        "prompt": header["prompt"],
-        "prompt_tokens": len(header["prompt_tokens"]),
-        "complete": footer is not None,
-        "torn": reader.torn,
-        "speed": _speed(reader),
-        "seconds": footer["timings"].get("total") if footer else None,
-        "rows": [
-            {
-                "row": number,
-                "tokens": reader.tokens.get(number, 0),
-                "retracted": reader.retracted.get(number, 0),
-                "finish_reason": rows.get(number, {}).get("finish_reason"),
-                "ended": ended(rows.get(number, {}).get("finish_reason")),
-                "error": rows.get(number, {}).get("error"),
-                "forwards": rows.get(number, {}).get("forwards"),
-            }
-            for number in numbers
-        ],
-        "parameters": header["sampler_parameters"],
-        "boxes": _boxes(header["sampler_parameters"], trace),
-        "thresholds": {
-            name: header["sampler_parameters"].get(f"thresholds.{name}") for name in THRESHOLDS
-        },
-    }
+class _Reader(TraceReader):
+    """Reads a trace and collects its rows' tokens as the page draws them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.rows: dict[int, list[dict[str, Any]]] = {}
+        self._records: dict[int, dict[str, Any]] = {}
+
+    def raw_lines(self) -> Iterator[bytes]:
+        """All lines."""
+        for line in self:
+            self._draw(line.record)
+            yield line.raw
+
+    def compared_lines(self) -> Iterator[bytes]:
+        """The tokens, without what is not compared."""
+        for line in self:
+            if self._draw(line.record):
+                kept = {k: v for k, v in line.record.items() if k not in _NOT_COMPARED}
+                yield json.dumps(kept).encode() + b"\n"
+
+    def _draw(self, record: dict[str, Any]) -> bool:
+        """Draws a token; False for another line."""
+        if record["type"] not in ("token", "retracted"):
+            return False
+        row = record["row"]
+        self.rows.setdefault(row, []).append(tokens.draw(record, self._records.get(row)))
+        self._records[row] = record
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """What the page states besides the tokens; after all lines have been read."""
+        header, footer = self.header, self.footer
+        ends = {row["row"]: row for row in footer["rows"]} if footer else {}
+        parameters = header["sampler_parameters"]
+        return {
+            "name": self.path.name,
+            **{k: header.get(k) for k in ("model", "sampler", "seed", "backend", "versions")},
+            "prompt": header["prompt"],
+            "prompt_tokens": len(header["prompt_tokens"]),
+            "complete": footer is not None,
+            "torn": self.torn,
+            "speed": self._speed(),
+            "rows": [
+                {
+                    "row": number,
+                    "tokens": self.tokens.get(number, 0),
+                    "retracted": self.retracted.get(number, 0),
+                    **{
+                        k: ends.get(number, {}).get(k)
+                        for k in ("finish_reason", "error", "forwards")
+                    },
+                    "ended": _ended(ends.get(number, {}).get("finish_reason")),
+                }
+                for number in sorted({*self.rows, *ends})
+            ],
+            "parameters": parameters,
+            "boxes": [{"regime": box, "conditions": self._conditions(box)} for box in BOXES],
+            "thresholds": {name: parameters.get(f"thresholds.{name}") for name in THRESHOLDS},
+        }
+
+    def _speed(self) -> float | None:
+        """Tokens per second after the first step, which includes prefill and compilation."""
+        if self.footer is None:
+            return None
+        timings = self.footer["timings"]
+        count = sum(self.tokens.values()) - len(self.tokens)
+        seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
+        return count / seconds if count > 0 and seconds > 0 else None
+
+    def _conditions(self, box: str) -> list[dict[str, Any]]:
+        """A regime's conditions: quantity, sign, and the bound's name or value."""
+        parameters, where = self.header["sampler_parameters"], f"{self.path}: line 1"
+        texts = parameters.get(f"regimes.{box}")
+        if not isinstance(texts, list):
+            raise UserError(f"{where}: the sampler's parameters lack 'regimes.{box}'")
+        found = []
+        for text in texts:
+            try:
+                quantity, sign, bound = read_condition(str(text))
+            except ValueError as error:
+                raise UserError(f"{where}: regimes.{box}: {text!r}: {error}") from None
+            if isinstance(bound, str):
+                value = parameters.get(f"thresholds.{bound}")
+                if not isinstance(value, int | float) or isinstance(value, bool):
+                    raise UserError(f"{where}: regimes.{box}: 'thresholds.{bound}' is missing")
+            key = "name" if isinstance(bound, str) else "value"
+            found.append({"quantity": quantity, "sign": sign, key: bound})
+        return found
 
 
-def ended(reason: str | None) -> str:
-    """What ended a text, in words."""
+def _ended(reason: str | None) -> str:
     return "interrupted" if reason is None else _ENDS.get(reason, reason)
 
 
-def _speed(reader: TraceReader) -> float | None:
-    """Tokens a second after the first step, which waits for the prompt and for the compiler."""
-    if reader.footer is None:
-        return None
-    timings = reader.footer["timings"]
-    tokens = sum(reader.tokens.values()) - len(reader.tokens)
-    seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
-    return tokens / seconds if tokens > 0 and seconds > 0 else None
+def _check_prompt(first: _Reader, other: _Reader) -> None:
+    """Raises where the prompts differ. Within a model the tokens decide; models with different
+    vocabularies encode one prompt differently."""
+    name = "prompt_tokens" if first.header["model"] == other.header["model"] else "prompt"
+    if first.header[name] != other.header[name]:
+        texts = (reader.header["prompt"] for reader in (other, first))
+        ours, theirs = (
+            json.dumps(
+                text if len(text) <= _PROMPT else f"{text[: _PROMPT - 3]}...", ensure_ascii=False
+            )
+            for text in texts
+        )
+        raise UserError(
+            f"{other.path}: another prompt than {first.path}: {ours}, not {theirs}: only traces of"
+            " one prompt can be compared"
+        )
 
 
-def _boxes(parameters: dict[str, Any], trace: Path) -> dict[str, list[dict[str, Any]]]:
-    """The conditions of each regime: quantity, sign, and the bound's name or number."""
-    boxes: dict[str, list[dict[str, Any]]] = {}
-    for box in BOXES:
-        conditions = parameters.get(f"regimes.{box}")
-        if not isinstance(conditions, list):
-            raise UserError(f"{trace}: line 1: the sampler's parameters lack 'regimes.{box}'")
-        boxes[box] = [_condition(text, parameters, box, trace) for text in conditions]
-    return boxes
-
-
-def _condition(text: Any, parameters: dict[str, Any], box: str, trace: Path) -> dict[str, Any]:
-    problem = f"{trace}: line 1: regimes.{box}: {text!r}"
-    try:
-        quantity, sign, bound = read_condition(str(text))
-    except ValueError as error:
-        raise UserError(f"{problem}: {error}") from None
-    if isinstance(bound, str):
-        value = parameters.get(f"thresholds.{bound}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise UserError(f"{problem}: 'thresholds.{bound}' is missing")
-        return {"quantity": quantity, "sign": sign, "name": bound}
-    return {"quantity": quantity, "sign": sign, "value": bound}
-
-
-def render(kind: str, values: dict[str, Any], payloads: dict[str, str]) -> str:
-    """A page: `templates/{kind}.html`, `static/{kind}.js` with what it imports, and the style."""
-    plotly, own = plotly_source(), script(kind)
-    return page_template("entropix_jax.report", f"{kind}.html").render(
-        **values,
+def _render(readers: Sequence[_Reader], payloads: dict[str, str], *, compare: bool) -> str:
+    plotly, own = plotly_source(), script("page")
+    drawn = [token for reader in readers for row in reader.rows.values() for token in row]
+    return html_template("page.html").render(
+        compare=compare,
+        traces=[reader.facts() for reader in readers],
+        sides=_sides(readers, compare),
+        marks=tokens.marks(drawn),
+        meanings=MEANINGS,
         version=__version__,
-        style=style(_STYLES[kind]),
+        style=tokens.style() + (tokens.STATIC / "page.css").read_text("utf-8"),
         script=own,
         script_digests=f"{digest(own)} {digest(plotly)}",
-        payloads={**payloads, "plotly": packed([plotly])},
+        payloads={**payloads, "plotly": pack([plotly])},
     )
+
+
+def _sides(readers: Sequence[_Reader], compare: bool) -> list[dict[str, Any]]:
+    """The texts of a page: every row of every trace."""
+    sides: list[dict[str, Any]] = []
+    for number, reader in enumerate(readers):
+        rows = reader.rows or ({0: []} if compare else {})
+        for row, drawn in rows.items():
+            letter, round_ = chr(ord("A") + len(sides) % 26), len(sides) // 26
+            text = f", text {row + 1}" if len(rows) > 1 else ""
+            side = {
+                "name": f"{letter}{round_ + 1}" if round_ else letter,
+                "title": reader.header["sampler"] if compare else f"text {row + 1}",
+                "source": f"seed {reader.header.get('seed')}, {reader.path.name}{text}",
+            }
+            sides.append({**side, "trace": number, "row": row, "tokens": drawn})
+    return sides

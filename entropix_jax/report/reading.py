@@ -1,21 +1,30 @@
-"""Reading a trace back, line by line, and telling what is wrong with it and where.
+"""Reads a trace line by line and checks that it is one.
 
-A run that was killed leaves a trace without a footer, and perhaps half of its last line: such a
-trace is read as far as it goes. Whatever else is not as `entropix_jax.trace` writes it is refused.
+A killed run leaves a trace without a footer, and perhaps a truncated last line. Such a trace is
+read up to there; any other deviation from what `entropix_jax.trace` writes is an error.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
-from entropix_jax.report.shapes import Each, JsonLines, Line, Maybe, check_regimes
-from entropix_jax.vocabulary import TRACE_FORMAT
+from entropix_jax.files import opening
+from entropix_jax.vocabulary import REGIMES, TRACE_FORMAT
 
-_METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
+# In bytes; far more than a token of a model with thousands of heads takes.
+LONGEST_LINE = 64 * 2**20
+
+METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
     attn_varentropy agreement agreement_published interaction_strength confidence temperature top_p
     min_p""".split()
+
+# Shapes of JSON: a type (float: any finite number), a list of one shape, a tuple of shapes, or an
+# object's shapes by key. A key that ends in "?" may be absent or null, `...` stands for every key,
+# keys that are not listed are ignored.
 _HEADER = {
     "format_version": int,
     "model": str,
@@ -28,97 +37,178 @@ _HEADER = {
 _TOKEN = {
     **dict.fromkeys(("row", "position", "token_id", "top_k", "forwards"), int),
     **dict.fromkeys(("text", "regime", "action"), str),
-    **dict.fromkeys(_METRICS, float),
+    **dict.fromkeys(METRICS, float),
     "loop": bool,
     "top?": [(int, str, float)],
-    "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": Maybe(float)}],
+    "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],
 }
-_ROW = {
-    "row": int,
-    "text": str,
-    "tokens": int,
-    "forwards": int,
-    **dict.fromkeys(("finish_reason?", "error?"), Maybe(str)),
+_ROW = {"row": int, "text": str, "tokens": int, "forwards": int, "finish_reason?": str, "error?": str}
+_FOOTER = {"rows": [_ROW], "timings": {...: float}}
+_KINDS = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
 }
-_FOOTER = {"rows": [_ROW], "timings": Each(float)}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One complete line: its bytes with the line break, and the parsed object."""
+
+    raw: bytes
+    record: dict[str, Any]
 
 
 @dataclass
-class TraceReader(JsonLines):
-    """Iterates over the lines of a trace, of which it keeps none.
+class TraceReader:
+    """Iterates over the lines of a trace without keeping them.
 
-    Once it is through, `header` and `footer` are the trace's own, and `tokens` and `retracted` the
-    numbers of tokens of each row that were committed and taken back. `footer` is None where the run
-    was killed.
+    After the iteration `header` and `footer` are the trace's own (`footer` is None if the run was
+    killed), `tokens` and `retracted` count each row's committed and retracted tokens, and `torn`
+    says whether the last line was truncated.
     """
 
+    path: Path
     header: dict[str, Any] = field(default_factory=dict)
     footer: dict[str, Any] | None = None
     tokens: dict[int, int] = field(default_factory=dict)
     retracted: dict[int, int] = field(default_factory=dict)
-    _due: dict[int, int] = field(default_factory=dict)  # the position of each row's next token
+    torn: bool = False
+    _number: int = 0
+    _next: dict[int, int] = field(default_factory=dict)  # each row's next position
 
     def __iter__(self) -> Iterator[Line]:
-        """The whole lines, in order, each looked at.
+        """Yields the complete lines in order.
 
         Raises:
-            UserError: the file is missing, unreadable, empty, not a trace, or damaged: one line
-                that names the file and the line in it.
+            UserError: the file is missing, unreadable, empty, not a trace, or damaged; names the
+                file and the line.
         """
-        for line in super().__iter__():
-            self._take(line.record)
-            yield line
+        with opening(self.path) as file:
+            while raw := file.readline(LONGEST_LINE):
+                self._number += 1
+                if len(raw) == LONGEST_LINE:
+                    self._refuse("the line is too long")
+                record = self._parse(raw)
+                if record is None:
+                    break
+                self._check(record)
+                yield Line(raw, record)
         if not self._number:
             raise UserError(f"{self.path}: empty: not a trace")
         if not self.header:
-            self._refuse("cut off within the header: nothing of the run is left")
+            self._refuse("truncated within the header")
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _parse(self, raw: bytes) -> dict[str, Any] | None:
+        """The line's object; None for a truncated last line."""
+
+        def no_number(name: str) -> NoReturn:
+            self._refuse(f"{name} is not a number")
+
+        try:
+            record = json.loads(raw.decode(), parse_constant=no_number)
+        except (ValueError, RecursionError) as error:
+            if raw.startswith(b"{") and not raw.endswith(b"\n"):
+                self.torn = True
+                return None
+            self._refuse("not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON: not a trace")
+        if not isinstance(record, dict):
+            self._refuse("not a JSON object: not a trace")
+        return record
+
+    def _check(self, record: dict[str, Any]) -> None:
         kind = record.get("type")
         if not self.header:
             if kind != "header":
-                self._refuse("not a trace: it does not begin with a header")
+                self._refuse("not a trace: the first line must be a header")
             self._take_header(record)
         elif self.footer is not None:
-            self._refuse("something follows the footer")
+            self._refuse("data after the footer")
         elif kind in ("token", "retracted"):
             self._take_token(record)
         elif kind == "footer":
             self._take_footer(record)
         else:
-            self._refuse(f"no line of a trace has the type {json.dumps(kind)}")
+            self._refuse(f"unknown line type {json.dumps(kind)}")
 
     def _take_header(self, record: dict[str, Any]) -> None:
         version = record.get("format_version")
         if isinstance(version, int) and version != TRACE_FORMAT:
-            self._refuse(f"a trace of format {version}, this version reads {TRACE_FORMAT}")
-        self._check(record, _HEADER)
+            self._refuse(f"trace format {version}; this version reads {TRACE_FORMAT}")
+        self._check_shape(record, _HEADER)
         self.header = record
 
     def _take_token(self, record: dict[str, Any]) -> None:
         if "context" in record and "row" not in record:
-            self._refuse("a token of inspect, which generates nothing: a page is made of a run")
-        self._check(record, _TOKEN)
-        check_regimes([record["regime"]], self._where)
+            self._refuse("a trace of inspect, which generates nothing; a page shows a generated text")
+        self._check_shape(record, _TOKEN)
+        if record["regime"] not in REGIMES:
+            self._refuse(f"unknown regime {json.dumps(record['regime'])}")
         row, position = record["row"], record["position"]
-        due = self._due.setdefault(row, position)
-        if position != due:
-            self._refuse(
-                f"position {position} of row {row}, where {due} was due: lines are missing"
-            )
+        expected = self._next.setdefault(row, position)
+        if position != expected:
+            self._refuse(f"row {row} has position {position}, expected {expected}: lines are missing")
         counts = self.retracted if record["type"] == "retracted" else self.tokens
         counts[row] = counts.get(row, 0) + 1
         if record["type"] == "token":
-            self._due[row] = position + 1
+            self._next[row] = position + 1
 
     def _take_footer(self, record: dict[str, Any]) -> None:
-        self._check(record, _FOOTER)
+        self._check_shape(record, _FOOTER)
         for row in record["rows"]:
             found = self.tokens.get(row["row"], 0)
             if row["tokens"] != found:
-                self._refuse(
-                    f"the footer counts {row['tokens']} tokens of row {row['row']}, "
-                    f"the file holds {found}"
-                )
+                self._refuse(f"the footer counts {row['tokens']} tokens in row {row['row']}, the file has {found}")
         self.footer = record
+
+    def _check_shape(self, record: dict[str, Any], shape: dict[Any, Any]) -> None:
+        if found := _misfit(record, shape):
+            place, problem = found
+            self._refuse(f"'{place.removeprefix('.')}' {problem}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise UserError(f"{self.path}: line {self._number}: {problem}")
+
+
+def _misfit(value: Any, shape: Any) -> tuple[str, str] | None:
+    """The first place where a value does not have its shape, and the problem; None if it fits."""
+    kind = shape if isinstance(shape, type) else dict if isinstance(shape, dict) else list
+    if not _is_kind(value, kind):
+        return "", f"is not {_KINDS[kind]}"
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(shape, tuple):
+        if len(value) != len(shape):
+            return "", f"is not a list of {len(shape)}"
+        parts = [(f"[{i}]", *pair) for i, pair in enumerate(zip(value, shape, strict=True))]
+    elif isinstance(shape, list):
+        (inner,) = shape
+        # Most of a trace with layers: thousands of plain numbers a line.
+        if not (isinstance(inner, type) and all(_is_kind(one, inner) for one in value)):
+            parts = [(f"[{i}]", one, inner) for i, one in enumerate(value)]
+    elif isinstance(shape, dict) and ... in shape:
+        parts = [(f".{key}", one, shape[...]) for key, one in value.items()]
+    elif isinstance(shape, dict):
+        for key, inner in shape.items():
+            name = key.removesuffix("?")
+            if value.get(name) is None and name != key:
+                continue
+            if name not in value:
+                return f".{name}", "is missing"
+            parts.append((f".{name}", value[name], inner))
+    for place, part, inner in parts:
+        if found := _misfit(part, inner):
+            return place + found[0], found[1]
+    return None
+
+
+def _is_kind(value: Any, kind: type) -> bool:
+    """Whether a JSON value has a type: true is not 1, and an overflowed number is not a number."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float and isinstance(value, float):
+        return not math.isinf(value)
+    return isinstance(value, int if kind is float else kind)

@@ -1,72 +1,68 @@
-// Branches as small trees, and tokens that were taken back.
+// Branches as small trees, and retracted tokens.
 
 import { byId, element } from "./dom.js";
 import { number, numberNode, quoted, visible } from "./format.js";
 
-const CONTEXT = 8; // tokens before a branch that are shown
+const CONTEXT = 8; // tokens shown before a branch
 
-export function showBranches(state) {
+export function showBranches(texts) {
   const several = byId("branches-several");
   let cards = new Map();
   const fill = () => {
-    const all = state.row.tokens.filter((token) => token.branches);
+    const [side] = texts.shown;
+    const all = side.tokens.filter((token) => token.branches);
     const forked = all.filter((token) => token.branches.length > 1);
     byId("branches").hidden = all.length === 0;
-    byId("branches-count").textContent = `${all.length} branchings, ${forked.length} of them between several candidates.`;
-    if (forked.length === 0) several.checked = false;
+    byId("branches-count").textContent = `${all.length} in all, ${forked.length} with several candidates.`;
     several.parentElement.hidden = forked.length === 0 || forked.length === all.length;
-    const shown = several.checked ? forked : all;
-    cards = new Map(shown.map((token) => [token, card(token, state)]));
+    const shown = several.checked && forked.length > 0 ? forked : all;
+    cards = new Map(shown.map((token) => [token, tree(token, side, texts)]));
     byId("branches-list").replaceChildren(...cards.values());
   };
-  state.on("row", () => {
-    several.checked = true;
-    fill();
-  });
+  texts.on("sides", fill);
   several.addEventListener("change", fill);
-  state.on("token", ({ scroll }) => {
-    byId("branches-list").querySelector(".current")?.classList.remove("current");
-    const node = cards.get(state.token);
-    node?.classList.add("current");
+  texts.on("token", ({ scroll }) => {
     const list = byId("branches-list");
+    list.querySelector(".current")?.classList.remove("current");
+    const node = cards.get(texts.shown[0].token);
+    node?.classList.add("current");
     if (node && scroll) list.scrollTop = node.offsetTop - list.offsetTop;
   });
 }
 
-function card(token, state) {
+function tree(token, side, texts) {
   const scores = token.branches.map((branch) => branch.score).filter((score) => score != null);
-  const best = Math.max(...scores);
-  const worst = Math.min(...scores);
-  const before = state.row.tokens.filter((other) => other.position < token.position).slice(-CONTEXT).map((other) => other.text).join("");
-  const leaves = [...token.branches].sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity)).map((branch) => {
-    const share = best === worst ? 1 : (branch.score - worst) / (best - worst);
-    return element("li", { class: branch.chosen ? "leaf chosen" : "leaf" },
-      element("span", { class: "leaf-text" }, quoted(branch.text, branch.tokens[0])),
+  const [best, worst] = [Math.max(...scores), Math.min(...scores)];
+  const before = side.tokens.filter((other) => other.position < token.position).slice(-CONTEXT).map((other) => other.text).join("");
+  const leaves = [...token.branches].sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity)).map(({ text, tokens, score, chosen }) => {
+    const share = best === worst ? 1 : (score - worst) / (best - worst);
+    return element("li", { class: chosen ? "leaf chosen" : "leaf" },
+      element("span", { class: "leaf-text" }, quoted(text, tokens[0])),
       element("span", { class: "leaf-score" },
-        branch.score == null ? "no score" : element("meter", { min: 0, max: 1, value: 0.08 + 0.92 * share, "aria-hidden": "true" }),
-        branch.score == null ? null : element("data", { value: branch.score }, number(branch.score)),
-        branch.chosen ? element("b", { class: "badge" }, "kept") : null));
+        score == null ? "no score" : element("meter", { min: 0, max: 1, value: 0.08 + 0.92 * share, "aria-hidden": "true" }),
+        score == null ? null : element("data", { value: score }, number(score)),
+        chosen ? element("b", { class: "tag" }, "kept") : null));
   });
   return element("li", { class: "tree" },
-    element("button", { type: "button", class: "root", onclick: () => state.select(token, { pin: true, scroll: true }) },
+    element("button", { type: "button", class: "root", onclick: () => texts.selectToken(side, token, { pin: true, scroll: true }) },
       element("span", { class: "muted" }, "position ", numberNode(token.position)), element("span", { class: "context" }, `…${visible(before, token.token_id)}`)),
-    element("ul", { "aria-label": "candidates, the best first" }, ...leaves),
-    token.ambiguous ? element("p", { class: "note" }, "Too close to call: the two best scores lie within the margin.") : null);
+    element("ul", { "aria-label": "candidates, best first" }, ...leaves),
+    token.ambiguous ? element("p", { class: "note" }, "The two best scores differ by less than the margin.") : null);
 }
 
-export function showRetractions(state) {
-  state.on("row", () => {
-    const gone = state.row.items.filter((token) => token.type === "retracted");
-    byId("retractions").hidden = gone.length === 0;
-    byId("retractions-list").replaceChildren(...gone.map((token) => retraction(token, state)));
+export function showRetractions(texts) {
+  texts.on("sides", () => {
+    const [side] = texts.shown;
+    const retracted = side.items.filter((token) => token.type === "retracted");
+    byId("retractions").hidden = retracted.length === 0;
+    byId("retractions-list").replaceChildren(...retracted.map((token) => element("tr", {},
+      element("td", {}, element("button", { type: "button", class: "link", onclick: () => texts.selectToken(side, token, { pin: true, scroll: true }), "aria-label": `show position ${token.position}` }, numberNode(token.position))),
+      element("td", {}, tokenNode(token)),
+      element("td", {}, token.replacement ? tokenNode(token.replacement) : "none: the run ended"),
+      element("td", { class: "value" }, numberNode(token.entropy)))));
   });
 }
 
-function retraction(token, state) {
-  const after = token.replacement;
-  return element("tr", {},
-    element("td", {}, element("button", { type: "button", class: "link", onclick: () => state.select(token, { pin: true, scroll: true }), "aria-label": `show position ${token.position}` }, numberNode(token.position))),
-    element("td", {}, element("span", { class: "token retracted", "data-regime": token.regime }, quoted(token.text, token.token_id))),
-    element("td", {}, after ? element("span", { class: "token", "data-regime": after.regime }, quoted(after.text, after.token_id)) : "nothing: the run ended here"),
-    element("td", {}, numberNode(token.entropy)));
+function tokenNode(token) {
+  return element("span", { class: `token ${token.type}`, "data-regime": token.regime }, quoted(token.text, token.token_id));
 }

@@ -1,4 +1,4 @@
-// Making elements. Text goes in as text: nothing of a trace is ever read as HTML.
+// Elements and frames. Text is inserted as text: nothing of a trace is ever parsed as HTML.
 
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -15,7 +15,7 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// At most one call of `work` a frame, with the latest arguments.
+// Calls `work` at most once per frame, with the latest arguments.
 export function onceAFrame(work) {
   let latest = null;
   return (...args) => {
@@ -26,6 +26,10 @@ export function onceAFrame(work) {
     });
     latest = args;
   };
+}
+
+export function nextFrame() {
+  return new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
 }
 
 export async function copyText(text, button) {

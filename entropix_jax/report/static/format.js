@@ -2,39 +2,39 @@
 
 import { element } from "./dom.js";
 
+// Groups of fields: name in the trace, label, unit, meaning.
 export const METRICS = [
   { title: "Next-token distribution", fields: [
-    ["entropy", "entropy", "bits", "how uncertain the next token is"],
-    ["varentropy", "varentropy", "bits²", "how unevenly: the variance of the surprise"],
-    ["sequence_varentropy", "sequence varentropy", "bits²", "how much the entropy has varied in this text so far"],
-    ["logprob", "log-probability", "nats", "of the token that was taken"],
+    ["entropy", "entropy", "bits", "uncertainty about the next token"],
+    ["varentropy", "varentropy", "bits²", "variance of the surprisal"],
+    ["sequence_varentropy", "sequence varentropy", "bits²", "variance of the entropy over the text so far"],
+    ["logprob", "log-probability", "nats", "of the token that was drawn"],
   ] },
-  { title: "Attention of the last position", fields: [
-    ["attn_entropy", "attention entropy", "bits", "how widely the heads look, on average"],
-    ["attn_entropy_norm", "normalised attention entropy", "0–1", "divided by the most that the context allows"],
-    ["attn_varentropy", "attention varentropy", "bits²", "how much the heads differ in that"],
-    ["agreement", "agreement", "0–1", "1: all heads look at the same places"],
-    ["agreement_published", "agreement as published", "", "the published formula, which measures disagreement"],
-    ["interaction_strength", "interaction strength", "", "mean size of the attention scores"],
+  { title: "Attention at the last position", fields: [
+    ["attn_entropy", "attention entropy", "bits", "mean over the heads: how widely they attend"],
+    ["attn_entropy_norm", "normalised attention entropy", "0–1", "divided by its maximum for the context length"],
+    ["attn_varentropy", "attention varentropy", "bits²", "variance of the entropy between heads"],
+    ["agreement", "agreement", "0–1", "1: all heads attend to the same positions"],
+    ["agreement_published", "published agreement", "", "the published formula, which measures disagreement"],
+    ["interaction_strength", "interaction strength", "", "mean absolute attention score"],
   ] },
-  { title: "How the token was drawn", fields: [
-    ["temperature", "temperature", "", "0: the most likely token"],
-    ["top_k", "top-k", "tokens", "at most so many were left; 0: no limit"],
-    ["top_p", "top-p", "", "the likeliest tokens up to this mass were left"],
-    ["min_p", "min-p", "", "tokens this much less likely than the first were dropped"],
-    ["confidence", "confidence", "", "a sum of all metrics; reported, steers nothing"],
-    ["forwards", "token positions evaluated", "", "beyond the prompt, up to here, branches included"],
+  { title: "Sampling", fields: [
+    ["temperature", "temperature", "", "0: the likeliest token"],
+    ["top_k", "top-k", "tokens", "at most so many candidates; 0: no limit"],
+    ["top_p", "top-p", "", "candidates up to this probability mass"],
+    ["min_p", "min-p", "", "candidates at least this likely, relative to the likeliest"],
+    ["confidence", "confidence", "", "weighted sum of the metrics; reported only"],
+    ["forwards", "positions evaluated", "", "token positions evaluated so far, without the prompt, with branches"],
   ] },
 ];
 
-// What the sampler may do, in a newcomer's words.
 export const ACTIONS = {
-  argmax: "took the most likely token",
-  inject: "wrote a thought into the text",
-  explore: "drew once, warmer than usual",
-  branch: "followed several continuations and kept the best",
-  resample: "drew once, hot",
-  backspace: "took the last token back and drew its place again",
+  argmax: "took the likeliest token",
+  inject: "inserted a thought into the text",
+  explore: "drew once, at a raised temperature",
+  branch: "rolled out several continuations and kept the best",
+  resample: "drew once, at a high temperature",
+  backspace: "retracted the previous token and drew again",
   adaptive: "drew several candidates and kept the likeliest",
   sample: "drew once",
 };
@@ -57,13 +57,13 @@ export function percent(share) {
   return `${value.toFixed(value < 1 ? 2 : 1)} %`;
 }
 
-// Text with signs for characters that cannot be seen.
+// Text with signs for invisible characters.
 export function visible(text, id) {
   if (text === "") return id == null ? "∅" : `⟨${id}⟩`;
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]/g, "\ufffd");
 }
 
-// The same between quotation marks where its blanks matter.
+// The same in quotation marks.
 export function quoted(text, id) {
   return text === "" ? visible(text, id) : `“${visible(text, id)}”`;
 }

@@ -1,129 +1,209 @@
-// The pictures of one run: the plane, the series over the text, the attention's heat map.
+// The plots: metrics along the text, the plane of entropy and varentropy, and attention.
 
 import { byId, onceAFrame } from "./dom.js";
-import { axis, boxShape, config, cursorAt, hoverText, layout, rangesOf, theme } from "./plotting.js";
+import { visible } from "./format.js";
 import { REGIMES } from "./regimes.js";
 
-const SERIES = [["entropy", "entropy<br>bits"], ["varentropy", "varentropy<br>bits²"], ["agreement", "agreement<br>0–1"], ["temperature", "temperature"]];
+const SERIES = [["entropy", "bits"], ["varentropy", "bits²"], ["agreement", "0–1"], ["temperature", ""]];
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const SYMBOLS = ["circle", "diamond", "square", "cross", "x", "triangle-up", "star", "hexagon"];
 
-// The plane of entropy and varentropy.
-
-export function showPlane(state) {
-  const box = byId("plane");
-  let groups = [];
-
-  function draw() {
-    const look = theme();
-    const items = state.row.items;
-    const kept = Object.keys(REGIMES).map((regime) => items.filter((token) => token.type === "token" && state.regimeOf(token) === regime));
-    groups = [...kept, items.filter((token) => token.type === "retracted")];
-    const names = [...Object.keys(REGIMES), "gone"];
-    const traces = groups.map((tokens, i) => pointsOf(tokens, names[i], look, state));
-    const { x, y } = currentPoint(state);
-    traces.push({ type: "scatter", mode: "markers", x, y, hoverinfo: "skip", marker: { size: 17, color: "rgba(0,0,0,0)", line: { width: 3, color: look.colour("text") } } });
-    const ranges = rangesOf(state.row.items, state.bounds);
-    Plotly.react(box, traces, layout(look, {
-      uirevision: state.row.number, // keeps the view that a person has zoomed to
-      margin: { l: 52, r: 12, t: 30, b: 46 },
-      height: look.narrow ? 340 : 440,
-      hovermode: "closest",
-      dragmode: look.narrow ? false : "zoom", // a finger scrolls the page
-      xaxis: axis(look, "entropy, bits", { range: ranges.x, zeroline: false }),
-      yaxis: axis(look, "varentropy, bits²", { range: ranges.y, zeroline: false }),
-      shapes: state.bounds.flatMap((one) => boxShape(one, look, ranges)),
-    }), config("zoom2d", "pan2d", "select2d", "lasso2d", "resetScale2d"));
-  }
-
-  const redraw = onceAFrame(draw);
-  const ring = onceAFrame(() => {
-    const { x, y } = currentPoint(state);
-    Plotly.restyle(box, { x: [x], y: [y] }, [groups.length]);
-  });
-  draw();
-  const tokenOf = ({ points }) => groups[points[0].curveNumber]?.[points[0].pointIndex];
-  box.on("plotly_hover", (event) => tokenOf(event) && state.select(tokenOf(event), { scroll: true, pin: undefined }));
-  box.on("plotly_click", (event) => tokenOf(event) && state.select(tokenOf(event), { scroll: true, pin: true }));
-  box.on("plotly_selected", (event) => state.mark(event ? event.points.map((point) => groups[point.curveNumber]?.[point.pointIndex]).filter(Boolean) : null));
-  box.on("plotly_deselect", () => state.mark(null));
-  for (const kind of ["row", "bounds", "hidden", "theme"]) state.on(kind, redraw);
-  state.on("token", ring);
+// plotly.js comes compressed: its text becomes a script, which the page's policy knows by its hash.
+export function startPlotly(bytes) {
+  window.PlotlyConfig = { MathJaxConfig: "local" };
+  const script = document.createElement("script");
+  script.textContent = new TextDecoder().decode(bytes);
+  document.head.append(script);
 }
 
-function pointsOf(tokens, name, look, state) {
-  const gone = name === "gone";
+// Colours as the style sheet has them in the current theme.
+function theme() {
+  const probe = document.createElement("span");
+  document.body.append(probe);
+  const colours = new Map();
+  const names = ["text", "muted", "panel", "line", "grid", ...Object.keys(REGIMES).flatMap((one) => [one, `${one}-fill`, `${one}-text`]), ...SYMBOLS.map((_, i) => `side-${i}`)];
+  for (const name of names) {
+    probe.style.color = `var(--${name})`;
+    colours.set(name, getComputedStyle(probe).color);
+  }
+  probe.remove();
+  return { colour: (name) => colours.get(name), narrow: window.innerWidth < 600 };
+}
+
+// Buttons are listed one by one: one of plotly's defaults uploads the plot.
+function config(...buttons) {
+  return { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", ...buttons, "resetScale2d"]] };
+}
+
+function layout({ colour, narrow }, texts, more) {
   return {
-    type: "scatter",
-    mode: "markers",
-    name: gone ? "taken back" : REGIMES[name].title,
-    visible: !state.hidden.has(name),
-    x: tokens.map((token) => token.entropy),
-    y: tokens.map((token) => token.varentropy),
-    text: tokens.map(hoverText),
-    hovertemplate: "%{text}<br>entropy %{x:.3f}, varentropy %{y:.3f}<extra>%{fullData.name}</extra>",
-    marker: gone
-      ? { symbol: "circle-open", size: 10, color: look.colour("muted"), line: { width: 1.5 } }
-      : { symbol: REGIMES[name].symbol, size: 7, color: look.colour(name), opacity: 0.75 },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: colour("text"), family: "system-ui, sans-serif", size: 12 },
+    hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("text") } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("text") },
+    dragmode: narrow ? false : "zoom", // a finger scrolls the page
+    showlegend: !texts.single,
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
+    uirevision: texts.shown.map((side) => side.name).join(), // keeps the zoom while the same texts are shown
+    ...more,
   };
 }
 
-function currentPoint({ token }) {
-  return token ? { x: [token.entropy], y: [token.varentropy] } : { x: [], y: [] };
+function axis({ colour }, title, more = {}) {
+  return { title: { text: title, standoff: 8 }, gridcolor: colour("grid"), zerolinecolor: colour("grid"), linecolor: colour("line"), zeroline: false, ...more };
 }
 
-// Entropy, varentropy, agreement and temperature along the text.
+// Plotly reads a subset of HTML in labels.
+function escapeMarkup(text) {
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
 
-export function showSeries(state) {
+const hoverText = (token) => escapeMarkup(`${token.position} “${visible(token.text, token.token_id)}”`);
+const titleOf = (side) => escapeMarkup(`${side.name} ${side.facts.sampler}`);
+const colourOf = (side, look) => look.colour(`side-${side.number % 8}`);
+
+// Metrics along the text: a row of the plot for each, a line for each text.
+
+export function showSeries(texts) {
   const box = byId("series");
+  const start = () => texts.shown.find((side) => side.items.length)?.items[0].position ?? 0;
 
-  const cursor = () => cursorAt(state.token?.position);
+  function shapes(look) {
+    const found = [];
+    if (texts.place !== null) found.push({ type: "line", xref: "x", x0: start() + texts.place, x1: start() + texts.place, yref: "paper", y0: 0, y1: 1, line: { color: look.colour("text"), width: 1.5, dash: "dot" } });
+    // What all texts have in common.
+    if (texts.shown.length > 1 && texts.common > 0) found.push({ type: "rect", layer: "below", xref: "x", x0: start(), x1: start() + texts.common - 0.5, yref: "paper", y0: 0, y1: 1, fillcolor: look.colour("grid"), opacity: 0.6, line: { width: 0 } });
+    return found;
+  }
 
   function draw() {
     const look = theme();
-    const tokens = state.row.tokens;
-    const x = tokens.map((token) => token.position);
-    const colours = tokens.map((token) => look.colour(state.regimeOf(token)));
-    const traces = SERIES.map(([name], i) => ({
-      type: "scatter", mode: i ? "lines" : "lines+markers", name, x, y: tokens.map((token) => token[name]), yaxis: i ? `y${i + 1}` : "y",
-      line: { color: look.colour(i ? "line-plot" : "series"), width: 1 }, marker: { size: 4, color: colours },
-      text: tokens.map(hoverText), hovertemplate: i ? `${name} %{y:.4g}<extra></extra>` : `%{text}<br>${name} %{y:.4g}<extra></extra>`,
-    }));
-    const axes = {};
-    const tall = 1 / SERIES.length;
-    SERIES.forEach(([, title], i) => {
-      const top = 1 - i * tall;
-      axes[i ? `yaxis${i + 1}` : "yaxis"] = axis(look, look.narrow ? "" : title, { domain: [top - (look.narrow ? 0.72 : 0.8) * tall, top], rangemode: "tozero", nticks: 4, fixedrange: true, zeroline: false });
-    });
-    const names = SERIES.map(([, title], i) => ({ text: title.replace("<br>", ", "), showarrow: false, xref: "paper", yref: "paper", x: 0, xanchor: "left", y: 1 - i * tall, yanchor: "bottom" }));
-    Plotly.react(box, traces, layout(look, {
-      uirevision: state.row.number,
-      margin: { l: look.narrow ? 36 : 62, r: 12, t: look.narrow ? 30 : 28, b: 40 },
-      height: look.narrow ? 440 : 460,
+    const traces = SERIES.flatMap(([name], i) => texts.shown.map((side) => ({
+      type: "scatter", mode: texts.single && i === 0 ? "lines+markers" : "lines",
+      name: texts.single ? name : titleOf(side), showlegend: i === 0,
+      x: side.tokens.map((_, place) => start() + place), y: side.tokens.map((token) => token[name]), yaxis: i ? `y${i + 1}` : "y",
+      line: { color: colourOf(side, look), width: texts.single ? 1 : 1.5, dash: DASHES[side.number % DASHES.length] },
+      marker: { size: 4, color: side.tokens.map((token) => look.colour(texts.regimeOf(token))) },
+      text: side.tokens.map(hoverText), hovertemplate: i ? "%{y:.4g}<extra>%{fullData.name}</extra>" : "%{text} %{y:.4g}<extra>%{fullData.name}</extra>",
+    })));
+    const height = 1 / SERIES.length;
+    const axes = SERIES.map(([, unit], i) => [`yaxis${i ? i + 1 : ""}`, axis(look, unit, { domain: [1 - (i + 0.8) * height, 1 - i * height], rangemode: "tozero", nticks: 4, fixedrange: true })]);
+    const names = SERIES.map(([name], i) => ({ text: name, showarrow: false, xref: "paper", yref: "paper", x: 0, xanchor: "left", y: 1 - i * height, yanchor: "bottom" }));
+    Plotly.react(box, traces, layout(look, texts, {
+      margin: { l: 52, r: 12, t: texts.single ? 30 : 60, b: 40 },
+      legend: { orientation: "h", x: 0, y: 1.07, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
+      height: 500,
       hovermode: "x unified",
       hoversubplots: "axis",
-      dragmode: look.narrow ? false : "zoom", // a finger scrolls the page
-      xaxis: axis(look, "position in the text", { anchor: `y${SERIES.length}`, zeroline: false }),
-      annotations: look.narrow ? names : [],
-      shapes: cursor(),
-      ...axes,
-    }), config("zoom2d", "pan2d", "resetScale2d"));
+      xaxis: axis(look, "position", { anchor: `y${SERIES.length}` }),
+      annotations: names,
+      shapes: shapes(look),
+      ...Object.fromEntries(axes),
+    }), config());
   }
 
-  const redraw = onceAFrame(draw);
-  const move = onceAFrame(() => Plotly.relayout(box, { shapes: cursor() }));
   draw();
-  box.on("plotly_hover", ({ points }) => state.select(state.row.tokens[points[0].pointIndex], { scroll: true }));
-  box.on("plotly_click", ({ points }) => state.select(state.row.tokens[points[0].pointIndex], { scroll: true, pin: true }));
-  for (const kind of ["row", "bounds", "theme"]) state.on(kind, redraw);
-  state.on("token", move);
+  box.on("plotly_hover", ({ points }) => texts.select(points[0].x - start(), { scroll: true }));
+  box.on("plotly_click", ({ points }) => texts.select(points[0].x - start(), { scroll: true, pin: true }));
+  texts.on("sides bounds theme", onceAFrame(draw));
+  texts.on("token", onceAFrame(() => Plotly.relayout(box, { shapes: shapes(theme()) })));
+}
+
+// The plane of entropy and varentropy. Points are grouped by regime, or by text where several are compared.
+
+export function showPlane(texts) {
+  const box = byId("plane");
+  let groups = [];
+
+  function groupsOf(look) {
+    if (!texts.single) return texts.shown.map((side) => ({
+      side, name: titleOf(side), tokens: side.tokens.filter((token) => !texts.hidden.has(token.regime)),
+      marker: { symbol: SYMBOLS[side.number % SYMBOLS.length], size: 7, color: colourOf(side, look), opacity: 0.65 },
+    }));
+    const [side] = texts.shown;
+    const regimes = Object.entries(REGIMES).map(([regime, { title, symbol }]) => ({
+      side, name: title, tokens: side.tokens.filter((token) => texts.regimeOf(token) === regime), visible: !texts.hidden.has(regime),
+      marker: { symbol, size: 7, color: look.colour(regime), opacity: 0.75 },
+    }));
+    const retracted = side.items.filter((token) => token.type === "retracted");
+    return [...regimes, { side, name: "retracted", tokens: retracted, marker: { symbol: "circle-open", size: 10, color: look.colour("muted"), line: { width: 1.5 } } }];
+  }
+
+  const cursors = () => texts.shown.map(({ token }) => (token ? [[token.entropy], [token.varentropy]] : [[], []]));
+
+  function draw() {
+    const look = theme();
+    groups = groupsOf(look);
+    const dots = groups.map(({ name, tokens, marker, visible: seen = true }) => ({
+      type: "scatter", mode: "markers", name, marker, visible: seen,
+      x: tokens.map((token) => token.entropy), y: tokens.map((token) => token.varentropy),
+      text: tokens.map(hoverText), hovertemplate: "%{text}<br>entropy %{x:.3f}, varentropy %{y:.3f}<extra>%{fullData.name}</extra>",
+    }));
+    const rings = cursors().map(([x, y], i) => ({
+      type: "scatter", mode: "markers", x, y, hoverinfo: "skip", showlegend: false,
+      marker: { symbol: SYMBOLS[texts.shown[i].number % SYMBOLS.length], size: 17, color: "rgba(0,0,0,0)", line: { width: 3, color: look.colour("text") } },
+    }));
+    const alike = texts.shown.every((side) => JSON.stringify(side.bounds) === JSON.stringify(texts.shown[0].bounds));
+    if (byId("plane-note")) byId("plane-note").textContent = alike ? "" : `The boxes are those of ${texts.shown[0].name}; the others differ.`;
+    const ranges = rangesOf(texts.shown.flatMap((side) => side.items), texts.bounds);
+    Plotly.react(box, [...dots, ...rings], layout(look, texts, {
+      margin: { l: 52, r: 12, t: texts.single ? 30 : 46, b: 46 },
+      height: look.narrow ? 360 : 450,
+      hovermode: "closest",
+      xaxis: axis(look, "entropy, bits", { range: ranges.x }),
+      yaxis: axis(look, "varentropy, bits²", { range: ranges.y }),
+      shapes: texts.bounds.flatMap((one) => boxShape(one, look, ranges)),
+    }), texts.single ? config("select2d", "lasso2d") : config());
+  }
+
+  draw();
+  const tokenOf = (point) => groups[point.curveNumber]?.tokens[point.pointIndex];
+  const select = ({ points: [point] }, pin) => tokenOf(point) && texts.selectToken(groups[point.curveNumber].side, tokenOf(point), { pin, scroll: true });
+  box.on("plotly_hover", (event) => select(event, undefined));
+  box.on("plotly_click", (event) => select(event, true));
+  box.on("plotly_selected", (event) => texts.mark(event ? event.points.map(tokenOf).filter(Boolean) : null));
+  box.on("plotly_deselect", () => texts.mark(null));
+  texts.on("sides bounds hidden theme", onceAFrame(draw));
+  texts.on("token", onceAFrame(() => {
+    const found = cursors();
+    if (box.data.length === groups.length + found.length) Plotly.restyle(box, { x: found.map(([x]) => x), y: found.map(([, y]) => y) }, found.map((_, i) => groups.length + i));
+  }));
+}
+
+// Ends of the axes, so that all tokens and all bounds lie between them.
+function rangesOf(items, bounds) {
+  const most = (name) => {
+    const limits = bounds.flatMap(({ bounds: box }) => box[name] ?? []).filter(Number.isFinite).map((limit) => 1.2 * limit);
+    return [...limits, 1].reduce((a, b) => Math.max(a, b), items.reduce((a, token) => Math.max(a, token[name]), 0));
+  };
+  const [x, y] = ["entropy", "varentropy"].map((name) => 1.04 * most(name));
+  return { x: [-0.02 * x, x], y: [-0.02 * y, y] };
+}
+
+// A regime's box; conditions on other quantities cannot be drawn.
+function boxShape({ regime, bounds }, look, ranges) {
+  const within = ([low, high] = [-Infinity, Infinity], [first, last]) => [Math.max(low, first), Math.min(high, last)];
+  const [x0, x1] = within(bounds.entropy, ranges.x);
+  const [y0, y1] = within(bounds.varentropy, ranges.y);
+  if (x0 >= x1 || y0 >= y1) return [];
+  const { title, meaning } = REGIMES[regime];
+  const slim = look.narrow || (x1 - x0) / (ranges.x[1] - ranges.x[0]) < 0.2;
+  return [{
+    type: "rect", layer: "below", x0, x1, y0, y1,
+    fillcolor: look.colour(`${regime}-fill`),
+    line: { color: look.colour(regime), width: 1 },
+    label: { text: slim ? title : `${title} ${meaning}`, textposition: "top left", font: { color: look.colour(`${regime}-text`), size: 12 } },
+  }];
 }
 
 // Attention entropy of each layer and head along the text.
 
-export function showHeatMap(state) {
+export function showHeatMap(texts) {
   const box = byId("heat");
-  byId("attention").hidden = ![...state.rows.values()].some((row) => row.tokens.some((token) => token.layers));
+  byId("attention").hidden = !texts.sides.some(({ tokens }) => tokens.some((token) => token.layers));
   const draw = () => {
-    const tokens = state.row.tokens.filter((token) => token.layers);
+    const tokens = texts.shown[0].tokens.filter((token) => token.layers);
     if (tokens.length === 0) return;
     const look = theme();
     const heads = tokens[0].layers.map((layer) => layer.length);
@@ -136,31 +216,24 @@ export function showHeatMap(state) {
       z: labels.map((_, i) => flat.map((values) => values[i])),
       text: labels.map((label) => tokens.map(() => label)),
       hovertemplate: "%{text}<br>position %{x}: %{z:.3f} bits<extra></extra>",
-      colorscale: "Cividis", // the same to the colour-blind
+      colorscale: "Cividis", // safe for the colour-blind
       zmin: 0,
       colorbar: { title: { text: "bits" }, thickness: 12, len: 1 },
-    }], layout(look, {
+    }], layout(look, texts, {
       margin: { l: 62, r: 8, t: 28, b: 44 },
-      height: Math.max(look.narrow ? 300 : 320, Math.min(900, 60 + 3 * labels.length)),
-      xaxis: axis(look, "position in the text"),
+      height: Math.max(320, Math.min(900, 60 + 3 * labels.length)),
+      xaxis: axis(look, "position"),
       yaxis: axis(look, "", { tickvals: starts.map((start, i) => start + (heads[i] - 1) / 2), ticktext: heads.map((_, layer) => `layer ${layer}`), autorange: "reversed" }),
       shapes: starts.slice(1).map((start) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: start - 0.5, y1: start - 0.5, line: { color: look.colour("panel"), width: 2 } })),
-    }), config("zoom2d", "pan2d", "resetScale2d"));
+    }), config());
   };
-  const redraw = onceAFrame(draw);
-  const start = () => {
-    draw();
-    box.on?.("plotly_click", ({ points }) => {
-      const token = state.row.tokens.find((one) => one.position === points[0].x);
-      if (token) state.select(token, { scroll: true, pin: true });
-    });
-    for (const kind of ["row", "theme"]) state.on(kind, redraw);
-  };
-  // The largest picture, and the last one: not before someone comes near it.
+  // The largest plot: drawn when someone scrolls near it.
   const watcher = new IntersectionObserver(([entry]) => {
     if (!entry.isIntersecting) return;
     watcher.disconnect();
-    start();
+    draw();
+    box.on?.("plotly_click", ({ points }) => texts.select(points[0].x - texts.shown[0].items[0].position, { scroll: true, pin: true }));
+    texts.on("sides theme", onceAFrame(draw));
   }, { rootMargin: "600px" });
   watcher.observe(box);
 }

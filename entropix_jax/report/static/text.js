@@ -1,153 +1,139 @@
-// The text, token by token, and the legend beside it.
+// The texts: tokens to point at, click and walk through, the legend, and where texts diverge.
 
 import { byId, element } from "./dom.js";
-import { percent, visible } from "./format.js";
-import { REGIMES, occupancy } from "./regimes.js";
+import { percent } from "./format.js";
+import { occupancy } from "./regimes.js";
+import { placeOf } from "./texts.js";
 
-// `prefix` tells the ids of several texts apart; `mark` adds to a text that was just written.
-export function showText(state, box = byId("text"), prefix = "token", mark = () => {}) {
-  let spans = [];
+export function showTexts(texts) {
+  for (const side of texts.sides) bindTokens(texts, side);
 
-  function fill() {
-    spans = state.row.items.map((token) => tokenSpan(token, prefix));
-    box.replaceChildren(...spans);
-    mark(spans);
-    colour();
-    box.scrollTop = 0;
-  }
-
-  function colour() {
-    for (const token of state.row.items) {
-      const regime = state.regimeOf(token);
-      const span = spans[token.index];
-      span.dataset.regime = regime;
-      span.classList.toggle("faded", state.hidden.has(regime) || (state.marked !== null && !state.marked.has(token)));
+  const colour = () => {
+    for (const { items, spans } of texts.shown) for (const token of items) {
+      const regime = texts.regimeOf(token);
+      spans[token.index].dataset.regime = regime;
+      spans[token.index].classList.toggle("faded", texts.hidden.has(regime) || (texts.marked !== null && !texts.marked.has(token)));
     }
-    const note = byId("text-note");
-    if (note) note.hidden = !state.changed;
-  }
-
-  function select({ scroll }) {
-    box.querySelector(".selected")?.classList.remove("selected", "pinned");
-    box.querySelector("[aria-selected=true]")?.setAttribute("aria-selected", "false");
-    const span = state.token && spans[state.token.index];
-    if (!span) return;
-    span.classList.add("selected");
-    span.classList.toggle("pinned", state.pinned);
-    span.setAttribute("aria-selected", "true");
-    box.setAttribute("aria-activedescendant", span.id);
-    if (scroll) scrollWithin(box, span);
-  }
-
-  const tokenAt = (event) => {
-    const span = event.target.closest?.(".token");
-    return span && state.row.items[Number(span.dataset.index)];
   };
-  box.addEventListener("pointerover", (event) => {
+  const select = ({ scroll, side: source }) => {
+    for (const side of texts.shown) selectSpan(side, texts.pinned, scroll || side !== source);
+  };
+  texts.on("sides", () => {
+    for (const side of texts.sides) side.card.hidden = !side.shown;
+    for (const node of document.querySelectorAll("[data-of-row]")) node.hidden = Number(node.dataset.ofRow) !== texts.shown[0].about.row;
+    if (!texts.single) for (const side of texts.shown) markParting(texts, side);
+  });
+  texts.on("token", select);
+  texts.on("sides hidden marked bounds", colour);
+}
+
+function bindTokens(texts, side) {
+  side.spans.forEach((span, i) => {
+    span.id = `${side.box.id}-${i}`;
+    span.dataset.index = i;
+    span.setAttribute("role", "option");
+    span.setAttribute("aria-selected", "false");
+    if (side.items[i].type === "retracted") span.setAttribute("aria-label", `retracted: ${side.items[i].text}`);
+  });
+  const tokenAt = (event) => side.items[event.target.closest?.(".token")?.dataset.index];
+  side.box.addEventListener("pointerover", (event) => {
     const token = event.pointerType !== "touch" && tokenAt(event);
-    if (token) state.select(token);
+    if (token) texts.selectToken(side, token);
   });
-  box.addEventListener("click", (event) => {
+  side.box.addEventListener("click", (event) => {
     const token = tokenAt(event);
-    if (token) state.select(token, { pin: !(state.pinned && token === state.token) });
+    if (token) texts.selectToken(side, token, { pin: !(texts.pinned && token === side.token) });
   });
-  box.addEventListener("keydown", (event) => {
-    const token = neighbour(event.key, state, spans);
-    if (event.key === "Escape") state.select(state.token, { pin: false });
-    else if (token) state.select(token, { pin: true, scroll: true });
+  side.box.addEventListener("keydown", (event) => {
+    const token = neighbour(event.key, side);
+    if (event.key === "Escape") texts.select(texts.place, { side, token: side.token, pin: false });
+    else if (token) texts.selectToken(side, token, { pin: true, scroll: true });
     else return;
     event.preventDefault();
   });
-
-  state.on("row", fill);
-  state.on("token", select);
-  for (const kind of ["hidden", "marked", "bounds"]) state.on(kind, colour);
 }
 
-function tokenSpan(token, prefix) {
-  const span = element("span", {
-    class: "token",
-    role: "option",
-    id: `${prefix}-${token.index}`,
-    "aria-selected": "false",
-    "data-index": token.index,
-    "data-action": token.action,
-  });
-  span.classList.toggle("injected", token.action === "inject");
-  span.classList.toggle("branched", token.action === "branch");
-  span.classList.toggle("loop", token.loop);
-  span.classList.toggle("retracted", token.type === "retracted");
-  if (token.runStart) span.classList.add(`${token.runStart}-start`);
-  if (token.text === "") span.classList.add("empty");
-  if (token.type === "retracted") span.setAttribute("aria-label", `taken back: ${token.text}`);
-  // A line break has a sign to point at, and breaks the line.
-  const lines = token.text.split("\n");
-  lines.forEach((line, i) => {
-    if (i > 0) span.append(element("span", { class: "sign", "aria-hidden": "true" }, "↵"), "\n");
-    if (line) span.append(line.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029]/g, "\ufffd"));
-  });
-  if (token.text === "") span.append(visible("", token.token_id));
-  return span;
+function selectSpan({ box, spans, token }, pinned, scroll) {
+  const before = box.querySelector(".selected");
+  before?.classList.remove("selected", "pinned");
+  before?.setAttribute("aria-selected", "false");
+  const span = token && spans[token.index];
+  if (!span) return;
+  span.classList.add("selected");
+  span.classList.toggle("pinned", pinned);
+  span.setAttribute("aria-selected", "true");
+  box.setAttribute("aria-activedescendant", span.id);
+  if (!scroll) return;
+  const [outer, inner] = [box, span].map((node) => node.getBoundingClientRect());
+  if (inner.top < outer.top) box.scrollTop -= outer.top - inner.top + 24;
+  else if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom + 24;
 }
 
-// The token that a key leads to: along the text, or to the next line of it as it is laid out.
-function neighbour(key, state, spans) {
-  const items = state.row.items;
-  if (!state.token) return /^(Arrow|Home|End)/.test(key) ? items.at(-1) : null; // past the end of this text
-  const at = state.token.index;
+// The token that a key leads to: along the text, or to the line above or below.
+function neighbour(key, { items, spans, token }) {
+  if (!token) return /^(Arrow|Home|End)/.test(key) ? items.at(-1) : null; // beyond the end of this text
+  const at = token.index;
   if (key === "ArrowRight") return items[Math.min(at + 1, items.length - 1)];
   if (key === "ArrowLeft") return items[Math.max(at - 1, 0)];
   if (key === "Home") return items[0];
   if (key === "End") return items.at(-1);
-  if (key === "ArrowDown") return items[otherLine(spans, at, 1)];
-  if (key === "ArrowUp") return items[otherLine(spans, at, -1)];
+  if (key === "ArrowDown") return items[onNextLine(spans, at, 1)];
+  if (key === "ArrowUp") return items[onNextLine(spans, at, -1)];
   return null;
 }
 
-function otherLine(spans, at, step) {
+function onNextLine(spans, at, step) {
   const { left, top, height } = spans[at].getBoundingClientRect();
-  let best = at;
-  let line = null;
+  let [best, line, distance] = [at, null, Infinity];
   for (let i = at + step; i >= 0 && i < spans.length; i += step) {
     const rect = spans[i].getBoundingClientRect();
     if (step * (rect.top - top) < height / 2) continue;
     line ??= rect.top;
     if (Math.abs(rect.top - line) > height / 2) break;
-    if (best === at || Math.abs(rect.left - left) < Math.abs(spans[best].getBoundingClientRect().left - left)) best = i;
+    if (Math.abs(rect.left - left) < distance) [best, distance] = [i, Math.abs(rect.left - left)];
   }
   return best;
 }
 
-function scrollWithin(box, span) {
-  const outer = box.getBoundingClientRect();
-  const inner = span.getBoundingClientRect();
-  if (inner.top < outer.top) box.scrollTop -= outer.top - inner.top + 24;
-  else if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom + 24;
+function markParting(texts, side) {
+  const { items, spans, card, box, parting } = side;
+  const several = texts.shown.length > 1;
+  box.querySelector(".parting")?.remove();
+  items.forEach((token, i) => {
+    const place = placeOf(side, token);
+    spans[i].classList.toggle("common", several && place < texts.common);
+    spans[i].classList.toggle("parts", several && place === parting && token.type === "token");
+  });
+  const [first] = texts.shown;
+  const at = several ? items.findIndex((token) => placeOf(side, token) === parting) : -1;
+  if (at > 0) spans[at].before(element("span", { class: "parting", "aria-hidden": "true" }, side === first ? "texts diverge" : `differs from ${first.name}`));
+  card.querySelector(".parting-note").textContent = partingText(texts, side);
 }
 
-export function showLegend(state, tokensOf = () => state.row.tokens) {
-  const buttons = Object.entries(REGIMES).map(([regime, { title, meaning, where }]) => {
-    const share = element("span", { class: "share" });
-    const button = element("button", {
-      type: "button",
-      "aria-pressed": "true",
-      "data-regime": regime,
-      title: "show or hide these tokens",
-      onclick: () => state.toggle(regime),
-    },
-    element("span", { class: "token", "data-regime": regime }, meaning),
-    element("span", { class: "what" }, element("b", {}, title), ` ${where}`),
-    share);
-    return { regime, button, share };
-  });
-  byId("legend").replaceChildren(...buttons.map(({ button }) => element("li", {}, button)));
-  const update = () => {
-    const tokens = tokensOf();
-    const counts = occupancy(tokens, state.regimeOf);
-    for (const { regime, button, share } of buttons) {
-      button.setAttribute("aria-pressed", String(!state.hidden.has(regime)));
-      share.textContent = percent(counts[regime] / Math.max(tokens.length, 1));
+function partingText({ shown }, { tokens, parting, ...side }) {
+  const isFirst = side.number === shown[0].number;
+  if (tokens.length === 0) return "No tokens.";
+  if (shown.length === 1) return `${tokens.length} tokens.`;
+  const other = isFirst ? "the other texts" : shown[0].name;
+  if (parting === null) return `Same tokens as ${other}.`;
+  if (parting === 0) return `Differs from ${other} from the start.`;
+  if (parting >= tokens.length) return `A prefix of ${other}: ${parting} tokens.`;
+  return `Differs from ${other} at token ${parting + 1}.`;
+}
+
+export function showLegend(texts) {
+  const buttons = [...document.querySelectorAll("#legend button")];
+  for (const button of buttons) button.addEventListener("click", () => texts.toggleRegime(button.dataset.regime));
+  texts.on("sides hidden bounds", () => {
+    const tokens = texts.shown.flatMap((side) => side.tokens);
+    const counts = occupancy(tokens, texts.regimeOf);
+    for (const button of buttons) {
+      const { regime } = button.dataset;
+      button.setAttribute("aria-pressed", String(!texts.hidden.has(regime)));
+      button.querySelector(".share").textContent = percent(counts[regime] / Math.max(tokens.length, 1));
     }
-  };
-  for (const kind of ["row", "hidden", "bounds"]) state.on(kind, update);
+  });
+  const sides = byId("sides") ? [...byId("sides").querySelectorAll("button")] : [];
+  sides.forEach((button, i) => button.addEventListener("click", () => texts.toggleSide(texts.sides[i])));
+  texts.on("sides", () => sides.forEach((button, i) => button.setAttribute("aria-pressed", String(texts.sides[i].shown))));
 }
