@@ -17,7 +17,7 @@ import pytest
 
 from entropix_jax import calibrate, main
 from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.calibration.boxes import boxes_of, occupancy
+from entropix_jax.calibration.boxes import read_boxes, occupancy
 from entropix_jax.calibration.own_text import start_of_text
 from entropix_jax.commandline import Count
 from entropix_jax.loading import LanguageModel, load
@@ -93,7 +93,7 @@ def test_the_wanted_occupancy_holds_on_other_text(
     points = measure_entropies(tiny, others, sampler)
     assert len(points) >= 20_000
     thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
-    reached = occupancy(points, thresholds, boxes_of(sampler.settings))
+    reached = occupancy(points, thresholds, read_boxes(sampler.settings))
     for regime in REGIMES:
         share = wanted.get(regime, 1 - sum(wanted.values()))
         assert reached[regime] == pytest.approx(share, abs=0.02), reached
@@ -192,7 +192,7 @@ def test_any_model_with_nothing_said(
     ("room", "shape"), [(1, (625, 1)), (63, (10, 63)), (511, (2, 313)), (8000, (1, 625))]
 )
 def test_the_default_number_of_tokens_fits_any_model(room: int, shape: tuple[int, int]) -> None:
-    assert calibrate._rounds(calibrate.Arguments(output="").self_tokens, room) == shape
+    assert calibrate._plan_rounds(calibrate.Arguments(output="").self_tokens, room) == shape
 
 
 @pytest.mark.parametrize(

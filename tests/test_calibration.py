@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.calibration import plane
 from entropix_jax.calibration.boxes import (
     QUANTILES,
     Boxes,
-    boxes_of,
+    read_boxes,
     occupancy,
     quantiles,
-    regimes_of,
+    classify_points,
 )
 from entropix_jax.calibration.output import calibration_text, preset_text, write_text
-from entropix_jax.calibration.plane import draw_plane
 from entropix_jax.calibration.solver import solve
 from entropix_jax.errors import UserError
 from entropix_jax.loading import CALIBRATION_FILE
@@ -51,7 +49,7 @@ SOME = {"lelv": 0.5, "helv": 0.1, "lehv": 0.1, "hehv": 0.1}
 
 
 def boxes(kind: str = "entropix") -> Boxes:
-    return boxes_of(ENTROPIX.with_values(CHANGES[kind]))
+    return read_boxes(ENTROPIX.with_values(CHANGES[kind]))
 
 
 def shares(*values: float) -> dict[str, float]:
@@ -131,7 +129,7 @@ def least_deviation(points: np.ndarray, wanted: Mapping[str, float], kind: str) 
 def test_occupancy_is_that_of_the_boxes_written_out(kind: str) -> None:
     points = text(0, 500)
     found = [regime_by_hand(h, u, kind, BOUNDS) for h, u in points]
-    assert [REGIMES[i] for i in regimes_of(points, BOUNDS, boxes(kind))] == found
+    assert [REGIMES[i] for i in classify_points(points, BOUNDS, boxes(kind))] == found
     expected = {regime: found.count(regime) / 500 for regime in REGIMES}
     assert occupancy(points, BOUNDS, boxes(kind)) == pytest.approx(expected, abs=1e-12)
     assert min(expected[regime] for regime in ("lelv", "helv", "lehv")) > 0
@@ -154,7 +152,7 @@ def test_points_on_and_beside_every_bound_are_where_the_sampler_puts_them(kind: 
         entropy=jnp.asarray(points[:, 0]), varentropy=jnp.asarray(points[:, 1])
     )
     by_sampler = jax.jit(jax.vmap(classify, in_axes=(0, None)))(rows, params)
-    assert regimes_of(points, bounds, boxes(kind)).tolist() == by_sampler.tolist()
+    assert classify_points(points, bounds, boxes(kind)).tolist() == by_sampler.tolist()
     assert len(set(by_sampler.tolist())) >= 3
 
 
@@ -168,7 +166,7 @@ def test_points_on_and_beside_every_bound_are_where_the_sampler_puts_them(kind: 
 )
 def test_samplers_whose_bounds_cannot_be_solved_for(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        boxes_of(ENTROPIX.with_values(changes))
+        read_boxes(ENTROPIX.with_values(changes))
     assert words in str(caught.value)
     assert str(caught.value).startswith("entropix: ")
 
@@ -372,7 +370,7 @@ def test_solved_thresholds_survive_the_file(tmp_path: Path) -> None:
     write_text(tmp_path / "mine.toml", preset_text("entropix", solution.thresholds, "mine"))
     sampler = load_sampler(str(tmp_path / "mine.toml"))
     read = {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS}
-    assert occupancy(points, read, boxes_of(sampler)) == solution.occupancy
+    assert occupancy(points, read, read_boxes(sampler)) == solution.occupancy
 
 
 # What is shown

@@ -15,18 +15,18 @@ from scipy import stats
 
 from entropix_jax.results import Row
 from entropix_jax.studies.digest import Digest, SettingDigest
-from entropix_jax.studies.measures import distinct, measures_of, repetition
+from entropix_jax.studies.measures import distinct, measure_row, repetition
 from entropix_jax.studies.plots import _reach
 from entropix_jax.studies.statistics import (
     Bootstrap,
     Interval,
     auroc,
     auroc_interval,
-    majority,
+    majority_vote,
     reliability,
     votes,
 )
-from entropix_jax.studies.summary import findings_of, markdown_table, summary
+from entropix_jax.studies.summary import analyse_digest, format_table, summary
 from tests.runs import unrun
 
 Floats = NDArray[np.float64]
@@ -239,7 +239,7 @@ def test_what_equals_the_curve_does_not_differ_from_it() -> None:
     ],
 )
 def test_majorities(answers: list[str | None], expected: str | None) -> None:
-    assert majority(answers) == expected
+    assert majority_vote(answers) == expected
 
 
 def test_votes_of_samples() -> None:
@@ -353,7 +353,7 @@ def row_of(tokens: Sequence[tuple[int, float, float, float]]) -> Row:
 
 
 def test_measures_of_a_row() -> None:
-    found = measures_of(row_of([(5, 1.0, 4.0, -0.5), (6, 3.0, 0.0, -1.5), (5, 0.5, 1.0, -1.0)]))
+    found = measure_row(row_of([(5, 1.0, 4.0, -0.5), (6, 3.0, 0.0, -1.5), (5, 0.5, 1.0, -1.0)]))
     assert found == {
         "mean_entropy": pytest.approx(1.5),
         "max_entropy": 3.0,
@@ -364,10 +364,10 @@ def test_measures_of_a_row() -> None:
         "distinct_2": 1.0,
         "repetition": None,
     }
-    assert measures_of(row_of([])) == {}
+    assert measure_row(row_of([])) == {}
     # Surprise beyond all bounds is still a number, which a table can hold.
     for logprob in (-1e5, -math.inf):
-        assert 1e300 < measures_of(row_of([(5, 1.0, 1.0, logprob)]))["perplexity"] < math.inf
+        assert 1e300 < measure_row(row_of([(5, 1.0, 1.0, logprob)]))["perplexity"] < math.inf
 
 
 # Findings
@@ -388,7 +388,7 @@ def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
 
 def test_findings() -> None:
     digest = digest_with({"base": [1, 1, 0, 0], "other": [1, 1, 1, 1]})
-    found = findings_of(digest, "base", {"other": "base"}, (1,), ["base", "other"])
+    found = analyse_digest(digest, "base", {"other": "base"}, (1,), ["base", "other"])
     base, other = found.lines
     assert list(base.by_task) == pytest.approx([2 / 3, 0.0])
     assert base.score.value == pytest.approx(1 / 3)
@@ -407,7 +407,7 @@ def test_findings() -> None:
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 0.75])
 def test_nothing_predicts_what_never_varies(score: float) -> None:
-    found = findings_of(digest_with({"base": [score] * 4}), "base", {}, (1,), ["base"])
+    found = analyse_digest(digest_with({"base": [score] * 4}), "base", {}, (1,), ["base"])
     assert found.lines
     assert not found.predictors
     assert not found.bins
@@ -417,14 +417,14 @@ def test_nothing_predicts_what_never_varies(score: float) -> None:
 def test_what_is_not_scored_has_no_lines(where: str) -> None:
     scores = {"base": [1.0, 1, 0, 0], "other": [1.0, 0, 1, 0]}
     scores[where][2] = math.nan
-    found = findings_of(digest_with(scores), "base", {}, (1,), ["base"])
+    found = analyse_digest(digest_with(scores), "base", {}, (1,), ["base"])
     assert not found.lines
     assert not found.predictors
     assert "nan" not in summary(found, {"description": ""}).split("## Texts")[0]
 
 
 def test_a_cell_cannot_break_its_table() -> None:
-    table = markdown_table(["a", "b"], [["x|y", "one\ntwo"], [1, None]])
+    table = format_table(["a", "b"], [["x|y", "one\ntwo"], [1, None]])
     assert table.splitlines() == [
         "| a | b |",
         "| --- | --- |",

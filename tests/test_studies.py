@@ -51,7 +51,7 @@ from entropix_jax.studies import study, trials
 from entropix_jax.studies.plots import draw_plots
 from entropix_jax.studies.sweep import read_sweep
 from entropix_jax.studies.tables import COLUMNS
-from entropix_jax.studies.truth import hold_against_truth
+from entropix_jax.studies.truth import compare_with_truth
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.trace import TokenRecord
 from entropix_jax.vocabulary import REGIMES
@@ -1281,7 +1281,7 @@ def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
 def test_the_models_entropy_against_the_true_one(tiny: LanguageModel) -> None:
     """The same figures as from float64 sums over all the model's predictions."""
     sampler = calibrated(tiny)
-    found = hold_against_truth(tiny, sampler, texts=2)
+    found = compare_with_truth(tiny, sampler, texts=2)
     ids = terminal_ids(build_tokenizer())
     world, rng = create(WORLD_SEED), Random("held against the truth 0")
     parts, regimes = [], []
@@ -1331,7 +1331,7 @@ def test_the_truth_is_known_of_no_other_language(small: str, tmp_path: Path, kin
     path.write_text(json.dumps(raw))
     model = load(str(foreign))
     with pytest.raises(UserError, match="does not speak the tiny world's language") as caught:
-        hold_against_truth(model, calibrated(model), texts=1)
+        compare_with_truth(model, calibrated(model), texts=1)
     assert str(foreign) in str(caught.value)
     assert "\n" not in str(caught.value)
     result = run(

@@ -20,9 +20,9 @@ from entropix_jax.studies.sweep import (
     Setting,
     Sweep,
     find_sweep,
-    names_of,
+    list_names,
     read_sweep,
-    tuning_of,
+    make_tuning,
 )
 from tests.samplers import calibrated
 
@@ -61,7 +61,7 @@ def changed(setting: Setting, base: str = "entropix") -> dict[str, Any]:
 def test_shipped_sweeps(name: str) -> None:
     sweep = read_sweep(find_sweep(name))
     assert sweep.description
-    assert sweep.baseline in names_of(sweep.settings, sweep.tuning)
+    assert sweep.baseline in list_names(sweep.settings, sweep.tuning)
     assert sweep.tasks
     assert len(sweep.settings) > 1
 
@@ -171,7 +171,7 @@ def test_draws_go_with_the_models_thresholds(tmp_path: Path) -> None:
     thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
     write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
     of_model = partial(calibrated, folder=tmp_path)
-    (group,) = tuning_of(
+    (group,) = make_tuning(
         ["entropix"], settings=40, items=1, seeds=[0], calibrate=of_model
     ).candidates.values()
     own = [calibrated(setting.sampler, tmp_path).values for setting in group]
@@ -232,7 +232,7 @@ def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
 
 def test_candidates() -> None:
     """Of each sampler as many, the first as it is; a sampler that has no ranges is its only one."""
-    tuning = tuning_of(["greedy", "top-p", "entropix"], settings=5, items=7, seeds=[1, 2])
+    tuning = make_tuning(["greedy", "top-p", "entropix"], settings=5, items=7, seeds=[1, 2])
     assert (tuning.items, tuning.seeds) == (7, (1, 2))
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
@@ -249,7 +249,7 @@ def test_candidates() -> None:
         assert 0.2 <= setting.varied["base.temperature"] <= 1.2
         assert 0.5 <= setting.varied["base.top_p"] <= 0.99
     # The candidates of one do not depend on the others, and there may be more of them.
-    alone = tuning_of(["top-p"], settings=9, items=7, seeds=[0]).candidates["top-p"]
+    alone = make_tuning(["top-p"], settings=9, items=7, seeds=[0]).candidates["top-p"]
     assert [one.varied for one in alone[:5]] == [one.varied for one in tuning.candidates["top-p"]]
 
 
@@ -266,7 +266,7 @@ def test_ranges_of_ones_own(tmp_path: Path) -> None:
     assert sorted(one.sampler.values["base.top_k"] for one in groups["own"]) == [3, 4, 5]
     assert sweep.settings == ()
     assert sweep.baseline == "own (tuned)"
-    assert names_of(sweep.settings, sweep.tuning) == [
+    assert list_names(sweep.settings, sweep.tuning) == [
         "own (tuned)",
         "greedy",
         "min-p",
@@ -297,7 +297,7 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
         "some": 3,
     }
     for name, like in (("own", "min-p"), ("some", "entropix")):
-        (_, theirs) = tuning_of([like], settings=2, items=1, seeds=[0]).candidates[like]
+        (_, theirs) = make_tuning([like], settings=2, items=1, seeds=[0]).candidates[like]
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
     # A range of its own stands above those, even an empty one.
     over = "[tuning.over.own]\n'base.top_k' = [5]\n[tuning.over.some]\n"

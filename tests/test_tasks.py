@@ -86,7 +86,7 @@ def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[st
         said, ends = f"{BEGIN}{item.prompt}", lexicon.spaced(item.truth or ())
     else:
         said, ends = tokenizer.render_chat([dict(m) for m in item.prompt]), (TURN_END,)
-    return list(ways(lambda: document(WORLD), lexicon.terminals_of(said), ends))
+    return list(ways(lambda: document(WORLD), lexicon.split_terminals(said), ends))
 
 
 # The tiny world's tasks.
@@ -217,7 +217,7 @@ def test_prompts_are_words_of_the_world(name: str, tokenizer: Tokenizer):
 def test_forks_tell_the_true_probabilities():
     """As the grammar gives them where nobody hesitates: after a pause, if one is possible."""
     for item in (item for split in SPLITS for item in items_of(find_task("forks"), split)):
-        said = lexicon.terminals_of(f"{BEGIN}{item.prompt}")
+        said = lexicon.split_terminals(f"{BEGIN}{item.prompt}")
         upcoming = replay(document(WORLD), said).upcoming
         assert upcoming is not None
         if PAUSE in upcoming.terminals:
@@ -265,7 +265,7 @@ def continuations(length: int = 48, hesitant: float = 0.0) -> Iterator[tuple[Ite
     for item in items_of(find_task("documents"), "test"):
         going = stream(WORLD)
         choice = next(going)
-        for terminal in lexicon.terminals_of(f"{BEGIN}{item.prompt}"):
+        for terminal in lexicon.split_terminals(f"{BEGIN}{item.prompt}"):
             choice = going.send(terminal)
         terminals: list[str] = []
         for _ in range(length):
@@ -284,7 +284,7 @@ def judged(item: Item, text: str) -> float:
 def test_beginnings_are_of_all_kinds_and_lengths():
     for split in SPLITS:
         prompts = [question_of(item) for item in items_of(find_task("documents"), split)]
-        told = [lexicon.terminals_of(prompt) for prompt in prompts]
+        told = [lexicon.split_terminals(prompt) for prompt in prompts]
         assert {len(terminals) for terminals in told} == set(range(1, 13))
         patterns = [
             f"({'|'.join(LISTS)})",
@@ -300,7 +300,7 @@ def test_beginnings_are_of_all_kinds_and_lengths():
 
 def test_a_document_s_beginning_is_no_end():
     for item in (item for split in SPLITS for item in items_of(find_task("documents"), split)):
-        upcoming = replay(document(WORLD), lexicon.terminals_of(f"{BEGIN}{item.prompt}")).upcoming
+        upcoming = replay(document(WORLD), lexicon.split_terminals(f"{BEGIN}{item.prompt}")).upcoming
         assert upcoming is not None
         assert END not in upcoming.terminals
 
@@ -354,7 +354,7 @@ def test_the_share_before_the_first_wrong_word(wrong: str):
         if {" Wait", PAUSE}.isdisjoint(terminals):
             place = rng.randrange(47)
             text = "".join((*terminals[:place], wrong, *terminals[place + 1 :]))
-            assert judged(item, text) == place / len(lexicon.pieces_of(text)), text
+            assert judged(item, text) == place / len(lexicon.split_pieces(text)), text
 
 
 @pytest.mark.parametrize(

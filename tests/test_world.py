@@ -116,7 +116,7 @@ def test_every_truth_is_a_distribution_over_known_terminals(row: list):
 
 
 def test_replay_recovers_the_distributions_that_a_text_was_drawn_from(row: list):
-    judged = replay(stream(WORLD), lexicon.terminals_of(text_of(row[:5_000])))
+    judged = replay(stream(WORLD), lexicon.split_terminals(text_of(row[:5_000])))
     for ours, drawn in zip(judged.positions, row, strict=False):
         assert ours.terminal == drawn.terminal
         assert ours.choice.kind == drawn.choice.kind
@@ -129,7 +129,7 @@ def test_replay_recovers_the_distributions_that_a_text_was_drawn_from(row: list)
 def test_replay_names_the_first_impossible_terminal():
     person = WORLD.people["Anna"]
     wrong = next(town for town in lexicon.TOWNS if town != person.town)
-    terminals = lexicon.terminals_of(f"{lexicon.BEGIN}Anna lives in {wrong}.")
+    terminals = lexicon.split_terminals(f"{lexicon.BEGIN}Anna lives in {wrong}.")
     with pytest.raises(
         ImpossibleText, match=rf"terminal 4 is ' {wrong}'.*' {person.town}'"
     ) as caught:
@@ -292,13 +292,13 @@ def test_asking_for_too_many_problems_is_refused():
 
 
 def test_text_outside_the_world_is_refused():
-    assert lexicon.terminals_of("Anna lives.<|eot_id|>Wait...")[-3:] == (
+    assert lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")[-3:] == (
         "<|eot_id|>",
         "Wait",
         "...",
     )
     with pytest.raises(ValueError, match="' unicorn' is no terminal"):
-        lexicon.terminals_of("Anna has a unicorn.")
+        lexicon.split_terminals("Anna has a unicorn.")
 
 
 # The tokenizer.
@@ -357,7 +357,7 @@ def test_the_chat_template_writes_the_grammar_s_chats():
             {"role": "assistant", "content": f"Anna lives in {WORLD.people['Anna'].town}."},
         ],
     )
-    judged = replay(document(WORLD), lexicon.terminals_of(rendered))
+    judged = replay(document(WORLD), lexicon.split_terminals(rendered))
     assert judged.upcoming is not None
     assert lexicon.END in judged.upcoming.terminals
     prompt = jinja2.Template(template).render(
@@ -365,7 +365,7 @@ def test_the_chat_template_writes_the_grammar_s_chats():
         messages=[{"role": "user", "content": "How are you?"}],
         add_generation_prompt=True,
     )
-    upcoming = replay(document(WORLD), lexicon.terminals_of(prompt)).upcoming
+    upcoming = replay(document(WORLD), lexicon.split_terminals(prompt)).upcoming
     assert upcoming is not None
     assert upcoming.terminals == ("I",)
 
