@@ -909,24 +909,3 @@ def test_other_vocabularies_have_no_truth(small: str, tmp_path: Path, kind: str)
         *("--model", foreign, "--max-new-tokens", 2, "--output", tmp_path / "out"),
     )
     assert "Entropy against the truth" not in (tmp_path / "out" / "summary.md").read_text()
-
-
-def test_gsm8k_through_the_tiny_model(tmp_path: Path, tiny: LanguageModel, small: str) -> None:
-    """It has room for the exemplars and a question; a smaller model reports that it has none."""
-    problems = tmp_path / "test.jsonl"
-    lines = ['{"question": "What is 2 and 3?", "answer": "2 + 3 = 5\\n#### 5"}\n'] * 2
-    problems.write_text("".join(lines))
-    options = ("--task", f"gsm8k:{problems}", "--seeds", 1, "--max-new-tokens", 8)
-    options += ("--sampler", "greedy", "--slots", 2)
-    succeed(evaluate, *options, "--model", "tiny", "--output", tmp_path / "tiny")
-    task = find_task(f"gsm8k:{problems}")
-    for row, item in zip(read_rows(tmp_path / "tiny"), task.items("test", chat=False), strict=True):
-        assert row["error"] == ""
-        assert float(row["score"]) == float(task.extract(item, row["text"]) == item.answer)
-        request = Spec(encode_prompt(tiny, item.prompt, chat=False), f"gsm8k/{item.id}", 8)
-        (alone,) = run_specs(tiny, [request], "greedy", stop=task.stop).run()
-        assert alone.text == row["text"]
-    succeed(evaluate, *options, "--output", tmp_path / "small", "--model", small)
-    rows = read_rows(tmp_path / "small")
-    assert [row["score"] for row in rows] == ["0.0", "0.0"]
-    assert all(f"tokens, the model {MAX_POSITIONS} positions" in row["error"] for row in rows)
