@@ -43,7 +43,7 @@ from entropix_jax.studies.plots import draw_plots
 from entropix_jax.studies.sweep import Setting, read_sweep
 from entropix_jax.studies.tables import COLUMNS
 from entropix_jax.studies.trials import TUNING, Trial, make_result, read_questions
-from entropix_jax.studies.truth import compare_with_truth
+from entropix_jax.studies.truth import compare_with_truth, has_world_vocabulary
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Task
 from entropix_jax.vocabulary import REGIMES
@@ -457,20 +457,12 @@ class Long(Words):
             yield Item(f"{split} {number}", "Berlin " * (200 if number < 2 else 2), "Berlin")
 
 
-class Odd(Words):
-    def items(self, split, *, chat):
-        yield Item("a\\udc80", "Berlin", "b\\udc81")
-
-    def extract(self, item, text):
-        return "c\\udc82"
-
-
 class Raises(Words):
     def extract(self, item, text):
         raise ValueError("one\\ntwo")
 
 
-WORDS, LONG, ODD, RAISES = Words(), Long(), Odd(), Raises()
+WORDS, LONG, RAISES = Words(), Long(), Raises()
 """
 
 
@@ -622,18 +614,6 @@ def test_the_documented_task(small: str, tmp_path: Path, monkeypatch: pytest.Mon
     ]
     tuning = section(tmp_path / "out", "Tuning")
     assert [line[:2] for line in tuning] == [["greedy", "1"], ["top-p", "2"]]
-
-
-def test_lone_surrogates_are_escaped_in_tables(words: Path, small: str, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    succeed(
-        *(evaluate, "--task", f"{words}:ODD", "--seeds", 1, "--max-new-tokens", 2),
-        *("--sampler", "greedy", "--model", small, "--output", output),
-    )
-    (row,) = parquet.read_table(output / "results.parquet").to_pylist()
-    assert (row["item"], row["expected"], row["answer"]) == ("a\\udc80", "b\\udc81", "c\\udc82")
-    (in_csv,) = read_rows(output)
-    assert all(in_csv[name] == row[name] for name in ("item", "expected", "answer"))
 
 
 @pytest.mark.parametrize(("given", "name"), [("owner/Model-1B", "owner/Model-1B"), (".", "small")])
@@ -904,8 +884,4 @@ def test_other_vocabularies_have_no_truth(small: str, tmp_path: Path, kind: str)
     model = load(str(foreign))
     with pytest.raises(UserError, match=f"{foreign}: not a model of the tiny world"):
         compare_with_truth(model, calibrated(model), texts=1)
-    succeed(
-        *(evaluate, "--task", "sums", "--sampler", "greedy", "--items", 1, "--seeds", 1),
-        *("--model", foreign, "--max-new-tokens", 2, "--output", tmp_path / "out"),
-    )
-    assert "Entropy against the truth" not in (tmp_path / "out" / "summary.md").read_text()
+    assert not has_world_vocabulary(model)

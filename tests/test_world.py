@@ -140,24 +140,6 @@ def test_distributions_are_valid_and_draws_follow_them(row: list):
     assert surprise.mean() == pytest.approx(rate, abs=4 * math.sqrt(variance / len(row)))
 
 
-def test_the_truth_visits_every_regime(row: list):
-    regimes: Counter[str] = Counter()
-    for position in row:
-        h, u = position.choice.entropy, position.choice.varentropy
-        if h < 0.3 and u < 1.2:
-            regimes["lelv"] += 1
-        elif h > 2.5 and u < 1.2:
-            regimes["helv"] += 1
-        elif h < 2.5 and u > 2.5:
-            regimes["lehv"] += 1
-        elif h > 2.5 and u > 2.5:
-            regimes["hehv"] += 1
-        else:
-            regimes["mid"] += 1
-    assert len(regimes) == 5
-    assert min(regimes.values()) > 0.01 * len(row)
-
-
 # Problems.
 
 
@@ -266,22 +248,6 @@ def test_text_encodes_to_one_token_a_terminal_and_back(tokenizer: Tokenizer, row
     assert tokenizer.decode(encoded, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["Größe, 你好 🙂\t x", "", "  two  spaces \n\n\n", "In 1234 days", "\x00\x7f\u0301"]
-)
-def test_any_text_encodes(tokenizer: Tokenizer, text: str):
-    encoded = tokenizer.encode(text)
-    assert encoded.ids[:1] == [IDS[lexicon.BEGIN]]
-    assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == text
-
-
-def test_thoughts_are_tokens_of_their_own(tokenizer: Tokenizer):
-    assert tokenizer.encode(" ...", add_special_tokens=False).tokens == ["Ġ..."]
-    assert tokenizer.encode("Wait...", add_special_tokens=False).tokens == ["Wait", "..."]
-    after = tokenizer.encode("in Wait... Rome", add_special_tokens=False).tokens
-    assert after[-3:] == ["ĠWait", "...", "ĠRome"]
-
-
 def test_the_build_is_deterministic_and_shipped():
     assert tokenizer_json() == tokenizer_json()
     assert (TINY / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
@@ -312,21 +278,6 @@ def test_the_chat_template_writes_chats_of_the_grammar():
 
 
 # Comparison with a model.
-
-
-def test_comparison_of_the_truth_with_itself_is_exact(row: list):
-    part = row[:400]
-    log_probs = np.full((len(part) - 1, max(IDS.values()) + 1), -80.0)
-    for scores, position in zip(log_probs, part[1:], strict=True):
-        for terminal, probability in zip(
-            position.choice.terminals, position.choice.probabilities, strict=True
-        ):
-            scores[IDS[terminal]] = math.log(probability)
-    result = compare(part, log_probs, IDS)
-    np.testing.assert_allclose(result.model_entropy, result.true_entropy, atol=1e-9)
-    np.testing.assert_allclose(result.model_varentropy, result.true_varentropy, atol=1e-9)
-    np.testing.assert_allclose(result.divergence, 0.0, atol=1e-9)
-    assert result.excess == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_shipped_model_is_small_and_within_the_criterion():
