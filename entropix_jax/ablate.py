@@ -1,4 +1,4 @@
-"""`python -m entropix_jax.ablate`: many settings of a sampler, in one compiled program."""
+"""`python -m entropix_jax.ablate`: compares settings of a sampler, in one compiled program."""
 
 import sys
 
@@ -19,19 +19,19 @@ from entropix_jax.commandline import Count, Dtype, Model, parse, run_command
 
 @dataclass(frozen=True)
 class Arguments:
-    """Runs the settings of a sweep file on its tasks, and writes tables, plots and a summary."""
+    """Runs the settings of a sweep file on its tasks; writes tables, plots and a summary."""
 
     sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")]
-    """A sweep file, or the name of one of configs/ablations/."""
+    """A sweep file, or the name of one in configs/ablations/."""
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """A folder for all that comes of it. The same command goes on where it was left."""
+    """Folder of the results. The same command resumes an interrupted study."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 where its package is installed, else tiny)."""
+    (default: smollm2 if its package is installed, else tiny)."""
     slots: Count = 64
-    """Rows that run side by side."""
+    """Rows in parallel."""
     dtype: Dtype = None
-    """Type of the weights in memory (default: as in the checkpoint)."""
+    """Type of the weights in memory (default: the checkpoint's)."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.ablate") -> int:

@@ -1,4 +1,4 @@
-"""`python -m entropix_jax.calibrate`: a preset whose bounds fit a model and its texts."""
+"""`python -m entropix_jax.calibrate`: fits a sampler's thresholds to a model and its text."""
 
 import sys
 
@@ -36,43 +36,43 @@ if TYPE_CHECKING:
     from entropix_jax.loading import LanguageModel
     from entropix_jax.sampler.sampler import Sampler
 
-_OWN_TOKENS = 20_000  # unless another number is asked for
-_OWN_ROWS = 32  # texts that the model writes side by side
+_OWN_TOKENS = 20_000
+_OWN_ROWS = 32  # texts sampled in parallel
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Solves for the four bounds under which each regime has a wanted share of a text's tokens.
+    """Solves for the four thresholds under which each regime has a wanted share of a text's tokens.
 
-    Writes them as a preset, and shows the text in the plane of entropy and varentropy.
+    Writes them as a preset, and prints quantiles and occupancies.
     """
 
     output: Annotated[str, tyro.conf.arg(metavar="FILE", constructor=str)]
-    """Where the bounds go: a sampler file, .toml, or a model's calibration.json."""
+    """The output: a sampler file, .toml, or a model's calibration.json."""
     texts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")] = ()
-    """Text files that the model reads (default: what it writes itself)."""
+    """Text files to measure (default: text that the model samples)."""
     own: Annotated[bool, tyro.conf.arg(name="self", help_behavior_hint="")] = False
-    """Beside --texts the model also reads what it writes itself, drawn at temperature 1."""
+    """Also measure text that the model samples at temperature 1, beside --texts."""
     self_tokens: Count = _OWN_TOKENS
-    """Tokens that it writes itself."""
+    """Number of tokens to sample."""
     wanted: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="REGIME=SHARE ...", help_behavior_hint="")
     ] = ()
-    """Shares, the rest is mid's (default: lelv=0.6 helv=0.05 lehv=0.05 hehv=0.05). Where the text
-    does not allow them, the nearest that it does."""
+    """Shares of the regimes, mid has the rest (default: lelv=0.6 helv=0.05 lehv=0.05 hehv=0.05).
+    If the text does not allow them, the nearest ones."""
     strict: Flag = False
     """Refuse shares that the text does not allow."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 where its package is installed, else tiny)."""
+    (default: smollm2 if its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """The preset, or sampler file that ends in .toml, whose bounds are solved for."""
+    """Preset, or sampler file (.toml), whose thresholds are solved for."""
     context: Count = 0
-    """Most tokens that the model sees at once; 0: 1024, or as many as it has positions."""
+    """Context length in tokens; 0: 1024, or the model's positions."""
     seed: Count = 0
-    """Seed of what the model writes."""
+    """Seed of the sampled text."""
     dtype: Dtype = None
-    """Type of the weights in memory (default: as in the checkpoint)."""
+    """Type of the weights in memory (default: the checkpoint's)."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.calibrate") -> int:
@@ -81,14 +81,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 
 def _main(arguments: Arguments) -> int:
+    # Check what can be checked before the model is loaded.
     _check(arguments)
     if not arguments.texts:
         arguments = replace(arguments, own=True)
-    wanted = _wanted(arguments.wanted)
+    wanted = _parse_wanted(arguments.wanted)
     texts = [read_text(Path(name)) for name in arguments.texts]
 
     from entropix_jax.calibration.automatic import calibrate_sampler
-    from entropix_jax.calibration.boxes import boxes_of
+    from entropix_jax.calibration.boxes import read_boxes
     from entropix_jax.calibration.output import write_text
     from entropix_jax.calibration.solver import solve
     from entropix_jax.loading import load
@@ -97,7 +98,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.scoring import measure_entropies
 
     sampler = load_sampler(arguments.sampler)
-    boxes = boxes_of(sampler)
+    boxes = read_boxes(sampler)
     output = Path(arguments.output)
     if output.suffix == ".toml" and not _is_unicode(arguments.sampler):
         raise UserError(
@@ -105,6 +106,8 @@ def _main(arguments: Arguments) -> int:
         )
     check_writable(output)
     check_apart(output, *arguments.texts, *lineage(arguments.sampler))
+
+    # Measure the entropy and varentropy of every token.
     use_compilation_cache()
     name = model_name(arguments.model)
     with show_status("loading the model ..."):
@@ -112,16 +115,18 @@ def _main(arguments: Arguments) -> int:
     read = [model.tokenizer.encode(text, add_bos=True) for text in texts]
     if arguments.own:
         with show_status(f"writing {arguments.self_tokens:,} tokens ..."):
-            read += _own_texts(model, arguments.self_tokens, arguments.seed)
-    # What the model's own thresholds are does not matter here, nor whether they can be read.
+            read += _sample_texts(model, arguments.self_tokens, arguments.seed)
+    # Measuring needs no thresholds, so the model's own may be missing or damaged.
     neutral = calibrate_sampler(sampler.with_values({"thresholds.calibrated": False}), model)
     with show_status(f"reading {sum(map(len, read)):,} tokens ..."):
         points = measure_entropies(model, read, neutral, context=arguments.context or None)
     before = _thresholds(model, sampler)
+
+    # Solve, and write the thresholds.
     with show_status("solving for the thresholds ..."):
         solution = solve(points, wanted, boxes, nearest=not arguments.strict)
     write_text(output, _content(arguments, solution.thresholds, len(points)))
-    _report(points, boxes, before, wanted, solution.thresholds)
+    _print_report(points, boxes, before, wanted, solution.thresholds)
     if solution.missed is not None:
         print(f"note: {solution.missed}", file=sys.stderr)
     print(f"{output}: written", file=sys.stderr)
@@ -138,8 +143,8 @@ def _check(arguments: Arguments) -> None:
     check_range("--self-tokens", arguments.self_tokens, 2 * _OWN_ROWS)
 
 
-def _wanted(settings: Sequence[str]) -> dict[str, float]:
-    """The wanted shares of the four boxes; one that is not named is the default's."""
+def _parse_wanted(settings: Sequence[str]) -> dict[str, float]:
+    """The wanted shares of the four boxes, with defaults."""
     from entropix_jax.calibration.automatic import WANTED
 
     wanted = dict(WANTED)
@@ -151,30 +156,30 @@ def _wanted(settings: Sequence[str]) -> dict[str, float]:
             number = -1.0
         if regime not in wanted or not 0 <= number <= 1:
             raise UserError(
-                f"--wanted {setting}: expected one of {', '.join(wanted)}, =, and a share of 0 to 1"
+                f"--wanted {setting}: expected {', '.join(wanted)}, then = and a share from 0 to 1"
             )
         wanted[regime] = number
     return wanted
 
 
 def _is_unicode(name: str) -> bool:
-    """Whether a file's name has no bytes that are not UTF-8."""
+    """Whether a file's name is valid UTF-8."""
     return name == name.encode("utf-8", "ignore").decode()
 
 
-def _rounds(tokens: int, room: int) -> tuple[int, int]:
-    """How many rounds of rows it takes for so many tokens, at least, with at most `room` in a row,
-    and how many a row then has."""
+def _plan_rounds(tokens: int, room: int) -> tuple[int, int]:
+    """The number of batches for at least `tokens` tokens, with at most `room` per row, and the
+    tokens per row."""
     rounds = -(-tokens // (_OWN_ROWS * room))
     return rounds, -(-tokens // (_OWN_ROWS * rounds))
 
 
-def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]]:
-    """Texts that the model writes from nothing, by plain sampling at temperature 1: as many, in
-    rounds of rows side by side, as it takes for so many tokens within the model's positions.
+def _sample_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]]:
+    """Samples texts from the model at temperature 1, without a prompt, in batches: at least
+    `tokens` tokens in all.
 
     Raises:
-        UserError: NaN or infinite logits, or a model that has no room for a token.
+        UserError: NaN or infinite logits, or a model without room for a token.
     """
     from entropix_jax.calibration.automatic import calibrate_sampler
     from entropix_jax.calibration.own_text import start_of_text
@@ -185,8 +190,8 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
     changes = {"base.temperature": 1.0, "thresholds.calibrated": False}
     sampler = calibrate_sampler(load_sampler("temperature").with_values(changes), model)
     start = start_of_text(model)
-    room = max(model.config.max_positions - len(start), 1)  # with none the run itself says so
-    rounds, length = _rounds(tokens, room)
+    room = max(model.config.max_positions - len(start), 1)  # with no room the run reports it
+    rounds, length = _plan_rounds(tokens, room)
     texts = []
     for first in range(0, rounds * _OWN_ROWS, _OWN_ROWS):
         requests = [
@@ -201,7 +206,7 @@ def _own_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[int]
 
 
 def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
-    """What the thresholds are so far; none where a calibration is damaged."""
+    """The thresholds before this calibration; empty if the stored ones are damaged."""
     from entropix_jax.calibration.automatic import fit_thresholds
 
     try:
@@ -215,7 +220,7 @@ def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
 
 
 def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) -> str:
-    """The file that is written."""
+    """The content of the output file."""
     from entropix_jax.calibration.output import calibration_text, preset_text
     from entropix_jax.loading import default_model
 
@@ -226,26 +231,25 @@ def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) ->
         return calibration_text(thresholds, source)
     base = arguments.sampler
     if base.endswith(".toml"):
-        # Without links: what is above a link's folder is not above the folder that it leads to.
+        # Resolved, since `..` of a linked folder is not that of its target.
         path, folder = Path(base), Path(arguments.output).parent
         base = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
     model = Path(arguments.model or default_model()).name
     return preset_text(base, thresholds, f"{arguments.sampler}, calibrated for {model} on {source}")
 
 
-def _report(
+def _print_report(
     points: "np.ndarray",
     boxes: "Boxes",
     before: dict[str, float],
     wanted: dict[str, float],
     after: dict[str, float],
 ) -> None:
-    """Quantiles, bounds, occupancy before and after, and the plane."""
+    """Prints quantiles, thresholds, and occupancies before and after."""
     from rich.console import Console
     from rich.table import Table
 
     from entropix_jax.calibration.boxes import QUANTILES, occupancy, quantiles
-    from entropix_jax.calibration.plane import draw_plane
 
     console = Console(highlight=False, width=80)
     table = Table("of the tokens below", *(f"{q:.0%}" for q in QUANTILES))
@@ -254,7 +258,7 @@ def _report(
     console.print(f"{len(points)} tokens")
     console.print(table)
 
-    table = Table("bounds", *after)
+    table = Table("thresholds", *after)
     for name, values in (("before", before), ("after", after)):
         table.add_row(name, *(f"{values[key]:g}" if key in values else "" for key in after))
     console.print(table)
@@ -268,7 +272,6 @@ def _report(
     for name, row in shares.items():
         table.add_row(name, *(f"{row[regime]:.1%}" for regime in row))
     console.print(table)
-    console.print(draw_plane(points, after, boxes), markup=False)
 
 
 if __name__ == "__main__":

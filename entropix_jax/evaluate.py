@@ -1,4 +1,4 @@
-"""`python -m entropix_jax.evaluate`: samplers against each other, each tuned by the same effort."""
+"""`python -m entropix_jax.evaluate`: compares samplers, each tuned with the same effort."""
 
 import sys
 
@@ -24,34 +24,34 @@ _Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="
 
 @dataclass(frozen=True)
 class Arguments:
-    """Evaluates samplers on tasks. The first one's samples, and majorities of them, are what the
-    others are held against."""
+    """Evaluates samplers on tasks. The first sampler and majority votes of its samples are the
+    baseline."""
 
     task: _Names
-    """sums, word-problems, facts, forks, documents (for the embedded model),
-    gsm8k:TEST.jsonl[,TUNING.jsonl], or one of your own, module:attribute or file.py:attribute."""
+    """sums, word-problems, facts, forks, documents (for the tiny model),
+    gsm8k:TEST.jsonl[,TUNING.jsonl], or your own, module:attribute or file.py:attribute."""
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """A folder for all that comes of it. The same command goes on where it was left."""
+    """Folder of the results. The same command resumes an interrupted study."""
     sampler: _Names = ()
     """Presets or files (default: temperature greedy entropix)."""
     items: Count = 100
-    """Items of each task, 0 for all of them."""
+    """Items of each task; 0 for all."""
     seeds: Count = 3
     """Samples of each item."""
     tune: Count = 0
-    """Settings of each sampler that are tried on the tuning split first, its own values among them
-    (0: no sampler is tuned)."""
+    """Candidates of each sampler to try on the tuning split first, the unchanged one included
+    (0: no tuning)."""
     tune_items: Count = 50
-    """Items of each task that settings are tried on."""
+    """Items of each task to tune on."""
     max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Most tokens of an answer (default: the task's own)."""
+    """Limit of an answer (default: the task's own)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 where its package is installed, else tiny)."""
+    (default: smollm2 if its package is installed, else tiny)."""
     slots: Count = 64
-    """Rows that run side by side."""
+    """Rows in parallel."""
     dtype: Dtype = None
-    """Type of the weights in memory (default: as in the checkpoint)."""
+    """Type of the weights in memory (default: the checkpoint's)."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.evaluate") -> int:
@@ -67,7 +67,7 @@ def _main(arguments: Arguments) -> int:
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.studies.command import run_study
-    from entropix_jax.studies.sweep import Calibrate, Setting, Sweep, names_of, tuning_of
+    from entropix_jax.studies.sweep import Calibrate, Setting, Sweep, list_names, make_tuning
 
     names = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
     tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
@@ -79,8 +79,13 @@ def _main(arguments: Arguments) -> int:
         settings: tuple[Setting, ...] = ()
         tuning = None
         if arguments.tune:
-            number, items = arguments.tune, arguments.tune_items
-            tuning = tuning_of(names, settings=number, items=items, seeds=[0], calibrate=calibrate)
+            tuning = make_tuning(
+                names,
+                settings=arguments.tune,
+                items=arguments.tune_items,
+                seeds=[0],
+                calibrate=calibrate,
+            )
         else:
             settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
         return Sweep(
@@ -93,7 +98,7 @@ def _main(arguments: Arguments) -> int:
             max_new_tokens=arguments.max_new_tokens,
             settings=settings,
             tuning=tuning,
-            baseline=names_of(settings, tuning)[0],
+            baseline=list_names(settings, tuning)[0],
         )
 
     return run_study(

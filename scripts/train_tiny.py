@@ -270,7 +270,7 @@ def accuracy(
 ) -> float:
     """The share of problems answered rightly."""
     texts = [f"{lexicon.BEGIN}{_chat_prompt(p.question) if chat else p.prompt}" for p in posed]
-    prompts = [[ids[t] for t in lexicon.terminals_of(text)] for text in texts]
+    prompts = [[ids[t] for t in lexicon.split_terminals(text)] for text in texts]
     longest = max(map(len, prompts))
     padded = np.asarray([prompt + [0] * (longest - len(prompt)) for prompt in prompts], np.int32)
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)

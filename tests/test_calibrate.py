@@ -1,23 +1,20 @@
-"""The command that calibrates: what it writes, how well it holds on other text, and bad input."""
+"""The command `calibrate`: its output, occupancies on held-out text, and bad input."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from entropix_jax import calibrate, main
+from entropix_jax import calibrate
 from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.calibration.boxes import boxes_of, occupancy
+from entropix_jax.calibration.boxes import occupancy, read_boxes
 from entropix_jax.calibration.own_text import start_of_text
 from entropix_jax.commandline import Count
 from entropix_jax.loading import LanguageModel, load
@@ -26,8 +23,8 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.scoring import measure_entropies
 from entropix_jax.world.corpus import write_row
 from entropix_jax.world.facts import WORLD_SEED, create
-from tests.folders import poisoned, write_model
-from tests.test_main import Result
+from tests.commands import Result, refusal, run_command
+from tests.folders import write_model
 
 WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
 SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]
@@ -51,16 +48,9 @@ def write(path: Path, seed: int) -> str:
     return str(path)
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def run(*arguments: object) -> Result:
-        capsys.readouterr()
-        chosen = () if "--model" in arguments else ("--model", "tiny")
-        status = calibrate.main([*map(str, arguments), *chosen])
-        captured = capsys.readouterr()
-        return Result(status, captured.out, captured.err)
-
-    return run
+def command(*arguments: object) -> Result:
+    chosen = () if "--model" in arguments else ("--model", "tiny")
+    return run_command(calibrate.main, *arguments, *chosen)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +61,13 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     ],
 )
 def test_the_wanted_occupancy_holds_on_other_text(
-    command: Callable[..., Result],
     tiny: LanguageModel,
     texts: list[str],
     tmp_path: Path,
     base: str,
     wanted: dict[str, float],
 ) -> None:
-    """Within 2 percentage points, on 20,000 tokens that calibration has not seen."""
+    """Within 2 percentage points, on 20,000 held-out tokens."""
     output = tmp_path / "mine.toml"
     shares = [f"{regime}={share}" for regime, share in wanted.items()]
     result = command("--texts", *texts, "--wanted", *shares, "--sampler", base, "--output", output)
@@ -93,42 +82,23 @@ def test_the_wanted_occupancy_holds_on_other_text(
     points = measure_entropies(tiny, others, sampler)
     assert len(points) >= 20_000
     thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
-    reached = occupancy(points, thresholds, boxes_of(sampler.sampler))
+    reached = occupancy(points, thresholds, read_boxes(sampler.sampler))
     for regime in REGIMES:
         share = wanted.get(regime, 1 - sum(wanted.values()))
         assert reached[regime] == pytest.approx(share, abs=0.02), reached
-    # And what the command shows.
     for word in (
         "of the tokens below",
         "95%",
         "before",
         "wanted",
         "after",
-        "entropy (bits)",
-        "MID",
+        "mid",
     ):
         assert word in result.out
     assert max(map(len, result.out.splitlines())) <= 80
-    assert (
-        main.main(
-            [
-                "--model",
-                "tiny",
-                "--prompt",
-                "Guests:",
-                "--max-new-tokens",
-                "5",
-                "--sampler",
-                str(output),
-            ]
-        )
-        == 0
-    )
 
 
-def test_the_models_own_text_and_its_calibration_file(
-    command: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_the_models_own_text_and_its_calibration_file(tmp_path: Path) -> None:
     output = tmp_path / "calibration.json"
     arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES, "--output", output)
     assert command(*arguments).status == 0
@@ -141,16 +111,12 @@ def test_the_models_own_text_and_its_calibration_file(
     assert json.loads(output.read_text()) != first
 
 
-def test_what_the_text_does_not_allow(
-    command: Callable[..., Result], texts: list[str], tmp_path: Path
-) -> None:
-    """The nearest is taken, and a line says how far it is; refused only where that is asked for."""
+def test_shares_out_of_reach(texts: list[str], tmp_path: Path) -> None:
+    """The nearest ones are taken, with a note, or refused with --strict."""
     output = tmp_path / "mine.toml"
     impossible = ["lelv=0.1", "helv=0.6", "lehv=0.1", "hehv=0.1"]
     arguments = ("--texts", texts[0], "--wanted", *impossible, "--output", output)
-    result = command(*arguments, "--strict")
-    assert (result.status, result.out) == (2, "")
-    assert "the nearest that it allows is lelv" in result.err
+    assert "the nearest that it allows is lelv" in refusal(command(*arguments, "--strict"))
     assert not output.exists()
     result = command(*arguments)
     assert result.status == 0
@@ -166,11 +132,8 @@ class FewerTokens(calibrate.Arguments):
     self_tokens: Count = 3000
 
 
-def test_any_model_with_nothing_said(
-    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few positions, and a tokenizer that puts no token before a text: more rows of fewer tokens,
-    from the token that ends a text."""
+def test_any_model_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few positions and no BOS token: more batches of shorter rows, from the EOS token."""
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
@@ -189,13 +152,6 @@ def test_any_model_with_nothing_said(
 
 
 @pytest.mark.parametrize(
-    ("room", "shape"), [(1, (625, 1)), (63, (10, 63)), (511, (2, 313)), (8000, (1, 625))]
-)
-def test_the_default_number_of_tokens_fits_any_model(room: int, shape: tuple[int, int]) -> None:
-    assert calibrate._rounds(calibrate.Arguments(output="").self_tokens, room) == shape
-
-
-@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--self", "--output", "x.txt"), "a sampler file ends in .toml"),
@@ -209,23 +165,19 @@ def test_the_default_number_of_tokens_fits_any_model(room: int, shape: tuple[int
     ],
 )
 def test_bad_input(
-    command: Callable[..., Result],
     arguments: tuple[object, ...],
     complaint: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command(*arguments)
-    assert (result.status, result.out) == (2, "")
-    (line,) = result.err.splitlines()
-    assert complaint in line
+    assert complaint in refusal(command(*arguments))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("output", ["own.toml", "base.toml", "link.toml", "text.json"])
-def test_nothing_it_is_made_of_is_lost(
-    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+def test_sources_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.json").write_text("Once upon a time")
@@ -234,17 +186,12 @@ def test_nothing_it_is_made_of_is_lost(
     Path("link.toml").symlink_to("own.toml")
     before = {path: path.read_text() for path in tmp_path.iterdir()}
     result = command("--texts", "text.json", "--sampler", "own.toml", "--output", output)
-    assert (result.status, result.out) == (2, "")
-    assert result.err == (
-        f"error: {output}: would take the place of its own source: give another name\n"
-    )
+    assert refusal(result).startswith(f"error: {output}: would take the place of its own source")
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
 
 
-def test_a_folder_that_is_a_link(
-    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Above it lies what is above the folder that it leads to."""
+def test_output_in_a_linked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`..` of the written path is that of the link's target."""
     for name in ("here", "far/away", "presets"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
@@ -257,25 +204,8 @@ def test_a_folder_that_is_a_link(
     assert load_sampler("out/own.toml").values["base.top_k"] == 3
 
 
-def test_texts_are_named_by_their_places(command: Callable[..., Result], tmp_path: Path) -> None:
-    """Empty ones, which there is nothing to measure of, included."""
-    tokenizer = load(str(write_model(tmp_path / "good"))).tokenizer
-    sound, unsound = ("a b", "a b c d")
-    before, after = (tokenizer.encode(text, add_bos=False) for text in (sound, unsound))
-    bad = write_model(tmp_path / "bad", poisoned(next(i for i in after if i not in before)))
-    texts = [tmp_path / f"{name}.txt" for name in ("empty", "sound", "unsound")]
-    for path, text in zip(texts, ("", sound, unsound), strict=True):
-        path.write_text(text)
-    result = command("--model", bad, "--texts", *texts, "--output", tmp_path / "mine.toml")
-    assert result.status == 2
-    assert "error: text 3: NaN or infinity in the embedding" in result.err
-    assert not (tmp_path / "mine.toml").exists()
-
-
-def test_names_that_are_not_utf_8(
-    command: Callable[..., Result], texts: list[str], tmp_path: Path
-) -> None:
-    """In a sampler file, TOML, there is no way to write them."""
+def test_names_that_are_not_utf_8(texts: list[str], tmp_path: Path) -> None:
+    """TOML cannot represent them."""
     strange = tmp_path / os.fsdecode(b"caf\xe9.txt")
     strange.write_text(Path(texts[0]).read_text())
     output = tmp_path / "mine.toml"
@@ -285,10 +215,6 @@ def test_names_that_are_not_utf_8(
     output.unlink()
     base = tmp_path / os.fsdecode(b"caf\xe9.toml")
     base.write_text('extends = "entropix"\n')
-    # In a process of its own, whose standard error takes any name.
-    arguments = ["--texts", str(strange), "--sampler", str(base), "--output", str(output)]
-    module = [sys.executable, "-m", "entropix_jax.calibrate"]
-    run = subprocess.run([*module, *arguments], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert "its name is not UTF-8: no sampler file can extend it" in run.stderr
+    result = command("--texts", strange, "--sampler", base, "--output", output)
+    assert "its name is not UTF-8: no sampler file can extend it" in refusal(result)
     assert not output.exists()

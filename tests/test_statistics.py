@@ -1,4 +1,4 @@
-"""What is concluded from scores, held against plain counting, scipy and simulations."""
+"""Statistics of scores against counting, NumPy, scipy and simulations."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from scipy import stats
 
 from entropix_jax.results import Row
 from entropix_jax.studies.digest import Digest, SettingDigest
-from entropix_jax.studies.measures import distinct, measures_of, repetition
-from entropix_jax.studies.plots import _reach
+from entropix_jax.studies.measures import distinct, measure_row, repetition
+from entropix_jax.studies.plots import _error_bars
 from entropix_jax.studies.statistics import (
     Bootstrap,
     Interval,
     auroc,
     auroc_interval,
-    majority,
+    majority_vote,
     reliability,
-    votes,
+    rotating_votes,
 )
-from entropix_jax.studies.summary import findings_of, markdown_table, summary
+from entropix_jax.studies.summary import analyse_digest, format_summary
 from tests.runs import unrun
 
 Floats = NDArray[np.float64]
@@ -40,53 +40,16 @@ def rng_of(seed: int = 0) -> np.random.Generator:
 # The bootstrap
 
 
-def even(strata: Sequence[int], scores: Floats) -> float:
-    """The mean over tasks of the means over items."""
-    tasks = sorted(set(strata))
-    return math.fsum(
-        math.fsum(s for s, t in zip(scores, strata, strict=True) if t == task) / strata.count(task)
-        for task in tasks
-    ) / len(tasks)
-
-
-def resampled(strata: Sequence[int], number: int, seed: int) -> list[list[int]]:
-    """Items drawn within their tasks, one by one."""
-    rng = rng_of(seed)
-    groups = [[i for i, t in enumerate(strata) if t == task] for task in sorted(set(strata))]
-    return [
-        [group[i] for group in groups for i in rng.integers(len(group), size=len(group))]
-        for _ in range(number)
-    ]
-
-
 def bounds(values: Sequence[float]) -> tuple[float, float]:
     low, high = np.quantile(np.asarray(values), [0.025, 0.975])
     return float(low), float(high)
 
 
-def test_the_mean_and_its_interval() -> None:
-    """Against drawing one by one, with other random numbers: alike to the noise of resampling."""
-    scores = rng_of(1).random(len(STRATA))
-    found = Bootstrap(STRATA).mean(scores)
-    assert found.value == pytest.approx(even(STRATA, scores), abs=1e-12)
-    strata = list(STRATA)
-    drawn = [
-        even([strata[i] for i in chosen], scores[chosen])
-        for chosen in resampled(STRATA, 10_000, seed=7)
-    ]
-    low, high = bounds(drawn)
-    assert found.low == pytest.approx(low, abs=0.004)
-    assert found.high == pytest.approx(high, abs=0.004)
-    assert found.low < found.value < found.high
-    assert Bootstrap(STRATA).mean(scores) == found  # the same resamples
-
-
-@pytest.mark.parametrize("items", [1, 2, 3, 5, 7, 20, 49, 100])
-def test_what_all_items_share_has_no_width(items: int) -> None:
-    """A sampler that gets everything right, in tasks of other sizes: nothing to draw, nothing to
-    tell apart."""
+@pytest.mark.parametrize("items", [1, 7, 100])
+def test_equal_scores_have_an_interval_without_width(items: int) -> None:
+    """A sampler that gets everything right, in tasks of different sizes."""
     bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)
-    found = bootstrap.mean(np.ones(items + 3))
+    found = bootstrap.estimate(np.ones(items + 3))
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-14)
     costs, curve = np.ones((2, items + 3)), np.ones((2, items + 3))
     costs[1] = 3.0
@@ -94,73 +57,56 @@ def test_what_all_items_share_has_no_width(items: int) -> None:
     assert over.verdict == "no difference seen"
 
 
-def test_error_bars_never_point_inwards() -> None:
-    """Percentile intervals of skewed resamples, and rounded ones, may lie beside the figure."""
+def test_error_bars_are_not_negative() -> None:
+    """Percentile intervals need not contain the value."""
     scores = [Interval(0.5, 0.6, 0.7), Interval(0.5, 0.3, 0.4), Interval(0.5, 0.25, 0.75)]
-    assert _reach(scores) == [[0.0, 0.2, 0.25], pytest.approx([0.2, 0.0, 0.25])]
+    assert _error_bars(scores) == [[0.0, 0.2, 0.25], pytest.approx([0.2, 0.0, 0.25])]
 
 
-def test_its_own_resamples_by_hand() -> None:
-    """The same resamples, in float64."""
+def test_the_mean_and_its_interval() -> None:
+    """Resampled by hand, in float64."""
     scores, strata = rng_of(2).random(len(STRATA)), np.asarray(STRATA)
     rng, total = rng_of(0), np.zeros(10_000)
     for task in (0, 1, 4):
         inside = scores[strata == task]
         counts = rng.multinomial(len(inside), [1 / len(inside)] * len(inside), 10_000)
         total += (counts @ inside) / len(inside) / 3
-    found = Bootstrap(STRATA).mean(scores)
+    found = Bootstrap(STRATA).estimate(scores)
     assert (found.low, found.high) == pytest.approx(bounds(list(total)), abs=1e-6)
-
-
-def test_tasks_count_alike() -> None:
-    scores = np.array([1.0] * 90 + [0.0] * 10)
-    found = Bootstrap([0] * 90 + [1] * 10).mean(scores)
-    assert found.value == pytest.approx(0.5, abs=1e-12)
-    assert (found.low, found.high) == pytest.approx((0.5, 0.5), abs=1e-6)
+    means = [scores[strata == task].mean() for task in (0, 1, 4)]
+    assert found.value == pytest.approx(np.mean(means), abs=1e-12)
 
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_intervals_cover_the_truth(paired: bool) -> None:
-    """Of 400 simulated studies 92 to 98 %: of a score, and of a difference on the same items."""
+    """In 92 to 98 % of 400 simulated studies: for a score, and for a paired difference."""
     strata, seeds, covered = [0] * 60 + [1] * 40, 3, 0
     for study in range(400):
         rng = rng_of(1000 + study)
-        # Items of two tasks are as hard as their populations have it; the mean is what is sought.
+        # The difficulties of two tasks' items follow two distributions of known mean.
         hard = np.concatenate([rng.beta(2, 1, 60), rng.beta(1, 2, 40)])
         scores = rng.binomial(seeds, hard) / seeds
         truth = (2 / 3 + 1 / 3) / 2
         if paired:
             scores = rng.binomial(seeds, hard**2) / seeds - scores
             truth = (2 / 4 + 1 / 6) / 2 - truth
-        found = Bootstrap(strata, resamples=1000).mean(scores)
+        found = Bootstrap(strata, resamples=500).estimate(scores)
         covered += found.low <= truth <= found.high
     assert 0.92 <= covered / 400 <= 0.98
 
 
-def test_a_pair_is_surer_than_two_alone() -> None:
-    rng = rng_of(3)
-    hard = rng.random(200)
-    one, other = (rng.random(200) < hard).astype(float), hard + 0.05
-    bootstrap = Bootstrap([0] * 200)
-    both = bootstrap.mean(other - one)
-    alone = [bootstrap.mean(scores) for scores in (one, other)]
-    apart = math.hypot(*(interval.high - interval.low for interval in alone))
-    assert both.high - both.low < 0.9 * apart
-
-
-def test_verdicts() -> None:
-    texts = {(0.1, 0.2): "higher", (-0.2, -0.1): "lower", (-0.1, 0.2): "no difference seen"}
-    texts |= {(0.0, 0.2): "no difference seen", (-0.1, 0.0): "no difference seen"}
-    texts |= {(1e-17, 1e-16): "no difference seen", (-1e-16, -1e-17): "no difference seen"}
-    for (low, high), verdict in texts.items():
-        assert Interval((low + high) / 2, low, high).verdict == verdict
-    assert str(Interval(0.5, 0.25, 0.75)) == "0.500 [0.250, 0.750]"
-
-
-def test_scores_that_are_no_numbers() -> None:
-    found = Bootstrap([0, 0, 0]).mean(np.array([1.0, np.nan, 0.0]))
-    assert np.isnan([found.value, found.low, found.high]).all()
-    assert found.verdict == "no difference seen"
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.1, 0.2, "higher"),
+        (-0.2, -0.1, "lower"),
+        (-0.1, 0.2, "no difference seen"),
+        (0.0, 0.2, "no difference seen"),
+        (1e-17, 1e-16, "no difference seen"),  # rounding
+    ],
+)
+def test_verdicts(low: float, high: float, verdict: str) -> None:
+    assert Interval((low + high) / 2, low, high).verdict == verdict
 
 
 # A curve
@@ -170,7 +116,7 @@ def test_scores_that_are_no_numbers() -> None:
     ("cost", "expected"),
     [(0.0, 0.2), (1.0, 0.2), (1.5, 0.3), (2.0, 0.4), (3.0, 0.6), (4.0, 0.8), (9.0, 0.8)],
 )
-def test_a_curve_and_what_lies_past_its_ends(cost: float, expected: float) -> None:
+def test_a_curve_is_linear_and_clamped(cost: float, expected: float) -> None:
     points = np.array([[1.0], [2.0], [4.0]])
     scores = np.array([[0.2], [0.4], [0.8]])
     bootstrap = Bootstrap([0, 0], resamples=50)
@@ -214,15 +160,6 @@ def test_over_a_curve_by_hand() -> None:
     assert (found.low, found.high) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_equals_the_curve_does_not_differ_from_it() -> None:
-    rng = rng_of(5)
-    scores, cost = rng.integers(0, 4, 100) / 3, rng.random(100) * 30 + 3
-    costs, curve = np.stack([cost, 3 * cost]), np.stack([scores, np.minimum(scores + 1 / 3, 1)])
-    found = Bootstrap([0] * 60 + [1] * 40).over_curve(costs, curve, cost, scores)
-    assert [found.value, found.low, found.high] == pytest.approx([0, 0, 0], abs=1e-9)
-    assert found.verdict == "no difference seen"
-
-
 # Votes
 
 
@@ -239,20 +176,20 @@ def test_what_equals_the_curve_does_not_differ_from_it() -> None:
     ],
 )
 def test_majorities(answers: list[str | None], expected: str | None) -> None:
-    assert majority(answers) == expected
+    assert majority_vote(answers) == expected
 
 
 def test_votes_of_samples() -> None:
     answers = ["a", "b", "b", None, "a"]
-    assert votes(answers, 1) == answers
-    assert votes(answers, 3) == ["b", "b", "b", "a", "a"]
-    assert votes(answers, 5) == ["a", "b", "b", "a", "a"]  # equals: whoever begins
-    assert votes(["a", "b"], 2) == ["a", "b"]
+    assert rotating_votes(answers, 1) == answers
+    assert rotating_votes(answers, 3) == ["b", "b", "b", "a", "a"]
+    assert rotating_votes(answers, 5) == ["a", "b", "b", "a", "a"]  # equals: whoever begins
+    assert rotating_votes(["a", "b"], 2) == ["a", "b"]
     for k in (1, 2, 3, 5):  # each sample stands in k votes
         numbers = [str(i) for i in range(5)]
         seen = [numbers[(i + j) % 5] for i in range(5) for j in range(k)]
         assert {seen.count(name) for name in numbers} == {k}
-        assert votes(numbers, k) == numbers
+        assert rotating_votes(numbers, k) == numbers
 
 
 # Predictors
@@ -273,7 +210,7 @@ def test_auroc_is_mann_whitney(ties: bool) -> None:
         assert auroc(-scores, positive) == pytest.approx(1 - expected, abs=1e-12)
 
 
-def test_auroc_of_what_has_none() -> None:
+def test_auroc_without_both_classes_is_nan() -> None:
     scores = np.array([1.0, 2.0])
     assert math.isnan(auroc(scores, np.array([True, True])))
     assert math.isnan(auroc(scores, np.array([False, False])))
@@ -283,8 +220,8 @@ def test_auroc_of_what_has_none() -> None:
     assert np.isnan([found.value, found.low, found.high]).all()
 
 
-def test_an_interval_of_auroc_draws_items() -> None:
-    """Rows of one item come and go together: copies of rows make nothing surer."""
+def test_the_interval_of_auroc_resamples_items() -> None:
+    """Copies of rows do not narrow the interval."""
     rng = rng_of(8)
     scores, positive = rng.random(60), rng.random(60) < 0.5
     items = np.arange(60)
@@ -299,28 +236,16 @@ def test_an_interval_of_auroc_draws_items() -> None:
 
 
 def test_reliability() -> None:
-    # The first of eleven rows' ten bins has two of them.
-    scores = np.array([5.0, 1.0, 2.0, 4.0, 3.0, 0.0, 6.0, 10.0, 9.0, 7.0, 8.0])
-    right = np.array([0.0, 1.0, 1.0, 0.5, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 1.0])
-    assert [(b.low, b.high, b.mean, b.number, b.right) for b in reliability(scores, right)] == [
-        (0, 1, 0.5, 2, 0.75),
-        (2, 2, 2, 1, 1),
-        (3, 3, 3, 1, 0),
-        (4, 4, 4, 1, 0.5),
-        (5, 5, 5, 1, 0),
-        (6, 6, 6, 1, 0),
-        (7, 7, 7, 1, 0),
-        (8, 8, 8, 1, 1),
-        (9, 9, 9, 1, 0),
-        (10, 10, 10, 1, 1),
-    ]
-    few = reliability(scores[:7], right[:7])
-    assert [b.number for b in few] == [1] * 7  # fewer rows than bins
     rng = rng_of(9)
-    many = reliability(rng.random(1003), np.ones(1003))
-    assert {b.number for b in many} == {100, 101}
-    assert sum(b.number for b in many) == 1003
-    assert all(one.high <= other.low for one, other in itertools.pairwise(many))
+    values, scores = rng.random(1003), rng.random(1003)
+    bins = reliability(values, scores)
+    parts = np.array_split(np.argsort(values), 10)
+    assert [b.number for b in bins] == [len(part) for part in parts]
+    for b, part in zip(bins, parts, strict=True):
+        assert (b.low, b.high) == (values[part].min(), values[part].max())
+        assert b.mean == pytest.approx(values[part].mean())
+        assert b.score == pytest.approx(scores[part].mean())
+    assert [b.number for b in reliability(values[:7], scores[:7])] == [1] * 7
 
 
 # Texts
@@ -335,11 +260,7 @@ def test_distinct() -> None:
     assert distinct(tokens, 5) == 1.0
     assert distinct(tokens, 6) is None
     assert distinct([], 1) is None
-
-
-def test_repetition() -> None:
     assert repetition([1, 2, 1, 2, 1]) == pytest.approx(1 - (2 / 4) * (2 / 3) * (2 / 2))
-    assert repetition([1, 2, 3, 4]) == 0.0
     assert repetition([7] * 5) == pytest.approx(1 - (1 / 4) * (1 / 3) * (1 / 2))
     assert repetition([1, 2, 3]) is None
 
@@ -353,7 +274,7 @@ def row_of(tokens: Sequence[tuple[int, float, float, float]]) -> Row:
 
 
 def test_measures_of_a_row() -> None:
-    found = measures_of(row_of([(5, 1.0, 4.0, -0.5), (6, 3.0, 0.0, -1.5), (5, 0.5, 1.0, -1.0)]))
+    found = measure_row(row_of([(5, 1.0, 4.0, -0.5), (6, 3.0, 0.0, -1.5), (5, 0.5, 1.0, -1.0)]))
     assert found == {
         "mean_entropy": pytest.approx(1.5),
         "max_entropy": 3.0,
@@ -364,10 +285,10 @@ def test_measures_of_a_row() -> None:
         "distinct_2": 1.0,
         "repetition": None,
     }
-    assert measures_of(row_of([])) == {}
+    assert measure_row(row_of([])) == {}
     # Surprise beyond all bounds is still a number, which a table can hold.
     for logprob in (-1e5, -math.inf):
-        assert 1e300 < measures_of(row_of([(5, 1.0, 1.0, logprob)]))["perplexity"] < math.inf
+        assert 1e300 < measure_row(row_of([(5, 1.0, 1.0, logprob)]))["perplexity"] < math.inf
 
 
 # Findings
@@ -378,7 +299,7 @@ def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
     settings = {}
     for name, values in scores.items():
         one = SettingDigest(name, name, {}, {1: values}, {1: [10.0] * 4}, rows=4, **more)
-        one.right, one.row_items = list(values), [0, 1, 2, 3]
+        one.row_scores, one.row_items = list(values), [0, 1, 2, 3]
         for key in ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy"):
             one.predictors[key] = [1.0, 2.0, 3.0, 4.0]
         one.predictors["perplexity"] = [1.0, 2.0, 3.0, 4.0]
@@ -388,7 +309,7 @@ def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
 
 def test_findings() -> None:
     digest = digest_with({"base": [1, 1, 0, 0], "other": [1, 1, 1, 1]})
-    found = findings_of(digest, "base", {"other": "base"}, (1,), ["base", "other"])
+    found = analyse_digest(digest, "base", {"other": "base"}, (1,), ["base", "other"])
     base, other = found.lines
     assert list(base.by_task) == pytest.approx([2 / 3, 0.0])
     assert base.score.value == pytest.approx(1 / 3)
@@ -401,33 +322,15 @@ def test_findings() -> None:
     # Of what is all right, or all wrong, as in the second task, there is nothing to predict.
     assert {*found.predictors} == {("base", "all"), ("base", "a")}
     assert {*found.bins} == {"base"}
-    page = summary(found, {"description": "", "seeds": "0"})
+    page = format_summary(found, {"description": "", "seeds": "0"})
     assert "| other | 1.000 [1.000, 1.000] | 1.000 | 1.000 | 10.0 | +0.667 [" in page
 
 
-@pytest.mark.parametrize("score", [0.0, 1.0, 0.75])
-def test_nothing_predicts_what_never_varies(score: float) -> None:
-    found = findings_of(digest_with({"base": [score] * 4}), "base", {}, (1,), ["base"])
-    assert found.lines
-    assert not found.predictors
-    assert not found.bins
-
-
 @pytest.mark.parametrize("where", ["base", "other"])
-def test_what_is_not_scored_has_no_lines(where: str) -> None:
+def test_a_study_without_scores_has_no_lines(where: str) -> None:
     scores = {"base": [1.0, 1, 0, 0], "other": [1.0, 0, 1, 0]}
     scores[where][2] = math.nan
-    found = findings_of(digest_with(scores), "base", {}, (1,), ["base"])
+    found = analyse_digest(digest_with(scores), "base", {}, (1,), ["base"])
     assert not found.lines
     assert not found.predictors
-    assert "nan" not in summary(found, {"description": ""}).split("## Texts")[0]
-
-
-def test_a_cell_cannot_break_its_table() -> None:
-    table = markdown_table(["a", "b"], [["x|y", "one\ntwo"], [1, None]])
-    assert table.splitlines() == [
-        "| a | b |",
-        "| --- | --- |",
-        "| x\\|y | one two |",
-        "| 1 | None |",
-    ]
+    assert "nan" not in format_summary(found, {"description": ""}).split("## Texts")[0]

@@ -1,10 +1,9 @@
-"""The generator of the embedded model's text: is its truth true, and has the model learned it?"""
+"""The generator of the tiny model's text, and how well the model has learned it."""
 
 import json
 import math
 import re
 from collections import Counter
-from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import jinja2
 import numpy as np
 import pytest
-from tiny.corpus import Comparison, compare, write_batch
-from tiny.tokenizer import build_tokenizer, learn_merges, tokenizer_config, tokenizer_json
+from tiny.corpus import Comparison, compare
+from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
 from tokenizers import Tokenizer
 
 from entropix_jax.cache import init_cache
@@ -83,15 +82,7 @@ def test_entropies_match_the_check_values(choice: Choice, entropy: float, varent
     assert choice.varentropy == pytest.approx(varentropy, abs=1e-6)
 
 
-def test_draws_have_the_choice_s_frequencies():
-    choice = weighted("k", {"a": 0.5, "b": 0.3, "c": 0.2})
-    rng = Random(0)
-    counts = Counter(choice.draw(rng) for _ in range(20_000))
-    for terminal, probability in zip(choice.terminals, choice.probabilities, strict=True):
-        assert counts[terminal] / 20_000 == pytest.approx(probability, abs=0.015)
-
-
-def test_hesitation_ends_in_the_same_choice_and_restates_what_was_said():
+def test_hesitation_restates_and_ends_in_the_same_choice():
     def toast() -> Document:
         yield from weigh(uniform("k", [" Anna", " Bob"]), restate=" Hello,")
 
@@ -106,17 +97,8 @@ def test_hesitation_ends_in_the_same_choice_and_restates_what_was_said():
 # The truth.
 
 
-def test_every_truth_is_a_distribution_over_known_terminals(row: list):
-    known = set(lexicon.TERMINALS)
-    for choice in {id(position.choice): position.choice for position in row}.values():
-        assert math.fsum(choice.probabilities) == pytest.approx(1.0, abs=1e-12)
-        assert min(choice.probabilities) > 0
-        assert len(set(choice.terminals)) == len(choice.terminals)
-        assert known.issuperset(choice.terminals)
-
-
-def test_replay_recovers_the_distributions_that_a_text_was_drawn_from(row: list):
-    judged = replay(stream(WORLD), lexicon.terminals_of(text_of(row[:5_000])))
+def test_replay_recovers_the_distributions(row: list):
+    judged = replay(stream(WORLD), lexicon.split_terminals(text_of(row[:5_000])))
     for ours, drawn in zip(judged.positions, row, strict=False):
         assert ours.terminal == drawn.terminal
         assert ours.choice.kind == drawn.choice.kind
@@ -129,23 +111,27 @@ def test_replay_recovers_the_distributions_that_a_text_was_drawn_from(row: list)
 def test_replay_names_the_first_impossible_terminal():
     person = WORLD.people["Anna"]
     wrong = next(town for town in lexicon.TOWNS if town != person.town)
-    terminals = lexicon.terminals_of(f"{lexicon.BEGIN}Anna lives in {wrong}.")
+    terminals = lexicon.split_terminals(f"{lexicon.BEGIN}Anna lives in {wrong}.")
     with pytest.raises(
         ImpossibleText, match=rf"terminal 4 is ' {wrong}'.*' {person.town}'"
     ) as caught:
         replay(document(WORLD), terminals)
     assert caught.value.index == 4
-
-
-def test_replay_refuses_text_after_the_end():
     written = [position.terminal for position in sample(document(WORLD), Random(0))]
     assert replay(document(WORLD), written).upcoming is None
     with pytest.raises(ImpossibleText, match="has ended"):
         replay(document(WORLD), [*written, " Anna"])
 
 
-def test_surprise_on_drawn_text_is_the_entropy_rate(row: list):
-    """The mean of -log2 p over drawn terminals, within four standard errors."""
+def test_distributions_are_valid_and_draws_follow_them(row: list):
+    """The mean of -log2 p over drawn terminals is the entropy, within four standard errors."""
+    known = set(lexicon.TERMINALS)
+    for choice in {id(position.choice): position.choice for position in row}.values():
+        assert math.fsum(choice.probabilities) == pytest.approx(1.0, abs=1e-12)
+        assert min(choice.probabilities) > 0
+        assert len(set(choice.terminals)) == len(choice.terminals)
+        assert known.issuperset(choice.terminals)
+        assert choice.kind != "fact" or choice.entropy == 0
     surprise = np.asarray(
         [-math.log2(p.choice.probabilities[p.choice.terminals.index(p.terminal)]) for p in row]
     )
@@ -154,49 +140,10 @@ def test_surprise_on_drawn_text_is_the_entropy_rate(row: list):
     assert surprise.mean() == pytest.approx(rate, abs=4 * math.sqrt(variance / len(row)))
 
 
-def test_the_truth_visits_every_regime(row: list):
-    regimes: Counter[str] = Counter()
-    for position in row:
-        h, u = position.choice.entropy, position.choice.varentropy
-        if h < 0.3 and u < 1.2:
-            regimes["lelv"] += 1
-        elif h > 2.5 and u < 1.2:
-            regimes["helv"] += 1
-        elif h < 2.5 and u > 2.5:
-            regimes["lehv"] += 1
-        elif h > 2.5 and u > 2.5:
-            regimes["hehv"] += 1
-        else:
-            regimes["mid"] += 1
-    assert len(regimes) == 5
-    assert min(regimes.values()) > 0.01 * len(row)
-
-
-def test_each_fact_has_one_continuation(row: list):
-    facts = [position.choice for position in row if position.choice.kind == "fact"]
-    assert facts
-    assert all(choice.entropy == 0 for choice in facts)
-
-
-def test_a_world_is_its_seed_s():
-    assert text_of(write_row(create(3), Random(0), 500)) == text_of(
-        write_row(create(3), Random(0), 500)
-    )
-    assert any(
-        vars(create(0).people[name]) != vars(create(1).people[name]) for name in lexicon.PEOPLE
-    )
-
-
-def test_documents_follow_each_other_with_certainty(row: list):
-    for before, after in pairwise(row):
-        if before.terminal == lexicon.END:
-            assert after.choice.terminals == (lexicon.BEGIN,)
-
-
 # Problems.
 
 
-def test_sums_fall_into_splits_of_the_promised_sizes():
+def test_splits_of_sums_have_their_sizes():
     signs: list[Literal["+", "-"]] = ["+", "-"]
     counts = Counter(Sum(a, sign, b).split for a in range(60) for b in range(60) for sign in signs)
     total = sum(counts.values())
@@ -206,10 +153,10 @@ def test_sums_fall_into_splits_of_the_promised_sizes():
 
 
 def test_training_text_never_lacks_an_operand():
-    """Every first operand, sign and amount that text can reach leaves a training sum."""
+    """Every reachable first operand, sign and amount leaves a training sum."""
 
     def walk(make) -> None:
-        """Follows every way through the signs and numbers of a part, one of everything else."""
+        """Follows all signs and numbers of a part, and one of every other choice."""
         todo: list[list[str]] = [[]]
         while todo:
             prefix = todo.pop()
@@ -241,13 +188,14 @@ def test_problems_of_different_splits_are_disjoint_and_stable(kind):
         assert all(step.split == "train" for step in problem.steps[:-1])
 
 
-def test_held_out_sums_never_occur_in_training_text(row: list):
-    found = re.findall(r"(\d+) ([+-]) (\d+)", text_of(row))
+def test_sums_of_training_text_are_right_and_never_held_out(row: list):
+    found = re.findall(r"(\d+) ([+-]) (\d+)(?: = (\d+)\.)?", text_of(row))
     assert len(found) > 500
-    assert {Sum(int(a), sign, int(b)).split for a, sign, b in found} == {"train"}
+    assert {Sum(int(a), sign, int(b)).split for a, sign, b, _ in found} == {"train"}
+    assert all(Sum(int(a), sign, int(b)).value == int(c) for a, sign, b, c in found if c)
 
 
-def test_a_problem_s_answer_follows_from_its_text():
+def test_answers_follow_from_the_problems_text():
     for problem in problems("word", "tuning", 50, seed=0):
         numbers = [int(word) for word in problem.prompt.split() if word.isdigit()]
         held = numbers[0]
@@ -280,33 +228,17 @@ def test_answers_are_read_from_replies(kind, reply: str, answer: int | None):
     assert problems(kind, "test", 1, seed=0)[0].read_answer(reply) == answer
 
 
-def test_the_world_answers_its_own_problems_rightly(row: list):
-    found = re.findall(r"(\d+) ([+-]) (\d+) = (\d+)\.", text_of(row))
-    assert len(found) > 300
-    assert all(Sum(int(a), sign, int(b)).value == int(c) for a, sign, b, c in found)
-
-
-def test_asking_for_too_many_problems_is_refused():
-    with pytest.raises(ValueError, match="has no 300 different problems"):
-        problems("sum", "test", 300, seed=0)
-
-
 def test_text_outside_the_world_is_refused():
-    assert lexicon.terminals_of("Anna lives.<|eot_id|>Wait...")[-3:] == (
+    assert lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")[-3:] == (
         "<|eot_id|>",
         "Wait",
         "...",
     )
-    with pytest.raises(ValueError, match="' unicorn' is no terminal"):
-        lexicon.terminals_of("Anna has a unicorn.")
+    with pytest.raises(ValueError, match="' unicorn' is not a terminal"):
+        lexicon.split_terminals("Anna has a unicorn.")
 
 
 # The tokenizer.
-
-
-def test_each_terminal_is_one_token(tokenizer: Tokenizer):
-    for terminal in lexicon.TERMINALS:
-        assert tokenizer.encode(terminal, add_special_tokens=False).ids == [IDS[terminal]]
 
 
 def test_text_encodes_to_one_token_a_terminal_and_back(tokenizer: Tokenizer, row: list):
@@ -316,31 +248,6 @@ def test_text_encodes_to_one_token_a_terminal_and_back(tokenizer: Tokenizer, row
     assert tokenizer.decode(encoded, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["Größe, 你好 🙂\t x", "", "  two  spaces \n\n\n", "In 1234 days", "\x00\x7f\u0301"]
-)
-def test_any_text_encodes(tokenizer: Tokenizer, text: str):
-    encoded = tokenizer.encode(text)
-    assert encoded.ids[:1] == [IDS[lexicon.BEGIN]]
-    assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == text
-
-
-def test_every_byte_is_a_token(tokenizer: Tokenizer):
-    assert list(build_tokenizer()["model"]["vocab"].values())[:256] == list(range(256))
-    assert tokenizer.get_vocab_size() <= 2048
-
-
-def test_thoughts_are_tokens_of_their_own(tokenizer: Tokenizer):
-    assert tokenizer.encode(" ...", add_special_tokens=False).tokens == ["Ġ..."]
-    assert tokenizer.encode("Wait...", add_special_tokens=False).tokens == ["Wait", "..."]
-    after = tokenizer.encode("in Wait... Rome", add_special_tokens=False).tokens
-    assert after[-3:] == ["ĠWait", "...", "ĠRome"]
-
-
-def test_merges_are_the_most_frequent_pairs_first():
-    assert learn_merges(["abab", "ab", "c"]) == [("a", "b"), ("ab", "ab")]
-
-
 def test_the_build_is_deterministic_and_shipped():
     assert tokenizer_json() == tokenizer_json()
     assert (TINY / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
@@ -348,7 +255,7 @@ def test_the_build_is_deterministic_and_shipped():
     assert shipped == tokenizer_config(load_model_config(TINY).max_positions)
 
 
-def test_the_chat_template_writes_the_grammar_s_chats():
+def test_the_chat_template_writes_chats_of_the_grammar():
     template = tokenizer_config(1)["chat_template"]
     rendered = jinja2.Template(template).render(
         bos_token=lexicon.BEGIN,
@@ -357,7 +264,7 @@ def test_the_chat_template_writes_the_grammar_s_chats():
             {"role": "assistant", "content": f"Anna lives in {WORLD.people['Anna'].town}."},
         ],
     )
-    judged = replay(document(WORLD), lexicon.terminals_of(rendered))
+    judged = replay(document(WORLD), lexicon.split_terminals(rendered))
     assert judged.upcoming is not None
     assert lexicon.END in judged.upcoming.terminals
     prompt = jinja2.Template(template).render(
@@ -365,7 +272,7 @@ def test_the_chat_template_writes_the_grammar_s_chats():
         messages=[{"role": "user", "content": "How are you?"}],
         add_generation_prompt=True,
     )
-    upcoming = replay(document(WORLD), lexicon.terminals_of(prompt)).upcoming
+    upcoming = replay(document(WORLD), lexicon.split_terminals(prompt)).upcoming
     assert upcoming is not None
     assert upcoming.terminals == ("I",)
 
@@ -373,48 +280,12 @@ def test_the_chat_template_writes_the_grammar_s_chats():
 # Comparison with a model.
 
 
-def test_comparison_of_the_truth_with_itself_is_exact(row: list):
-    part = row[:400]
-    log_probs = np.full((len(part) - 1, max(IDS.values()) + 1), -80.0)
-    for scores, position in zip(log_probs, part[1:], strict=True):
-        for terminal, probability in zip(
-            position.choice.terminals, position.choice.probabilities, strict=True
-        ):
-            scores[IDS[terminal]] = math.log(probability)
-    result = compare(part, log_probs, IDS)
-    np.testing.assert_allclose(result.model_entropy, result.true_entropy, atol=1e-9)
-    np.testing.assert_allclose(result.model_varentropy, result.true_varentropy, atol=1e-9)
-    np.testing.assert_allclose(result.divergence, 0.0, atol=1e-9)
-    assert result.excess == pytest.approx(0.0, abs=1e-9)
-
-
-def test_comparison_with_a_uniform_model_is_closed_form():
-    rows = [list(islice(sample(stream(WORLD), Random(seed)), 100)) for seed in range(2)]
-    size = max(IDS.values()) + 1
-    flat = np.full((99, size), -math.log(size))
-    joined = Comparison.join([compare(part, flat, IDS) for part in rows])
-    assert joined.kinds.size == 198
-    np.testing.assert_allclose(joined.model_entropy, math.log2(size))
-    np.testing.assert_allclose(joined.surprise, math.log2(size))
-    np.testing.assert_allclose(joined.divergence, math.log2(size) - joined.true_entropy)
-    facts = joined.of_kind("fixed")
-    assert facts.kinds.size == Counter(joined.kinds.tolist())["fixed"]
-
-
-def test_batches_are_a_seed_s():
-    batch = write_batch(WORLD, IDS, Random(5), rows=3, length=20)
-    assert batch.shape == (3, 20)
-    assert batch.dtype == np.int32
-    np.testing.assert_array_equal(batch, write_batch(WORLD, IDS, Random(5), rows=3, length=20))
-    assert (batch[:, 0] == IDS[lexicon.BEGIN]).all()
-
-
 def test_the_shipped_model_is_small_and_within_the_criterion():
     config = load_model_config(TINY)
     params = load_params(TINY, config, "float32")
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) <= 4_000_000
     assert (TINY / "model.safetensors").stat().st_size <= 12_000_000
-    assert config.vocab_size == len(tokenizer_vocabulary())
+    assert config.vocab_size == Tokenizer.from_file(str(TINY / "tokenizer.json")).get_vocab_size()
 
     @jax.jit
     def log_probs(tokens: jax.Array) -> jax.Array:
@@ -430,7 +301,3 @@ def test_the_shipped_model_is_small_and_within_the_criterion():
     predictions = np.asarray(log_probs(tokens))
     result = Comparison.join([compare(r, p, IDS) for r, p in zip(rows, predictions, strict=True)])
     assert result.excess <= max(0.05, 0.05 * result.entropy_rate)
-
-
-def tokenizer_vocabulary() -> dict[str, int]:
-    return Tokenizer.from_file(str(TINY / "tokenizer.json")).get_vocab()

@@ -1,4 +1,4 @@
-"""Calibration: the four bounds of a sampler's regimes, fitted to the tokens of a text.
+"""Calibration: fits the four thresholds of a sampler's regimes to the tokens of a text.
 
-Throughout, `points` are tokens in the entropy/varentropy plane: float [n, 2], bits and bits^2.
+Throughout, `points` are tokens as pairs of entropy and varentropy: float [n, 2], bits and bits^2.
 """

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from entropix_jax.calibration.boxes import boxes_of
+from entropix_jax.calibration.boxes import read_boxes
 from entropix_jax.calibration.output import calibration_text, write_text
 from entropix_jax.calibration.own_text import least_seconds, measure_own_text
 from entropix_jax.calibration.solver import solve
@@ -143,7 +143,7 @@ def _make(model: LanguageModel, path: Path | None) -> _Own:
         _write_cached(path, json.dumps({_SLOW: _machine()}) + "\n")
         return _Own({})
     try:
-        boxes = boxes_of(load_sampler("entropix"))
+        boxes = read_boxes(load_sampler("entropix"))
         thresholds = solve(points, WANTED, boxes, nearest=True).thresholds
     except UserError:  # NaN, which the run itself will report
         return _Own({})

@@ -1,6 +1,6 @@
-"""The boxes of a sampler's regimes as conditions on two numbers, and the tokens that lie in each.
+"""The boxes of a sampler's regimes as conditions on entropy and varentropy, and their occupancy.
 
-Bounds are held against the points in float32, as the sampler does it.
+Comparisons are in float32, as in the sampler.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ class Condition(NamedTuple):
 
     axis: int  # 0 entropy, 1 varentropy
     sign: str  # "<" or ">"
-    bound: str | float  # one of THRESHOLDS, or a number of its own
+    bound: str | float  # one of THRESHOLDS, or a constant
 
 
-Boxes = tuple[tuple[Condition, ...], ...]  # one each of BOXES, tried in that order
+Boxes = tuple[tuple[Condition, ...], ...]  # in the order of BOXES; the first that matches counts
 
 
-def boxes_of(sampler: Sampler) -> Boxes:
-    """The boxes of a sampler, with its thresholds by name.
+def read_boxes(sampler: Sampler) -> Boxes:
+    """Reads the boxes of a sampler.
 
     Raises:
-        UserError: bounds that entropy and varentropy alone do not decide, or a threshold that no
-        box uses.
+        UserError: a condition on another quantity, h1 or h2 not on entropy, u1 or u2 not on
+            varentropy, or a threshold that no box uses.
     """
     boxes = []
     for box in BOXES:
@@ -42,7 +42,7 @@ def boxes_of(sampler: Sampler) -> Boxes:
             if axis > 1 or (isinstance(bound, str) and THRESHOLDS.index(bound) // 2 != axis):
                 raise UserError(
                     f"{sampler.name}: regimes.{box}: '{text}' cannot be calibrated: "
-                    "h1 and h2 must bound entropy, u1 and u2 varentropy, and nothing else be bound"
+                    "only entropy may be bounded, by h1 and h2, and varentropy, by u1 and u2"
                 )
             conditions.append(Condition(axis, sign, bound))
         boxes.append(tuple(conditions))
@@ -54,30 +54,29 @@ def boxes_of(sampler: Sampler) -> Boxes:
     return tuple(boxes)
 
 
-def regimes_of(points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes) -> np.ndarray:
-    """The regime of each point as an index into REGIMES, int64 [n]: the first box that holds it.
-
-    Boxes are open: a point on a bound is outside.
-    """
+def classify_points(
+    points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes
+) -> np.ndarray:
+    """The regime of each point as an index into REGIMES, int64 [n]. Boxes are open sets."""
     points = np.asarray(points, np.float32)
-    found = np.full(len(points), len(BOXES))
+    regimes = np.full(len(points), len(BOXES))
     for i in reversed(range(len(BOXES))):
         inside = np.ones(len(points), bool)
         for axis, sign, bound in boxes[i]:
             number = np.float32(thresholds[bound] if isinstance(bound, str) else bound)
             inside &= points[:, axis] < number if sign == "<" else points[:, axis] > number
-        found[inside] = i
-    return found
+        regimes[inside] = i
+    return regimes
 
 
 def occupancy(
     points: np.ndarray, thresholds: Mapping[str, float], boxes: Boxes
 ) -> dict[str, float]:
     """The share of the points in each of REGIMES."""
-    counts = np.bincount(regimes_of(points, thresholds, boxes), minlength=len(REGIMES))
+    counts = np.bincount(classify_points(points, thresholds, boxes), minlength=len(REGIMES))
     return dict(zip(REGIMES, (counts / len(points)).tolist(), strict=True))
 
 
 def quantiles(points: np.ndarray) -> np.ndarray:
-    """Of entropy (bits) and varentropy (bits^2), at QUANTILES: float64 [6, 2]."""
+    """QUANTILES of entropy (bits) and varentropy (bits^2): float64 [6, 2]."""
     return np.quantile(np.asarray(points, np.float64), QUANTILES, axis=0)

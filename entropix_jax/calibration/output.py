@@ -1,4 +1,4 @@
-"""The two forms in which thresholds are kept: a sampler file, and a model's calibration."""
+"""The two formats of stored thresholds: a sampler file, and a model's calibration."""
 
 import json
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from entropix_jax.names import THRESHOLDS
 
 
 def preset_text(base: str, thresholds: Mapping[str, float], description: str) -> str:
-    """A sampler file, TOML, that extends `base` by thresholds of its own.
+    """A sampler file (TOML) that extends `base` with thresholds.
 
-    `base` is the name of a preset, or the path of a file seen from the new file's folder.
+    `base` is the name of a preset, or a path relative to the new file's folder.
     """
     lines = [
         f"description = {_toml(description)}",
@@ -24,13 +24,13 @@ def preset_text(base: str, thresholds: Mapping[str, float], description: str) ->
 
 
 def calibration_text(thresholds: Mapping[str, float], source: str) -> str:
-    """The content of a model's `calibration.json`; `source` says how the thresholds were made."""
+    """The content of a model's `calibration.json`; `source` describes the text used."""
     ordered = {name: float(thresholds[name]) for name in THRESHOLDS}
     return json.dumps({"thresholds": ordered, "source": source}, indent=2) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file, or leaves the old one.
+    """Writes a file atomically.
 
     Raises:
         UserError: it cannot be written.
@@ -40,6 +40,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _toml(text: str) -> str:
-    # TOML can hold no byte of a file's name that is not UTF-8.
+    # File names may have bytes that are not UTF-8, which TOML cannot represent.
     text = text.encode("utf-8", "backslashreplace").decode()
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

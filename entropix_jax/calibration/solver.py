@@ -1,7 +1,7 @@
-"""Solves for the four bounds at once, given the share of the tokens that each regime shall hold.
+"""Solves for the four thresholds jointly, given the wanted share of tokens in each regime.
 
-A bound is the index of a cut: a value in the middle between two neighbouring values of the data,
-which no token of it can equal.
+Candidates for thresholds are cuts: midpoints between neighbouring values of the data, which no
+token equals. Within this module a threshold is the index of its cut.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,22 @@ from entropix_jax.calibration.boxes import Boxes, occupancy
 from entropix_jax.errors import UserError
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 
-TOLERANCE = 0.01  # of a share, for each regime
+TOLERANCE = 0.01  # of each regime's share
 
-# Of two occupancies that are as near by their largest deviation, the one nearer by all of them.
-_TIE_BREAK = 0.01
-_CUTS = 512  # along one axis at a time
-_OPEN_NODES = 1 << 14  # of the search, before it lets the least promising go
-_MARGIN = 4  # cuts to either side of the best one, for the next, finer grid
-_AS_GOOD = 0.1  # standard errors of a share
+_TIE_BREAK = 0.01  # weight of the Euclidean deviation beside the largest one
+_CUTS = 512  # cuts per axis of a grid
+_OPEN_NODES = 1 << 14  # open nodes of the search; the least promising are dropped
+_MARGIN = 4  # cuts on either side of the best one, for the next, finer grid
+_EQUIVALENT = 0.1  # standard errors of a share
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Bounds that were solved for, and what they do to the points that they were solved on."""
+    """Thresholds, and the occupancy that they give the points that they were solved on."""
 
     thresholds: dict[str, float]  # h1, h2 in bits; u1, u2 in bits^2
     occupancy: dict[str, float]  # the share of each of REGIMES
-    missed: str | None = None  # how far that is from the wanted one, where it is out of reach
+    missed: str | None = None  # a message, if the wanted occupancy is out of reach
 
 
 def solve(
@@ -40,31 +39,30 @@ def solve(
     *,
     nearest: bool = False,
 ) -> Solution:
-    """The four bounds, solved for together, whose occupancy is nearest to the wanted one.
+    """Finds the thresholds whose occupancy is nearest to the wanted one.
 
-    Nearest is the occupancy with the smallest largest deviation over the five regimes; a tie goes
-    to the smaller sum of squares. The bounds are found by branch and bound: what a box holds grows
-    with its sides, so a whole range of bounds can be ruled out at once. The first grid has some 500
-    cuts an axis; finer ones follow around the best bounds, up to every gap between neighbouring
-    values. Up to some 500 different values an axis the result is the best there is, to within half
-    a token; beyond that a better one can hide between the first grid's cuts, by about a tenth of a
-    percentage point. (Only boxes that overlap, or an occupancy with much freedom, such as 0 for
-    several regimes, can leave more ranges open than are kept.)
+    The distance is the largest deviation over the five regimes, ties broken by the sum of squares.
+    It is minimised by branch and bound: a box's count is monotone in its sides, so ranges of
+    thresholds can be excluded at once. The first grid has some 500 cuts per axis; finer ones follow
+    around the optimum until they have every cut. With up to 500 distinct values per axis the result
+    is optimal to within half a token; with more, an optimum between the first grid's cuts can be
+    missed by about 0.1 percentage points. (With overlapping boxes, or wanted shares of 0, the
+    search may also drop open nodes.)
 
-    Many bounds do as well as the best, as far as a sample can tell: those within a tenth of the
-    standard error of a share. Of them each threshold takes the widest gap of the data, where few
-    tokens of other text change sides, and its middle, rounded to the fewest digits that stay near.
+    Thresholds within a tenth of a share's standard error of the optimum are equivalent on a sample.
+    Among these each threshold takes the widest gap of the data, where it is most robust on other
+    text, and in it the number with the fewest digits near the middle.
 
     Args:
         points: float [n, 2].
-        wanted: the share of each of BOXES; the rest is MID's.
-        boxes: of the sampler.
-        tolerance: the largest deviation of a share that is taken.
-        nearest: take the nearest occupancy that the points allow, however far it is.
+        wanted: the share of each of BOXES; MID gets the rest.
+        boxes: see `read_boxes`.
+        tolerance: the largest accepted deviation of a share.
+        nearest: accept any deviation.
 
     Raises:
-        UserError: no points or not finite ones, shares that are none, or, without `nearest`, an
-        occupancy that the points do not allow; the nearest that they do is named.
+        UserError: no points, non-finite points, invalid shares, or, without `nearest`, shares out
+            of reach; the message has the nearest ones.
     """
     points = np.asarray(points, np.float32)
     if not len(points):
@@ -72,23 +70,27 @@ def solve(
     if not np.isfinite(points).all():
         raise UserError("calibration: an entropy or varentropy of the text is not a finite number")
     goal = _goal(wanted)
+
+    # Search over all cuts, then move each threshold to the widest equivalent gap.
     constants = [[c.bound for box in boxes for c in box if c.axis == i] for i in (0, 1)]
     axes = [
         _Axis(values, np.array([x for x in own if isinstance(x, float)], np.float32))
         for values, own in zip(points.T, constants, strict=True)
     ]
-    best = _nearest(points, boxes, goal, axes)
-    bounds = _settled(points, boxes, goal, axes, best, tolerance)
+    best = _find_nearest(points, boxes, goal, axes)
+    cuts = _widen_gaps(points, boxes, goal, axes, best, tolerance)
     thresholds = {
-        name: axes[i // 2].rounded(cut)
-        for i, (name, cut) in enumerate(zip(THRESHOLDS, bounds, strict=True))
+        name: axes[i // 2].round(cut)
+        for i, (name, cut) in enumerate(zip(THRESHOLDS, cuts, strict=True))
     }
+
+    # Measure the result with the rounded thresholds.
     reached = occupancy(points, thresholds, boxes)
     missed = None
     if np.abs(np.array(list(reached.values())) - goal).max() > tolerance + 1e-9:
         missed = (
-            f"the text does not allow {_percentages(dict(wanted))} "
-            f"(to within {tolerance:.1%}); the nearest that it allows is {_percentages(reached)}"
+            f"the text does not allow {_percentages(wanted)} (to within {tolerance:.1%}); "
+            f"the nearest that it allows is {_percentages(reached)}"
         )
     if missed is not None and not nearest:
         raise UserError(f"calibration: {missed}")
@@ -98,11 +100,11 @@ def solve(
 def _goal(wanted: Mapping[str, float]) -> np.ndarray:
     """The wanted shares of REGIMES, float64 [5]."""
     if set(wanted) != set(BOXES):
-        raise UserError(f"calibration: shares are wanted for {', '.join(BOXES)}, no more, no less")
+        raise UserError(f"calibration: the wanted shares must be of {', '.join(BOXES)}")
     shares = np.array([wanted[box] for box in BOXES], np.float64)
     if not (np.all(shares >= 0) and shares.sum() <= 1 + 1e-9):
         raise UserError(
-            f"calibration: {_percentages(dict(wanted))}: shares are at least 0 and at most 1 in all"
+            f"calibration: {_percentages(wanted)}: shares must be at least 0 and sum to at most 1"
         )
     return np.append(shares, max(0.0, 1 - shares.sum()))
 
@@ -112,25 +114,25 @@ def _percentages(shares: Mapping[str, float]) -> str:
 
 
 class _Axis:
-    """The cuts of one quantity, ascending."""
+    """The cuts of one quantity, ascending, and the gaps of the data around them."""
 
     def __init__(self, values: np.ndarray, constants: np.ndarray) -> None:
         marks = np.unique(np.concatenate([values, constants, np.zeros(1, np.float32)]))
         middle = ((marks[:-1].astype(np.float64) + marks[1:]) / 2).astype(np.float32)
         free = (marks[:-1] < middle) & (middle < marks[1:]) & (middle > 0)
-        # Not in a gap: at 0, at the boxes' own numbers, and above all, twice, since a box may need
-        # room between two of its bounds.
+        # Cuts outside of gaps: 0, the boxes' constants, and two above all values, as a box may need
+        # room between two thresholds.
         top = np.float32(f"{2 * marks[-1]:.1g}") or np.float32(1)
         self.fixed = np.unique(np.append(constants, [np.float32(0), top, 2 * top]))
         self.cuts = np.unique(np.append(self.fixed, middle[free]))
         self.gaps = np.zeros(len(self.cuts), np.float32)
         self.gaps[np.searchsorted(self.cuts, middle[free])] = (marks[1:] - marks[:-1])[free]
-        self.below = np.searchsorted(np.sort(values), self.cuts)  # how many values
+        self.below = np.searchsorted(np.sort(values), self.cuts)  # number of values
         self.first = int(np.searchsorted(self.cuts, 0))  # thresholds are not negative
 
-    def thinned(self, first: int, last: int) -> np.ndarray:
-        """At most _CUTS of the cuts from first to last: half evenly spaced by the values between
-        them, half by their number, so that a value that many tokens share hides no other."""
+    def thin(self, first: int, last: int) -> np.ndarray:
+        """At most _CUTS of the cuts from first to last: half evenly spaced by tokens, half by
+        index, so that a value of many tokens does not crowd out others."""
         if last - first < _CUTS:
             return np.arange(first, last + 1)
         tokens = np.linspace(self.below[first], self.below[last], _CUTS // 2)
@@ -138,18 +140,18 @@ class _Axis:
         by_number = np.linspace(first, last, _CUTS // 2).astype(int)
         return np.union1d(by_tokens, by_number)
 
-    def rounded(self, cut: int) -> float:
-        """A cut with the fewest digits that keep it in the middle half of its gap."""
+    def round(self, cut: int) -> float:
+        """The number with the fewest digits in the middle half of a cut's gap."""
         value, slack = self.cuts[cut], self.gaps[cut] / 4
         texts = (f"{value:.{digits}g}" for digits in range(1, 10))
         return next(float(text) for text in texts if abs(np.float32(text) - value) <= slack)
 
 
 class _Grid:
-    """The points counted between cuts, and from that how many of them each box holds.
+    """A summed-area table of the points between cuts, from which boxes are counted.
 
-    Sides of boxes are codes, so that a point on a cut is outside: below a box, cut i has the code
-    2i + 2, above it 2i + 1. `Sides` are the lower and the upper ones, int64 [m, 4 boxes, 2 axes].
+    Sides of boxes are codes, so that a point on a cut is outside: as a lower side cut i has the
+    code 2i + 2, as an upper one 2i + 1. `Sides` are lower and upper ones, int64 [m, 4 boxes, 2].
     """
 
     Sides = tuple[np.ndarray, np.ndarray]
@@ -167,8 +169,8 @@ class _Grid:
         self._size = len(points)
 
     def sides(self, lower: np.ndarray, upper: np.ndarray) -> Sides:
-        """The sides of the boxes whose lower bounds are at the cuts `lower`, the upper ones at
-        `upper`: int64 [m, 4 thresholds] each."""
+        """The sides of the boxes for thresholds at the cuts `lower` where they bound from below,
+        and at `upper` where they bound from above: int64 [m, 4 thresholds] each."""
         low = np.zeros((len(lower), len(self._boxes), 2), np.int64)
         high = low + (np.array(self._below.shape) - 1)
         for i, box in enumerate(self._boxes):
@@ -184,8 +186,8 @@ class _Grid:
         return low, high
 
     def shares(self, own: Sides, earlier: Sides) -> np.ndarray:
-        """The share of the points in each box of sides `own` that no earlier box of sides
-        `earlier` holds: float64 [m, 4]."""
+        """The share of points in each box with sides `own` and in no earlier box with sides
+        `earlier`: float64 [m, 4]."""
         counts = [
             self._count(own[0][:, i], own[1][:, i], [side[:, :i] for side in earlier])
             for i in range(len(self._boxes))
@@ -193,8 +195,8 @@ class _Grid:
         return np.stack(counts, axis=1) / self._size
 
     def deviations(self, cuts: np.ndarray, goal: np.ndarray) -> np.ndarray:
-        """What the shares of REGIMES deviate from the goal: float64 [m, 5]. It is infinite where
-        nothing could ever lie in a box, which a sampler refuses."""
+        """Deviations of the shares of REGIMES from the goal: float64 [m, 5]; infinite for empty
+        boxes, which a sampler refuses."""
         sides = self.sides(cuts, cuts)
         shares = self.shares(sides, sides)
         shares = np.column_stack([shares, 1 - shares.sum(axis=1)])
@@ -202,7 +204,7 @@ class _Grid:
         return np.where(empty[:, None], np.inf, shares - goal)
 
     def _count(self, low: np.ndarray, high: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
-        """How many points a rectangle holds that none of the others does."""
+        """The number of points in a rectangle and in none of the others."""
         (left, bottom), (right, top) = low.T, np.maximum(low, high).T
         table = self._below
         corners = table[right, top], table[left, top], table[right, bottom], table[left, bottom]
@@ -215,21 +217,23 @@ class _Grid:
 
 
 def _loss(deviations: np.ndarray) -> np.ndarray:
-    """How far occupancies are from the wanted one: float64 [m] of [m, 5]."""
+    """The distance from the wanted occupancy: float64 [m] of deviations [m, 5]."""
     deviations = np.abs(deviations)
     tie_break = _TIE_BREAK * np.sqrt(np.sum(deviations**2, axis=1))
     losses: np.ndarray = deviations.max(axis=1) + tie_break
     return losses
 
 
-def _nearest(points: np.ndarray, boxes: Boxes, goal: np.ndarray, axes: list[_Axis]) -> list[int]:
-    """The cuts of the four thresholds that come nearest to the goal."""
+def _find_nearest(
+    points: np.ndarray, boxes: Boxes, goal: np.ndarray, axes: list[_Axis]
+) -> list[int]:
+    """The cuts of the four thresholds with the least loss, on finer and finer grids."""
     spans = [(axis.first, len(axis.cuts) - 1) for axis in axes for _ in range(2)]
     while True:
         chosen = []
         for axis, own in zip(axes, (spans[:2], spans[2:]), strict=True):
             fixed = np.searchsorted(axis.cuts, axis.fixed)
-            chosen.append(np.unique(np.concatenate([fixed, *(axis.thinned(*s) for s in own)])))
+            chosen.append(np.unique(np.concatenate([fixed, *(axis.thin(*s) for s in own)])))
         grid = _Grid(points, [a.cuts[c] for a, c in zip(axes, chosen, strict=True)], boxes)
         picks = [chosen[i // 2] for i in range(4)]
         ranges = np.array([np.searchsorted(p, s) for p, s in zip(picks, spans, strict=True)])
@@ -242,15 +246,16 @@ def _nearest(points: np.ndarray, boxes: Boxes, goal: np.ndarray, axes: list[_Axi
 
 def _search(grid: _Grid, ranges: np.ndarray, goal: np.ndarray, resolution: float) -> np.ndarray:
     """Branch and bound: of all cuts within `ranges`, int64 [4 thresholds, first and last], those
-    whose loss is the least, int64 [4]; losses closer than the resolution count as the same.
+    with the least loss to within the resolution, int64 [4].
 
-    A node is a range for each threshold. Its boxes hold at least what they hold when all are as
-    small as the ranges let them be, and at most what they hold when all are as large.
+    A node is a range for each threshold. Its boxes hold at least the points of the smallest boxes
+    in the ranges, and at most those of the largest.
     """
     low, high = ranges[None, :, 0], ranges[None, :, 1]
     best: np.ndarray = low[0]
     least, threshold = np.inf, 0
     while len(low):
+        # Split every node at the middle of one threshold's range, and keep h1 <= h2 and u1 <= u2.
         middle = (low + high) // 2
         splits = low[:, threshold] < high[:, threshold]
         upper, lower = high.copy(), low[splits]
@@ -263,12 +268,14 @@ def _search(grid: _Grid, ranges: np.ndarray, goal: np.ndarray, resolution: float
         possible = np.all(low <= high, axis=1)
         low, high = low[possible], high[possible]
 
+        # Evaluate the middle of each node.
         middle = (low + high) // 2
         losses = _loss(grid.deviations(middle, goal))
         first = np.argmin(losses)
         if losses[first] < least:
             best, least = middle[first], losses[first]
 
+        # Bound each node's loss from below, and drop those that cannot be better.
         small, large = grid.sides(high, low), grid.sides(low, high)
         fewest, most = grid.shares(small, large), grid.shares(large, small)
         mid = 1 - most.sum(axis=1), 1 - fewest.sum(axis=1)
@@ -282,7 +289,7 @@ def _search(grid: _Grid, ranges: np.ndarray, goal: np.ndarray, resolution: float
     return best
 
 
-def _settled(
+def _widen_gaps(
     points: np.ndarray,
     boxes: Boxes,
     goal: np.ndarray,
@@ -290,28 +297,31 @@ def _settled(
     best: list[int],
     tolerance: float,
 ) -> list[int]:
-    """The cuts moved, one threshold after the other, to the widest gaps that are as good."""
-    bounds, limit = np.array(best), np.inf
+    """Moves the thresholds, one after the other, to the widest gaps of equivalent loss."""
+    chosen, limit = np.array(best), np.inf
     for i in range(len(THRESHOLDS)):
-        # All cuts of the threshold's own axis, and of the other one those that matter.
+        # All cuts of the threshold's own axis, and only the ones in use of the other.
         own, other = i // 2, 1 - i // 2
         fixed = np.searchsorted(axes[other].cuts, axes[other].fixed)
-        matter = np.union1d(fixed, bounds[2 * other : 2 * other + 2])
+        used = np.union1d(fixed, chosen[2 * other : 2 * other + 2])
         cuts = [axis.cuts for axis in axes]
-        cuts[other] = cuts[other][matter]
-        places = bounds.copy()
-        places[2 * other : 2 * other + 2] = np.searchsorted(matter, places[2 * other :][:2])
+        cuts[other] = cuts[other][used]
+        indices = chosen.copy()
+        indices[2 * other : 2 * other + 2] = np.searchsorted(used, indices[2 * other :][:2])
 
-        first = bounds[i - 1] if i % 2 else axes[own].first
-        last = len(cuts[own]) - 1 if i % 2 else bounds[i + 1]
-        trials = np.tile(places, (last - first + 1, 1))
+        # The loss at every cut that keeps h1 <= h2 and u1 <= u2.
+        first = chosen[i - 1] if i % 2 else axes[own].first
+        last = len(cuts[own]) - 1 if i % 2 else chosen[i + 1]
+        trials = np.tile(indices, (last - first + 1, 1))
         trials[:, i] = np.arange(first, last + 1)
         deviations = _Grid(points, cuts, boxes).deviations(trials, goal)
         losses, largest = _loss(deviations), np.abs(deviations).max(axis=1)
-        now = bounds[i] - first
-        limit = min(limit, losses[now] + _AS_GOOD * 0.5 / np.sqrt(len(points)))
-        as_good = (losses <= limit) & (largest <= max(tolerance, largest[now]))
-        gaps = np.where(as_good, axes[own].gaps[first : last + 1], -1)
+
+        # The widest gap of those.
+        now = chosen[i] - first
+        limit = min(limit, losses[now] + _EQUIVALENT * 0.5 / np.sqrt(len(points)))
+        equivalent = (losses <= limit) & (largest <= max(tolerance, largest[now]))
+        gaps = np.where(equivalent, axes[own].gaps[first : last + 1], -1)
         if gaps.max() > gaps[now]:
-            bounds[i] = first + np.argmax(gaps)
-    return [int(bound) for bound in bounds]
+            chosen[i] = first + np.argmax(gaps)
+    return [int(cut) for cut in chosen]

@@ -1,1 +1,1 @@
-"""Studies: many settings of a sampler on the same items, and what may be concluded from them."""
+"""Studies: sampler settings compared on the same items, with confidence intervals."""

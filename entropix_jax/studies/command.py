@@ -1,4 +1,4 @@
-"""A study as a command runs it: progress, Ctrl-C, and what was found on the terminal."""
+"""Runs a study for `ablate` and `evaluate`: progress, interrupts, and the summary as output."""
 
 from __future__ import annotations
 
@@ -36,40 +36,43 @@ def run_study(
     slots: int,
     dtype: str | None,
 ) -> int:
-    """Runs a study, tells what it found, and returns the exit status.
+    """Runs a study, prints its summary, and returns the exit status.
 
     Args:
-        plan: gives the study, from what gives a sampler the model's thresholds. The model is not
-            loaded before it is asked for: a mistake in the study should not wait for that.
+        plan: returns the sweep, given a function that calibrates a sampler for the model. The model
+            is loaded on the first call of that function, so most mistakes in a sweep are reported
+            before.
 
     Raises:
-        UserError: whatever a user can mend.
+        UserError: any error that a user can fix.
     """
-    require("lab", "matplotlib", "pyarrow")  # not after hours of work
+    # Check what can be checked before the model is loaded.
+    require("lab", "matplotlib", "pyarrow")
     check_range("--slots", slots, 1)
     model = model_name(model)
-    place = resolve_model(model)
+    path = resolve_model(model)
 
     @cache
-    def loaded() -> LanguageModel:
+    def load_once() -> LanguageModel:
         check_backend()
         use_compilation_cache()
-        return load(str(place), dtype)
+        return load(str(path), dtype)
 
-    sweep = plan(lambda sampler: fit_thresholds(sampler, loaded()))
-    # The cache of the hub names a snapshot's folder by its commit.
-    name = place.resolve().name if Path(model).exists() else model
-    study = Study(loaded(), sweep, folder, name=name, slots=slots)
+    sweep = plan(lambda sampler: fit_thresholds(sampler, load_once()))
+    # A hub snapshot's folder is named by its commit, so the hub id is kept as the name.
+    name = path.resolve().name if Path(model).exists() else model
+    study = Study(load_once(), sweep, folder, name=name, slots=slots)
 
-    told: set[str] = set()
+    # Run it, with a progress bar for each phase.
+    printed: set[str] = set()
 
     @contextmanager
     def watch(phase: str, number: int, store: Store, run: TrialRun) -> Iterator[Callable[[], None]]:
-        done = f", {store.done} of them are done already" if store.done else ""
+        done = f", {store.done} already done" if store.done else ""
         for note in run.notes:
-            if note not in told:
+            if note not in printed:
                 print(f"note: {note}", file=sys.stderr)
-                told.add(note)
+                printed.add(note)
         print(f"{phase}: {number} rows{done}", file=sys.stderr)
 
         def standing() -> Standing:
@@ -82,8 +85,10 @@ def run_study(
     with deferred_interrupts(study.stop, (signal.SIGINT, signal.SIGTERM)) as pressed:
         findings = study.run(watch)
     if findings is None:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: run the same command again to continue", file=sys.stderr)
         return exit_status(pressed[0])
+
+    # Print the summary, without its pictures.
     page = (folder / "summary.md").read_text(encoding="utf-8")
     text = page.partition("\n![")[0]
     console = Console()

@@ -1,4 +1,4 @@
-"""Values of a sampler's settings that are drawn: from lists, and from ranges of numbers."""
+"""Random draws of a sampler's values, from lists and from ranges of numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from entropix_jax.errors import UserError
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, scalars
 
-_MOST_TRIES = 1000  # for one draw that is to be another than those before
+_MAX_TRIES = 1000  # for one draw that differs from all before
 
 
 def _is_range(value: Any) -> bool:
@@ -20,7 +20,7 @@ def _is_range(value: Any) -> bool:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values; a range is a value."""
+    """Flattens nested tables to dotted keys; a range counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict) and not _is_range(value):
@@ -30,12 +30,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def changed_by(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
-    """The sampler with other values.
+def change_sampler(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
+    """Returns the sampler with other values.
 
     Raises:
-        UserError: a key or a value that no sampler has, or values that do not go together: two
-            thresholds even where the model's own are still to come, above which these stand.
+        UserError: an unknown key, an invalid value, or a low threshold above its high one. The
+            latter is checked even if the model's own thresholds are not known yet.
     """
     changed = sampler.with_values(values)
     for ends in (("h1", "h2"), ("u1", "u2")):
@@ -48,41 +48,41 @@ def changed_by(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
     return changed
 
 
-def draws_of(
+def draw_samplers(
     ranges: Mapping[str, Any], rng: Random, sampler: Sampler, number: int, where: str
 ) -> Iterator[tuple[dict[str, Any], Sampler]]:
-    """So many draws, each another one, and the sampler with each. What does not go together, two
-    thresholds say, is drawn anew.
+    """Draws `number` distinct sets of values; yields each with its sampler. Inconsistent draws,
+    such as h1 > h2, are repeated.
 
     Raises:
-        UserError: a key or a value that no sampler has, or no more draws to be had.
+        UserError: an unknown key, an invalid value, or ranges with too few distinct draws.
     """
     axes = {key: _axis(key, values, sampler, where) for key, values in ranges.items()}
-    before: set[str] = set()
+    seen: set[str] = set()
     problem = ""
     tries = 0
-    while len(before) < number:
-        if tries == _MOST_TRIES:
-            raise UserError(f"{where}: {len(before)} draws and no more, of {number}: {problem}")
+    while len(seen) < number:
+        if tries == _MAX_TRIES:
+            raise UserError(f"{where}: only {len(seen)} of {number} draws: {problem}")
         tries += 1
         drawn = {key: _draw(axis, rng) for key, axis in axes.items()}
-        name = name_of(drawn)
-        if name in before:
-            problem = "what is drawn was drawn before"
+        name = name_setting(drawn)
+        if name in seen:
+            problem = "further draws repeat earlier ones"
             continue
         try:
-            changed = changed_by(sampler, drawn)
+            changed = change_sampler(sampler, drawn)
         except UserError as error:
             problem = str(error)
             continue
-        before.add(name)
+        seen.add(name)
         tries = 0
         yield drawn, changed
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Numbers from `low` to `high`, drawn evenly or, where `log`, evenly in their logarithms."""
+    """Numbers from `low` to `high`, uniform or, with `log`, log-uniform."""
 
     low: float
     high: float
@@ -91,10 +91,10 @@ class _Range:
 
 
 def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _Range:
-    """What a key's values are drawn from: whole numbers where it takes no other.
+    """Parses what a key's values are drawn from; integer keys draw integers.
 
     Raises:
-        UserError: it is neither a list nor a range, or holds what cannot be a value of the key.
+        UserError: neither a list nor a range, or an invalid value of the key.
     """
     check_key(key, where)
     axis = values if isinstance(values, list) and values else _range(values)
@@ -109,7 +109,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _R
         if key in scalars() and scalars()[key]["type"] is int:
             axis = _Range(math.ceil(axis.low), math.floor(axis.high), axis.log, True)
             if axis.low > axis.high:
-                raise UserError(f"{where}: {key}: no whole number lies in the range")
+                raise UserError(f"{where}: {key}: no integer lies in the range")
         ends = [axis.low, axis.high]
     for value in ends:
         check_values({key: value}, where, sampler.mechanisms)
@@ -117,19 +117,19 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _R
 
 
 def _range(values: Any) -> _Range | None:
-    """The range that a table describes; None where it is none."""
+    """Parses a range; None if it is not one."""
     if not _is_range(values):
         return None
     low, high, scale = values.get("from"), values.get("to"), values.get("scale", "linear")
-    if not is_list([low, high], int | float) or scale not in ("linear", "log"):
+    if not is_list_of([low, high], int | float) or scale not in ("linear", "log"):
         return None
-    if not -sys.float_info.max <= low < high <= sys.float_info.max:  # nor is NaN
+    if not -sys.float_info.max <= low < high <= sys.float_info.max:  # also false for NaN
         return None
     return None if scale == "log" and low <= 0 else _Range(low, high, scale == "log", False)
 
 
 def _draw(axis: list[Any] | _Range, rng: Random) -> Any:
-    """A value: one of a list, or a number of a range, of four digits."""
+    """Draws a list's value, or a range's number with four significant digits."""
     if isinstance(axis, list):
         return rng.choice(axis)
     if axis.log:
@@ -140,17 +140,14 @@ def _draw(axis: list[Any] | _Range, rng: Random) -> Any:
     return min(max(rounded, axis.low), axis.high)
 
 
-def is_list(value: Any, kind: Any) -> bool:
-    """Whether a value is a list of that kind; a truth value is no number."""
+def is_list_of(value: Any, kind: Any) -> bool:
+    """Whether a value is a list of that type; booleans are not numbers."""
     return isinstance(value, list) and all(
         isinstance(v, kind) and not isinstance(v, bool) for v in value
     )
 
 
-def name_of(values: Mapping[str, Any]) -> str:
-    """What a setting is called by its values."""
-    return " ".join(f"{key}={_short(value)}" for key, value in values.items())
-
-
-def _short(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+def name_setting(values: Mapping[str, Any]) -> str:
+    """Names a setting by its values."""
+    shown = {k: ",".join(map(str, v)) if isinstance(v, list) else v for k, v in values.items()}
+    return " ".join(f"{key}={value}" for key, value in shown.items())

@@ -1,7 +1,7 @@
-"""What may be concluded from scores: intervals, differences, votes, and predictors of error.
+"""Statistics of scores: bootstrap intervals, paired differences, votes, and AUROC.
 
-Legend: I items, S seeds, k samples of a vote. An item's score is a mean over seeds, and items are
-what a bootstrap draws: seeds of one item are not independent of each other.
+Legend: I items, k samples per vote. An item's score is a mean over seeds. The bootstrap resamples
+items, since seeds of one item are not independent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 RESAMPLES = 10_000
-_AUROC_RESAMPLES = 1000  # fewer: each sorts its rows anew
+_AUROC_RESAMPLES = 1000  # fewer, since each is a sort
 _BINS = 10
 _COVERAGE = 0.95
-_NOTHING = 1e-9  # what rounding alone may make of equal scores
+_ROUNDING = 1e-9  # differences below are rounding errors
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and where it may lie: the 95 % bootstrap interval."""
+    """An estimate with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -35,17 +35,17 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """Of a difference: which side of 0 it lies on."""
-        if self.low > _NOTHING:
+        """For a difference: the side of 0 that the interval lies on."""
+        if self.low > _ROUNDING:
             return "higher"
-        return "lower" if self.high < -_NOTHING else "no difference seen"
+        return "lower" if self.high < -_ROUNDING else "no difference seen"
 
 
 class Bootstrap:
-    """Resamples of items, the same for all figures, so that differences are paired.
+    """One set of resamples of items for all estimates, so that differences are paired.
 
-    Items are drawn within their tasks (strata), and tasks count alike however many items they
-    have. Percentile intervals (Efron and Tibshirani 1993, ch. 13).
+    Items are resampled within their tasks (strata), and tasks weigh the same whatever their number
+    of items. Percentile intervals (Efron and Tibshirani 1993, ch. 13).
     """
 
     def __init__(self, strata: Sequence[int], *, resamples: int = RESAMPLES) -> None:
@@ -62,21 +62,23 @@ class Bootstrap:
             draws = rng.multinomial(len(chosen), np.full(len(chosen), 1 / len(chosen)), resamples)
             self._weights[:, chosen] = draws * share
 
-    def even(self, values: Floats) -> float:
+    def mean(self, values: Floats) -> float:
         """The mean over tasks of the mean over items of `values[I]`."""
         return float(self._even @ values)
 
-    def mean(self, scores: Floats) -> Interval:
-        """The mean over tasks of the mean over items of `scores[I]`."""
-        return self._interval(self.even(scores), self._weights @ scores)
+    def estimate(self, scores: Floats) -> Interval:
+        """The same mean of `scores[I]`, with its interval."""
+        return _interval(self.mean(scores), self._weights @ scores)
 
     def curve(self, costs: Floats, scores: Floats, cost: Floats) -> tuple[Floats, Floats]:
-        """What a curve gives at a cost, of all items and of each resample.
+        """Interpolates a cost-score curve linearly, clamped at both ends.
 
         Args:
-            costs, scores: [n, I], n points of the curve: forward passes and scores of each item.
-            cost: [I], forward passes at which it is read, between the points by a straight line,
-                and past either end as at that end.
+            costs, scores: [n, I], forward passes and scores of each item at n points of the curve.
+            cost: [I], forward passes at which the curve is read.
+
+        Returns:
+            The score over all items, and for each resample [resamples].
         """
         even = np.interp(self._even @ cost, costs @ self._even, scores @ self._even)
         at, xs, ys = (self._weights @ v.T for v in (cost, costs, scores))
@@ -84,41 +86,40 @@ class Bootstrap:
         return np.asarray(even), np.asarray(each)
 
     def over_curve(self, costs: Floats, curve: Floats, cost: Floats, scores: Floats) -> Interval:
-        """How far `scores[I]`, bought at `cost[I]`, lie above a curve at the same cost."""
+        """The difference of `scores[I]`, reached at `cost[I]`, from a curve at the same cost."""
         even, each = self.curve(costs, curve, cost)
-        return self._interval(float(self._even @ scores - even), self._weights @ scores - each)
-
-    @staticmethod
-    def _interval(value: float, found: Floats) -> Interval:
-        tail = 100 * (1 - _COVERAGE) / 2
-        low, high = np.percentile(found, [tail, 100 - tail])
-        return Interval(value, float(low), float(high))
+        return _interval(self.mean(scores) - float(even), self._weights @ scores - each)
 
 
-def majority(answers: Sequence[str | None]) -> str | None:
-    """The answer that most samples give (self-consistency, Wang et al. 2022); of those that are
-    given as often the first. None where no sample gives one."""
+def _interval(value: float, resampled: Floats) -> Interval:
+    tail = 100 * (1 - _COVERAGE) / 2
+    low, high = np.percentile(resampled, [tail, 100 - tail])
+    return Interval(value, float(low), float(high))
+
+
+def majority_vote(answers: Sequence[str | None]) -> str | None:
+    """The most frequent answer (self-consistency, Wang et al. 2022), on a tie the first of them.
+    None if no sample has an answer."""
     counts = Counter(answer for answer in answers if answer is not None)
     return max(counts, key=lambda answer: counts[answer]) if counts else None
 
 
-def votes(answers: Sequence[str | None], k: int) -> list[str | None]:
-    """The majority of each `k` samples that follow each other, around the end: as many votes as
-    samples, in each of which each sample stands equally often."""
-    number = len(answers)
-    return [majority([answers[(i + j) % number] for j in range(k)]) for i in range(number)]
+def rotating_votes(answers: Sequence[str | None], k: int) -> list[str | None]:
+    """Majority votes of all runs of `k` consecutive answers, wrapping around: one vote for each
+    answer, and every answer takes part in `k` of them."""
+    n = len(answers)
+    return [majority_vote([answers[(i + j) % n] for j in range(k)]) for i in range(n)]
 
 
 def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
-    """The area under the ROC curve: how often a positive case has a higher score than a negative
-    one, ties counting half (Mann-Whitney). NaN without cases of both kinds, and where a score is
-    NaN."""
+    """The area under the ROC curve: the probability that a positive case scores higher than a
+    negative one, ties counting half (Mann-Whitney). NaN if one class is empty or a score is NaN."""
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives or np.isnan(scores).any():
         return float("nan")
     order = np.argsort(scores, kind="stable")
     _, first, counts = np.unique(scores[order], return_index=True, return_counts=True)
-    ranks = np.repeat(first + (counts + 1) / 2, counts)  # from 1; tied ones share their mean
+    ranks = np.repeat(first + (counts + 1) / 2, counts)  # from 1; ties share their mean
     total = float(ranks[positive[order]].sum())
     return (total - positives * (positives + 1) / 2) / (positives * negatives)
 
@@ -126,44 +127,45 @@ def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
 def auroc_interval(
     scores: Floats, positive: NDArray[np.bool_], items: NDArray[np.int64]
 ) -> Interval:
-    """The AUROC of rows, with a bootstrap over the items that they belong to."""
+    """The AUROC of rows, with a bootstrap over their items.
+
+    Resamples without both classes are left out; the interval is NaN if none has both.
+    """
     rng = np.random.default_rng(0)
     order = np.argsort(items, kind="stable")
     _, first = np.unique(items[order], return_index=True)
     rows = np.split(order, first[1:])
-    found = []
+    resampled = []
     for _ in range(_AUROC_RESAMPLES):
         chosen = np.concatenate([rows[i] for i in rng.integers(len(rows), size=len(rows))])
-        found.append(auroc(scores[chosen], positive[chosen]))
-    if np.isnan(found).all():
-        return Interval(auroc(scores, positive), float("nan"), float("nan"))
-    tail = 100 * (1 - _COVERAGE) / 2
-    low, high = np.nanpercentile(found, [tail, 100 - tail])
-    return Interval(auroc(scores, positive), float(low), float(high))
+        value = auroc(scores[chosen], positive[chosen])
+        if not np.isnan(value):
+            resampled.append(value)
+    return _interval(auroc(scores, positive), np.asarray(resampled or [np.nan]))
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Rows of like scores, and how many of them were right."""
+    """Rows with neighbouring predictor values, and their mean score."""
 
     low: float
     high: float
     mean: float
     number: int
-    right: float
+    score: float
 
 
-def reliability(scores: Floats, right: Floats) -> list[Bin]:
-    """Rows in ten bins of equally many, by score: the share of right ones in each."""
-    order = np.argsort(scores, kind="stable")
+def reliability(values: Floats, scores: Floats) -> list[Bin]:
+    """Splits rows by predictor value into ten bins of equal size, with the mean score of each."""
+    order = np.argsort(values, kind="stable")
     parts = [part for part in np.array_split(order, _BINS) if len(part)]
     return [
         Bin(
-            low=float(scores[part[0]]),
-            high=float(scores[part[-1]]),
-            mean=float(scores[part].mean()),
+            low=float(values[part[0]]),
+            high=float(values[part[-1]]),
+            mean=float(values[part].mean()),
             number=len(part),
-            right=float(right[part].mean()),
+            score=float(scores[part].mean()),
         )
         for part in parts
     ]

@@ -1,8 +1,7 @@
-"""A whole study: samplers are tuned on one split, all settings are run on the other, and what came
-of them is written down.
+"""A study: tunes samplers on one split, runs all settings on the other, and writes the results.
 
-Everything lies in one folder and is resumed from there: `tuning.jsonl` and `test.jsonl` grow row by
-row, the rest is made from them at the end.
+A study lives in one folder and resumes from it: `tuning.jsonl` and `test.jsonl` grow row by row;
+the tables, plots and summary are made from them at the end.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from entropix_jax.errors import UserError
 from entropix_jax.files import replacing
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import CalibratedSampler
-from entropix_jax.studies.digest import Digest, digest_of
-from entropix_jax.studies.summary import Findings, Tuned, findings_of, summary
-from entropix_jax.studies.sweep import Setting, Sweep, tuned_name
+from entropix_jax.studies.digest import Digest, collect_digest
+from entropix_jax.studies.summary import Findings, Tuned, analyse_digest, format_summary
+from entropix_jax.studies.sweep import Setting, Sweep, name_tuned
 from entropix_jax.studies.tables import Results, write_tables
 from entropix_jax.studies.trials import (
     TUNING,
@@ -38,23 +37,23 @@ from entropix_jax.studies.trials import (
     Question,
     Trial,
     TrialRun,
-    capacity_of,
-    questions_of,
-    trials_of,
+    choose_capacity,
+    list_trials,
+    read_questions,
 )
-from entropix_jax.studies.truth import hold_against_truth, speaks_of_the_world
+from entropix_jax.studies.truth import compare_with_truth, has_world_vocabulary
 from entropix_jax.tasks.registry import find_task
 from entropix_jax.tasks.task import Item, Split, Task
 from entropix_jax.version import checked_out_commit
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
-_VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples of a vote, odd: two that differ are no majority
+_VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples per vote; odd, as two that differ tie
 _TRUTH_TEXTS = 40
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """Which questions are asked, and how often."""
+    """The items and seeds of the tuning or the test run."""
 
     name: str
     split: Split
@@ -63,19 +62,18 @@ class _Phase:
 
 
 class Study:
-    """One study on one model. `run` may be called again after `stop`: it goes on."""
+    """One study on one model. After `stop`, `run` may be called again and continues."""
 
     def __init__(
         self, model: LanguageModel, sweep: Sweep, folder: Path, *, name: str, slots: int
     ) -> None:
-        """Checks what can be checked before anything is computed.
+        """Checks the sweep and creates the folder, before anything is computed.
 
         Args:
-            name: what the study calls the model.
+            name: the model's name in the results.
 
         Raises:
-            UserError: an unknown task, a sampler that does not fit the model, or a folder that
-                cannot be made.
+            UserError: an unknown task, two tasks of one name, or a folder that cannot be created.
         """
         self._model = model
         self._name = name
@@ -91,31 +89,31 @@ class Study:
         names = [task.name for task in self._tasks]
         if len(set(names)) < len(names):
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
-        # As it is now, when it has just been imported: a study takes a while.
-        self._codes = {task.name: _code_of(task) for task in self._tasks if _is_own(task)}
+        # Hashed now, as it was just imported: the file may change while the study runs.
+        self._codes = {task.name: _hash_code(task) for task in self._tasks if _is_user_task(task)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{folder}: cannot be made a folder: {error.strerror}") from None
+            raise UserError(f"{folder}: the folder cannot be created: {error.strerror}") from None
 
     def stop(self) -> None:
-        """Asks the run to end after the event that is on its way. A signal handler may call it."""
+        """Asks the run to end after the current event. A signal handler may call it."""
         self._stopping = True
         if self._run is not None:
             self._run.stop()
 
     def run(self, watch: Callable[[str, int, Store, TrialRun], Any]) -> Findings | None:
-        """Runs what is not done yet, and writes tables, pictures and the summary.
+        """Runs the rows that have no result yet, and writes tables, plots and the summary.
 
         Args:
-            watch: is given a phase, how many rows it has, its store and its run, and returns a
-                context manager whose value is called after each token: a view of the progress.
+            watch: shows the progress. Called with a phase's name, its number of rows, its store and
+                its run; returns a context manager, whose value is called after each token.
 
         Returns:
-            The findings; None where the run was stopped before its end.
+            The findings; None if the run was stopped.
 
         Raises:
-            UserError: the folder holds another study, or cannot be written.
+            UserError: the folder has another study's results, or cannot be written.
         """
         sweep, tuning = self._sweep, self._sweep.tuning
         test = _Phase("test", sweep.split, sweep.items, sweep.seeds)
@@ -123,39 +121,42 @@ class Study:
         if tuning is None:
             slots, capacity = self._shape({test: len(settings)})
         else:
-            trying = _Phase(TUNING, "tuning", tuning.items, tuning.seeds)
-            candidates = [one for group in tuning.candidates.values() for one in group]
-            numbers = {trying: len(candidates), test: len(settings) + len(tuning.candidates)}
+            # Tune: run all candidates on the tuning split, and add the best of each sampler.
+            tuning_phase = _Phase(TUNING, "tuning", tuning.items, tuning.seeds)
+            candidates = list(chain.from_iterable(tuning.candidates.values()))
+            numbers = {tuning_phase: len(candidates), test: len(settings) + len(tuning.candidates)}
             slots, capacity = self._shape(numbers)
-            results = self._run_phase(trying, candidates, slots, capacity, watch)
+            results = self._run_phase(tuning_phase, candidates, slots, capacity, watch)
             if results is None:
                 return None
-            digest = digest_of(results, self._judge(trying), sizes=(1,))
+            digest = collect_digest(results, self._judge(tuning_phase), sizes=(1,))
             for name, group in tuning.candidates.items():
-                chosen, how = _best(digest, name, group)
-                settings.append(chosen)
-                tuned.append(how)
+                best, result = _choose_best(digest, name, group)
+                settings.append(best)
+                tuned.append(result)
+
+        # Test: run all settings on the test split.
         results = self._run_phase(test, settings, slots, capacity, watch)
         if results is None:
             return None
         sizes = [k for k in _VOTES if k <= len(sweep.seeds)]
-        digest = digest_of(results, self._judge(test), sizes=sizes)
+        digest = collect_digest(results, self._judge(test), sizes=sizes)
         return self._write(results, digest, settings, sizes, tuned)
 
     def _questions(self, phase: _Phase) -> Iterator[Question]:
         most = self._sweep.max_new_tokens
         for task in self._tasks:
-            yield from questions_of(self._model, task, phase.split, phase.items, most)
+            yield from read_questions(self._model, task, phase.split, phase.items, most)
 
     def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
-        """Slots and cache slots of each that fit all phases, so that they share their programs.
-        `settings` says how many each phase has."""
+        """The number of rows in parallel and their cache capacity, common to all phases, so that
+        they share compiled programs. `settings` gives each phase's number of settings."""
         numbers = [
             sum(1 for _ in self._questions(phase)) * number * len(phase.seeds)
             for phase, number in settings.items()
         ]
         questions = chain.from_iterable(map(self._questions, settings))
-        return min(self._slots, max(numbers)), capacity_of(self._model, questions)
+        return min(self._slots, max(numbers)), choose_capacity(self._model, questions)
 
     def _run_phase(
         self,
@@ -165,23 +166,23 @@ class Study:
         capacity: int,
         watch: Callable[[str, int, Store, TrialRun], Any],
     ) -> Results | None:
-        """Runs the rows of a phase that are not done; None where that was stopped."""
+        """Runs the rows of a phase that have no result; None if that was stopped."""
 
         def trials() -> Iterator[Trial]:
-            return trials_of(phase.name, self._questions(phase), settings, phase.seeds)
+            return list_trials(phase.name, self._questions(phase), settings, phase.seeds)
 
         number = sum(1 for _ in self._questions(phase)) * len(settings) * len(phase.seeds)
         self._run = TrialRun(self._model, settings, slots=slots, capacity=capacity)
         path = self._folder / f"{phase.name}.jsonl"
         with Store(str(path), self._identity(phase, settings, self._run.samplers)) as store:
-            # Each is looked at: what is done may have been another question's.
+            # Check every trial, as a stored result may belong to a question that has changed.
             if not all(store.is_done(trial.record) for trial in trials()) and not self._stopping:
-                with watch(phase.name, number, store, self._run) as looked:
-                    self._run.run(trials(), store, looked)
+                with watch(phase.name, number, store, self._run) as on_event:
+                    self._run.run(trials(), store, on_event)
         return None if self._stopping else Results(path, number)
 
     def _judge(self, phase: _Phase) -> dict[str, tuple[Task, dict[str, Item]]]:
-        """Each task and its items by id."""
+        """Each task and its items by id, by the task's name."""
         judge: dict[str, tuple[Task, dict[str, Item]]] = {
             task.name: (task, {}) for task in self._tasks
         }
@@ -200,7 +201,7 @@ class Study:
             "model_fingerprint": model.fingerprint,
             "precision": model.precision.to_json(),
             "phase": phase.name,
-            "tasks": [task.name for task in self._tasks],  # wherever their files lie
+            "tasks": [task.name for task in self._tasks],  # without paths
             "split": phase.split,
             "items": phase.items,
             "seeds": list(phase.seeds),
@@ -218,6 +219,7 @@ class Study:
         sizes: Sequence[int],
         tuned: Sequence[Tuned],
     ) -> Findings:
+        """Computes the findings, and writes tables, plots and the summary."""
         from entropix_jax.studies.plots import draw_plots
 
         sweep, folder = self._sweep, self._folder
@@ -226,25 +228,27 @@ class Study:
         bases = {s.name: s.base for s in settings if s.base is not None}
         base = next((s for s in settings if s.name in bases.values()), settings[0])
         watched = list(dict.fromkeys((base.name, sweep.baseline)))
+
+        # Findings, with the model's true entropy where the generator of the text knows it.
         truth = []
-        if _about_the_world(self._tasks) and speaks_of_the_world(self._model):
-            truth = hold_against_truth(self._model, samplers[base.name], texts=_TRUTH_TEXTS)
-        findings = findings_of(digest, sweep.baseline, bases, sizes, watched, truth, tuned)
+        if _has_world_task(self._tasks) and has_world_vocabulary(self._model):
+            truth = compare_with_truth(self._model, samplers[base.name], texts=_TRUTH_TEXTS)
+        findings = analyse_digest(digest, sweep.baseline, bases, sizes, watched, truth, tuned)
+
+        # The files.
         varied = sorted({key for setting in settings for key in setting.varied})
         write_tables(results, varied, folder, "results")
         about = self._about(settings, len(results))
         _write_json(folder / "study.json", about | {"settings": _parameters(settings, samplers)})
-        lines = {name: _as_text(value) for name, value in about.items()}
-        pictures = draw_plots(findings, folder / "plots")
-        page = summary(findings, lines) + "".join(
-            f"\n![{name}](plots/{name}.png)\n" for name in pictures
-        )
+        plots = draw_plots(findings, folder / "plots")
+        page = format_summary(findings, about)
+        page += "".join(f"\n![{name}](plots/{name}.png)\n" for name in plots)
         with replacing(folder / "summary.md") as scratch:
             scratch.write_text(page, encoding="utf-8", errors="backslashreplace")
         return findings
 
     def _about(self, settings: Sequence[Setting], rows: int) -> dict[str, Any]:
-        """What was run, and with what."""
+        """Describes what was run, and with what."""
         sweep, model = self._sweep, self._model
         return {
             "description": sweep.description,
@@ -272,7 +276,7 @@ class Study:
 def _parameters(
     settings: Sequence[Setting], samplers: Mapping[str, CalibratedSampler]
 ) -> dict[str, Any]:
-    """Each setting's sampler in full."""
+    """All values of each setting's sampler."""
     return {
         setting.name: {
             "sampler": setting.sampler.name,
@@ -283,8 +287,8 @@ def _parameters(
     }
 
 
-def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting, Tuned]:
-    """The candidate with the highest score; of equal ones the cheaper, then the first."""
+def _choose_best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting, Tuned]:
+    """The candidate with the highest score; on a tie the cheaper, then the first."""
     strata = np.asarray(digest.strata)
 
     def score(setting: Setting) -> float:
@@ -296,17 +300,17 @@ def _best(digest: Digest, name: str, group: Sequence[Setting]) -> tuple[Setting,
         return round(score(setting), 9), -float(digest.settings[setting.name].cost().mean())
 
     best = max(group, key=merit)
-    how = Tuned(name, len(group), score(best), score(group[0]), best.varied)
-    return replace(best, name=tuned_name(name, group), varied={}), how
+    tuned = Tuned(name, len(group), score(best), score(group[0]), best.varied)
+    return replace(best, name=name_tuned(name, group), varied={}), tuned
 
 
-def _is_own(task: Task) -> bool:
-    """Whether a task is a user's own: not of this package, whose version says what its code is."""
+def _is_user_task(task: Task) -> bool:
+    """Whether a task is not part of this package, whose version identifies its code."""
     return type(task).__module__.partition(".")[0] != "entropix_jax"
 
 
-def _code_of(task: Task) -> str | None:
-    """A hash of the file that a task's class is written in; None where there is none."""
+def _hash_code(task: Task) -> str | None:
+    """A hash of the source file of a task's class; None without one."""
     try:
         file = inspect.getsourcefile(type(task))
         return None if file is None else content_hash(Path(file).read_bytes())
@@ -314,15 +318,8 @@ def _code_of(task: Task) -> str | None:
         return None
 
 
-def _about_the_world(tasks: Sequence[Task]) -> bool:
+def _has_world_task(tasks: Sequence[Task]) -> bool:
     return any(type(task).__module__ == "entropix_jax.tasks.tiny" for task in tasks)
-
-
-def _as_text(value: Any) -> str:
-    """A JSON value on one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""A study's results as a page of text: `summary.md`."""
+"""A study's findings, and their Markdown page `summary.md`."""
 
 from __future__ import annotations
 
@@ -22,44 +22,46 @@ from entropix_jax.studies.truth import Truth
 
 @dataclass(frozen=True)
 class Tuned:
-    """How a sampler was tuned."""
+    """The result of tuning one sampler."""
 
     sampler: str
     candidates: int
-    score: float  # of the chosen one, on the tuning split
-    default_score: float  # of the sampler as it is
-    values: Mapping[str, Any]  # what was changed
+    score: float  # of the best candidate, on the tuning split
+    default_score: float  # of the unchanged sampler
+    values: Mapping[str, Any]  # that the best candidate changes
 
 
 @dataclass(frozen=True)
 class Line:
-    """One setting's figures, as the table has them."""
+    """One setting's row of the table of scores."""
 
     setting: SettingDigest
     score: Interval
-    cost: float  # forward passes, as the score a mean over tasks
+    cost: float  # forward passes, averaged like the score
     by_task: tuple[float, ...]
-    over_baseline: Interval | None  # None of the baseline itself
-    over_base: Interval | None  # over the setting that it changes, None of one that changes none
-    at_equal_cost: Interval | None  # over votes of the baseline's samples
+    over_baseline: Interval | None  # None for the baseline itself
+    over_base: Interval | None  # over the setting that it is a change of, if it is one
+    at_equal_cost: Interval | None  # over majority votes of the baseline
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study found."""
+    """The results of a study, with intervals."""
 
     digest: Digest
     baseline: str
-    sizes: tuple[int, ...]  # of votes
-    lines: tuple[Line, ...]  # empty where nothing is scored
-    votes: Mapping[str, tuple[tuple[float, Interval], ...]]  # by setting: of each size cost, score
-    predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # by setting and task, AUROCs
-    bins: Mapping[str, list[Bin]]  # by setting, of mean entropy
+    sizes: tuple[int, ...]  # numbers of samples per vote
+    lines: tuple[Line, ...]  # empty if the tasks have no scores
+    votes: Mapping[
+        str, tuple[tuple[float, Interval], ...]
+    ]  # by setting: cost and score of each size
+    predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # AUROCs by setting and task
+    bins: Mapping[str, list[Bin]]  # of the mean entropy, by setting
     truth: tuple[Truth, ...]
     tuned: tuple[Tuned, ...]
 
 
-def findings_of(
+def analyse_digest(
     digest: Digest,
     baseline: str,
     bases: Mapping[str, str],
@@ -68,64 +70,70 @@ def findings_of(
     truth: Sequence[Truth] = (),
     tuned: Sequence[Tuned] = (),
 ) -> Findings:
-    """The figures of a study, with their intervals.
+    """Computes a study's findings.
 
     Args:
-        baseline: the setting that all others are held against.
-        bases: of settings that are changes of another one, which.
-        sizes: of votes.
-        watched: the settings whose predictors of errors are looked at.
+        baseline: the setting that the others are compared with.
+        bases: for each setting that is a change of another one, the other one.
+        sizes: numbers of samples per vote.
+        watched: the settings whose predictors of errors are evaluated.
     """
     base = digest.settings[baseline]
-    scored = not any(np.isnan(one.score()).any() for one in digest.settings.values())
+    scored = not any(np.isnan(setting.score()).any() for setting in digest.settings.values())
     lines: list[Line] = []
     all_votes: dict[str, tuple[tuple[float, Interval], ...]] = {}
     strata = np.asarray(digest.strata)
+
+    # Scores: each setting alone, against the baseline, and against the baseline's votes.
     if scored:
         bootstrap = Bootstrap(digest.strata)
         sizes = [k for k in sizes if k in base.scores]
         curve = np.stack([base.score(k) for k in sizes])
         costs = np.stack([base.cost(k) for k in sizes])
-        for one in digest.settings.values():
-            own = one is base
-            changed = digest.settings[bases[one.name]] if one.name in bases else None
+        for name, setting in digest.settings.items():
+            score, cost = setting.score(), setting.cost()
+            over_baseline = over_base = at_equal_cost = None
+            if setting is not base:
+                over_baseline = bootstrap.estimate(score - base.score())
+                if len(sizes) > 1:
+                    at_equal_cost = bootstrap.over_curve(costs, curve, cost, score)
+            if name in bases:
+                over_base = bootstrap.estimate(score - digest.settings[bases[name]].score())
+            by_task = (float(score[strata == task].mean()) for task in range(len(digest.tasks)))
             lines.append(
                 Line(
-                    setting=one,
-                    score=bootstrap.mean(one.score()),
-                    cost=bootstrap.even(one.cost()),
-                    by_task=tuple(
-                        float(one.score()[strata == task].mean())
-                        for task in range(len(digest.tasks))
-                    ),
-                    over_baseline=None if own else bootstrap.mean(one.score() - base.score()),
-                    over_base=None
-                    if changed is None
-                    else bootstrap.mean(one.score() - changed.score()),
-                    at_equal_cost=None
-                    if own or len(sizes) < 2
-                    else bootstrap.over_curve(costs, curve, one.cost(), one.score()),
+                    setting=setting,
+                    score=bootstrap.estimate(score),
+                    cost=bootstrap.mean(cost),
+                    by_task=tuple(by_task),
+                    over_baseline=over_baseline,
+                    over_base=over_base,
+                    at_equal_cost=at_equal_cost,
                 )
             )
-            all_votes[one.name] = tuple(
-                (bootstrap.even(one.cost(k)), bootstrap.mean(one.score(k))) for k in sizes
+            all_votes[name] = tuple(
+                (bootstrap.mean(setting.cost(k)), bootstrap.estimate(setting.score(k)))
+                for k in sizes
             )
+
+    # Predictors of errors, over all tasks and within each.
     predictors: dict[tuple[str, str], dict[str, Interval]] = {}
     bins: dict[str, list[Bin]] = {}
     for name in watched if scored else ():
-        one = digest.settings[name]
-        right, items = np.asarray(one.right), np.asarray(one.row_items, np.int64)
+        setting = digest.settings[name]
+        scores = np.asarray(setting.row_scores)
+        items = np.asarray(setting.row_items, np.int64)
         parts = {task: strata[items] == number for number, task in enumerate(digest.tasks)}
         for task, part in {"all": np.ones(len(items), bool), **parts}.items():
-            wrong = right[part] < 1
+            wrong = scores[part] < 1
             if len(np.unique(wrong)) < 2:
                 continue  # all right or all wrong: nothing to predict
             predictors[name, task] = {
-                key: auroc_interval(np.asarray(one.predictors[key])[part], wrong, items[part])
+                key: auroc_interval(np.asarray(setting.predictors[key])[part], wrong, items[part])
                 for key in PREDICTORS
             }
         if (name, "all") in predictors:
-            bins[name] = reliability(np.asarray(one.predictors["mean_entropy"]), right)
+            bins[name] = reliability(np.asarray(setting.predictors["mean_entropy"]), scores)
     return Findings(
         digest=digest,
         baseline=baseline,
@@ -139,11 +147,15 @@ def findings_of(
     )
 
 
-def summary(findings: Findings, about: Mapping[str, Any]) -> str:
-    """The page. `about` says what was run: a few lines of a name and a value each."""
+def format_summary(findings: Findings, about: Mapping[str, Any]) -> str:
+    """The page. `about` describes the run: JSON values by name."""
     parts = [
         f"# {about['description'] or 'A study of samplers'}\n",
-        "\n".join(f"- {name}: {value}" for name, value in about.items() if name != "description"),
+        "\n".join(
+            f"- {name}: {_format_value(value)}"
+            for name, value in about.items()
+            if name != "description"
+        ),
     ]
     if findings.lines:
         parts += [_scores(findings)]
@@ -159,8 +171,15 @@ def summary(findings: Findings, about: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown; what stands in a cell cannot break it."""
+def _format_value(value: Any) -> str:
+    """A JSON value as one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def format_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; pipes and line breaks in cells are escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
@@ -173,10 +192,10 @@ def _scores(findings: Findings) -> str:
     changes = any(line.over_base for line in findings.lines)
     rows = []
     for line in findings.lines:
-        one = line.setting
+        setting = line.setting
         rows.append(
             [
-                one.name,
+                setting.name,
                 line.score,
                 *(f"{score:.3f}" for score in line.by_task),
                 f"{line.cost:.1f}",
@@ -190,20 +209,20 @@ def _scores(findings: Findings) -> str:
     if len(findings.sizes) > 1:
         headings += ["at equal forwards", ""]
     if changes:
-        headings += ["over what it changes", ""]
+        headings += ["over its base", ""]
     text = (
-        "Scores are means over tasks, of means over items, of means over seeds. Intervals are 95 % "
-        "bootstrap intervals over items; differences are paired. `forwards` are token positions "
-        "evaluated for an answer beyond its prompt: written, rolled out and taken back alike; "
-        "their mean is taken as that of the scores."
+        "A score is a mean over seeds, then items, then tasks. Intervals are 95 % bootstrap "
+        "intervals over items; differences are paired. `forwards` counts the token positions "
+        "evaluated per answer beyond its prompt, rollouts and retracted tokens included, and is "
+        "averaged like the score."
     )
     if len(findings.sizes) > 1:
         text += (
-            f" `at equal forwards` is the difference from what majorities of `{findings.baseline}` "
-            f"samples (of {', '.join(map(str, findings.sizes))}) score for as many forwards, on a "
-            "straight line between two sizes; below one sample's forwards, from one sample."
+            " `at equal forwards` is the difference from the score of majority votes of "
+            f"`{findings.baseline}` (of {', '.join(map(str, findings.sizes))} samples) with the "
+            "same forwards, interpolated linearly; below the cost of one sample, from one sample."
         )
-    return f"## Scores\n\n{text}\n\n{markdown_table(headings, rows)}"
+    return f"## Scores\n\n{text}\n\n{format_table(headings, rows)}"
 
 
 def _difference(interval: Interval | None) -> tuple[str, str]:
@@ -221,49 +240,53 @@ def _votes(findings: Findings) -> str:
         for name, sizes in findings.votes.items()
     ]
     headings = ["setting", *(f"majority of {k} (forwards)" for k in findings.sizes)]
-    text = "A task of free texts has no majority: there one sample stands for any number of them."
-    return f"## Self-consistency\n\n{text}\n\n{markdown_table(headings, rows)}"
+    text = "Tasks of free text have no majority: one sample counts for every size."
+    return f"## Self-consistency\n\n{text}\n\n{format_table(headings, rows)}"
 
 
 def _occupancy(digest: Digest) -> str:
     rows = [
-        [one.name, one.tokens, *(_percent(one.regimes[r], one.tokens) for r in REGIMES)]
-        for one in digest.settings.values()
+        [
+            setting.name,
+            setting.tokens,
+            *(_percent(setting.regimes[r], setting.tokens) for r in REGIMES),
+        ]
+        for setting in digest.settings.values()
     ]
-    return f"## Regimes\n\n{markdown_table(['setting', 'tokens', *REGIMES], rows)}"
+    return f"## Regimes\n\n{format_table(['setting', 'tokens', *REGIMES], rows)}"
 
 
 def _actions(digest: Digest) -> str:
     settings = digest.settings.values()
-    actions = _all(one.actions for one in settings)
+    actions = _names_in(setting.actions for setting in settings)
     rows = [
         [
-            one.name,
-            *(_percent(one.actions[action], one.tokens) for action in actions),
-            _percent(one.retracted, one.tokens),
-            f"{one.positions / max(one.tokens, 1):.2f}",
+            setting.name,
+            *(_percent(setting.actions[action], setting.tokens) for action in actions),
+            _percent(setting.retracted, setting.tokens),
+            f"{setting.positions / max(setting.tokens, 1):.2f}",
         ]
-        for one in settings
+        for setting in settings
     ]
-    headings = ["setting", *actions, "taken back", "forwards a token"]
-    return f"## Actions\n\nShares of the tokens.\n\n{markdown_table(headings, rows)}"
+    headings = ["setting", *actions, "retracted", "forwards per token"]
+    return f"## Actions\n\nShares of the tokens.\n\n{format_table(headings, rows)}"
 
 
 def _texts(digest: Digest) -> str:
     settings = digest.settings.values()
-    reasons = _all(one.finish for one in settings)
+    reasons = _names_in(setting.finish for setting in settings)
     rows = [
         [
-            one.name,
-            f"{one.tokens / max(one.rows, 1):.1f}",
-            *(_percent(one.finish[reason], one.rows) for reason in reasons),
-            *(f"{one.measure(name):.3f}" for name in MEASURES),
+            setting.name,
+            f"{setting.tokens / max(setting.rows, 1):.1f}",
+            *(_percent(setting.finish[reason], setting.rows) for reason in reasons),
+            *(f"{setting.measure(name):.3f}" for name in MEASURES),
         ]
-        for one in settings
+        for setting in settings
     ]
-    headings = ["setting", "tokens a text", *(f"ends by {reason}" for reason in reasons)]
+    headings = ["setting", "tokens per text", *(f"ends by {reason}" for reason in reasons)]
     headings += [name.replace("_", "-") for name in MEASURES]
-    return f"## Texts\n\n{markdown_table(headings, rows)}"
+    return f"## Texts\n\n{format_table(headings, rows)}"
 
 
 def _predictors(findings: Findings) -> str:
@@ -272,23 +295,23 @@ def _predictors(findings: Findings) -> str:
         for (name, task), auroc in findings.predictors.items()
     ]
     text = (
-        "The area under the ROC curve of a text's own measures as predictors of an answer that is "
-        "not wholly right: 0.5 is chance, 1 tells all errors from all right answers. Over all "
-        "tasks it also tells hard tasks from easy ones; within a task it cannot."
+        "The area under the ROC curve of a text's own measures as predictors of a score below 1: "
+        "0.5 is chance, 1 is perfect. Over all tasks it also reflects which tasks are hard; within "
+        "a task it does not."
     )
     headings = ["setting", "task", *(key.replace("_", " ") for key in PREDICTORS)]
-    return f"## Predictors of error\n\n{text}\n\n{markdown_table(headings, rows)}"
+    return f"## Predictors of error\n\n{text}\n\n{format_table(headings, rows)}"
 
 
 def _reliability(findings: Findings) -> str:
     tables = []
     for name, bins in findings.bins.items():
         rows = [
-            [f"{b.low:.3f} to {b.high:.3f}", f"{b.mean:.3f}", b.number, f"{b.right:.3f}"]
+            [f"{b.low:.3f} to {b.high:.3f}", f"{b.mean:.3f}", b.number, f"{b.score:.3f}"]
             for b in bins
         ]
         headings = ["mean entropy of the text, bits", "mean", "texts", "mean score"]
-        tables.append(f"`{name}`:\n\n{markdown_table(headings, rows)}")
+        tables.append(f"`{name}`:\n\n{format_table(headings, rows)}")
     return "## Reliability\n\n" + "\n\n".join(tables)
 
 
@@ -308,36 +331,36 @@ def _truth(truths: Sequence[Truth]) -> str:
         for truth in truths
     ]
     text = (
-        f"On {total} positions of text that the model was not trained on, whose true next-token "
-        "distributions are known; regimes as the model's own figures tell them."
+        f"On {total} positions of held-out text whose true next-token distributions are known. "
+        "Regimes follow the model's own entropy."
     )
-    headings = ["regime", "share", "true entropy", "model's", "mean distance"]
-    headings += ["true varentropy", "model's", "mean distance"]
-    return f"## The model's entropy and the true one\n\n{text}\n\n{markdown_table(headings, rows)}"
+    headings = ["regime", "share", "true entropy", "model's", "mean absolute error"]
+    headings += ["true varentropy", "model's", "mean absolute error"]
+    return f"## Entropy against the truth\n\n{text}\n\n{format_table(headings, rows)}"
 
 
 def _tuning(tuned: Sequence[Tuned]) -> str:
     rows = [
         [
-            one.sampler,
-            one.candidates,
-            f"{one.default_score:.3f}",
-            f"{one.score:.3f}",
-            ", ".join(f"`{key}={value}`" for key, value in one.values.items()) or "as it is",
+            row.sampler,
+            row.candidates,
+            f"{row.default_score:.3f}",
+            f"{row.score:.3f}",
+            ", ".join(f"`{key}={value}`" for key, value in row.values.items()) or "unchanged",
         ]
-        for one in tuned
+        for row in tuned
     ]
     text = (
         "Each sampler's best candidate on the tuning split, which shares no item with the test "
-        "split; of equal ones the cheaper. Its own values are the first candidate."
+        "split; on a tie the cheaper one. The unchanged sampler is the first candidate."
     )
-    headings = ["sampler", "candidates", "own score", "best score", "chosen"]
-    return f"## Tuning\n\n{text}\n\n{markdown_table(headings, rows)}"
+    headings = ["sampler", "candidates", "unchanged", "best score", "chosen"]
+    return f"## Tuning\n\n{text}\n\n{format_table(headings, rows)}"
 
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def _all(counters: Iterable[Mapping[str, int]]) -> list[str]:
+def _names_in(counters: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted({name for counter in counters for name in counter})

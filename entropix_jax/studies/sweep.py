@@ -1,40 +1,40 @@
-"""What a study runs: its tasks, its settings, and how many items and seeds each of them gets.
+"""Sweeps: the tasks, settings, items and seeds of a study, read from a TOML file.
 
 A sweep file is TOML:
 
     description = "..."
     tasks = ["sums", "facts"]     # names that `tasks.registry` knows; or prompts = "FILE.jsonl"
-    items = 100                   # of each task, 0 for all of them
+    items = 100                   # of each task; 0 for all
     seeds = [0, 1, 2]
     split = "test"
-    max_new_tokens = 64           # else the task's own
-    base = "entropix"             # the sampler that is changed, and a setting of that name
-    baseline = "entropix"         # the setting that the others are held against
+    max_new_tokens = 64           # default: the task's own
+    base = "entropix"             # the sampler to change, itself a setting
+    baseline = "entropix"         # the setting that the others are compared with
 
-    [set]                         # changes of every setting
+    [set]                         # changes to every setting
     "branch.depth" = 4
-    [settings.no-branch]          # a setting, by its changes of the base, or of another sampler
+    [settings.no-branch]          # a setting: changes to the base, or to another sampler
     "arms.lehv" = "explore"
     [settings.greedy]
     sampler = "greedy"
     [grid]                        # a setting for each combination
     "thresholds.h1" = [0.1, 0.2]
-    [random]                      # or for each of some random draws
+    [random]                      # a setting for each random draw
     settings = 16
     seed = 0
     [random.over]
     "base.temperature" = { from = 0.2, to = 2.0, scale = "log" }
     "arms.lehv" = ["branch", "explore"]
-    [tuning]                      # each of these samplers is tuned first, on the other split
+    [tuning]                      # tunes these samplers first, on the tuning split
     samplers = ["top-p", "min-p"]
-    settings = 8                  # tried of each, its own values among them
+    settings = 8                  # candidates of each, the unchanged sampler included
     items = 50
     seeds = [0]
-    [tuning.over.top-p]           # else as in configs/ablations/ranges.toml, for a sampler file as
-                                  # for the preset that it extends
+    [tuning.over.top-p]           # default: configs/ablations/ranges.toml, for a sampler file the
+                                  # entry of the preset that it extends
     "base.top_p" = { from = 0.5, to = 1.0 }
 
-Files in it are named from its own folder.
+Paths are relative to the file's folder.
 """
 
 from __future__ import annotations
@@ -54,28 +54,34 @@ from entropix_jax.names import REGIMES
 from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.presets import lineage, load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.studies.ranges import changed_by, draws_of, flatten, is_list, name_of
+from entropix_jax.studies.ranges import (
+    change_sampler,
+    draw_samplers,
+    flatten,
+    is_list_of,
+    name_setting,
+)
 from entropix_jax.tasks.gsm8k import Gsm8k
 from entropix_jax.tasks.task import Split
 
 TUNED = " (tuned)"
-_MOST_SETTINGS = 100_000
-_MOST_SEED = 2**63 - 1  # which a table can hold
+_MAX_SETTINGS = 100_000
+_MAX_SEED = 2**63 - 1  # an int64 column
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
     *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
     *("baseline", "set", "settings", "grid", "random", "tuning"),
 )
 
-Calibrate = Callable[[Sampler], Sampler]  # a sampler with the thresholds of some model
+Calibrate = Callable[[Sampler], Sampler]  # adds a model's thresholds to a sampler
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A sampler under a name of its own.
+    """A named sampler.
 
-    `varied` are the keys that tell it from the others of its kind, with their values: the axes
-    along which a response can be drawn. `base` is the name of the setting that it changes.
+    `varied` has the keys that a grid or a random draw varies, with this setting's values. `base` is
+    the name of the setting that this one is a change of.
     """
 
     name: str
@@ -86,8 +92,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How samplers are tuned: each by the same number of candidates, of which the first is the
-    sampler as it is."""
+    """Candidates of each sampler to tune, the same number for all; the first is unchanged."""
 
     candidates: Mapping[str, tuple[Setting, ...]]  # by the sampler's name
     items: int
@@ -96,12 +101,12 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A study as it was asked for."""
+    """A study's specification."""
 
     description: str
     tasks: tuple[str, ...]
-    prompts: str | None  # a file of prompts in place of tasks
-    items: int  # of each task, 0 for all
+    prompts: str | None  # a file of prompts instead of tasks
+    items: int  # of each task; 0 for all
     seeds: tuple[int, ...]
     split: Split
     max_new_tokens: int | None
@@ -111,20 +116,20 @@ class Sweep:
 
 
 def read_sweep(path: Path, calibrate: Calibrate = lambda sampler: sampler) -> Sweep:
-    """The sweep of a file.
+    """Reads a sweep file.
 
     Args:
-        calibrate: gives a sampler the thresholds of the model that the sweep is for, with which
-            what is drawn has to go. Called only where something is drawn.
+        calibrate: adds the model's thresholds to a sampler, so that random draws are consistent
+            with them. Called only for random draws and tuning.
 
     Raises:
-        UserError: it is none; the line names the file and the key.
+        UserError: the file is invalid; the message names the file and the key.
     """
     return _Reader(str(path), read_toml(path), path.parent, calibrate).sweep()
 
 
 def find_sweep(name: str) -> Path:
-    """The sweep file of that path, or the one of a name that comes with the package.
+    """The path of a sweep file, given its path or the name of a shipped one.
 
     Raises:
         UserError: there is no such sweep.
@@ -137,19 +142,19 @@ def find_sweep(name: str) -> Path:
         if path.name != _RANGES.name
     )
     if name not in known:
-        raise UserError(f"no sweep '{name}' (a file's name ends in .toml){nearest(name, known)}")
+        raise UserError(f"no sweep '{name}' (a file needs .toml){nearest(name, known)}")
     return resource_folder("configs") / "ablations" / f"{name}.toml"
 
 
-def names_of(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
-    """The names of a study's settings, tuned ones included, in order.
+def list_names(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
+    """Lists the names of a study's settings in order, tuned ones included.
 
     Raises:
-        UserError: two are the same.
+        UserError: two are equal.
     """
     names = [setting.name for setting in settings]
     names += [
-        tuned_name(*of_sampler) for of_sampler in (tuning.candidates if tuning else {}).items()
+        name_tuned(*of_sampler) for of_sampler in (tuning.candidates if tuning else {}).items()
     ]
     for name, number in Counter(names).items():
         if number > 1:
@@ -157,12 +162,12 @@ def names_of(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
     return names
 
 
-def tuned_name(sampler: str, candidates: Sequence[Setting]) -> str:
-    """What the best of a sampler's candidates is called."""
+def name_tuned(sampler: str, candidates: Sequence[Setting]) -> str:
+    """Names the best of a sampler's candidates."""
     return f"{sampler}{TUNED}" if len(candidates) > 1 else sampler
 
 
-def tuning_of(
+def make_tuning(
     samplers: Sequence[str],
     *,
     settings: int,
@@ -172,41 +177,43 @@ def tuning_of(
     common: Mapping[str, Any] | None = None,
     calibrate: Calibrate = lambda sampler: sampler,
 ) -> Tuning:
-    """Candidates for each sampler: its own values, then random draws from its ranges.
+    """Makes the candidates of each sampler: itself, then random draws from its ranges.
 
-    A sampler file without ranges of its own has those of the nearest sampler that it extends. One
-    whose arms all take the likeliest token has nothing to tune and is its own one candidate.
+    A sampler file without ranges uses those of the nearest sampler that it extends. A sampler whose
+    arms are all `argmax` has nothing to tune: it is its only candidate.
 
     Args:
         samplers: presets or sampler files.
-        settings: candidates of each.
-        over: ranges by sampler and key; those of `configs/ablations/ranges.toml` for the others.
-        common: changes of all samplers.
-        calibrate: as for `read_sweep`.
+        settings: number of candidates of each.
+        over: ranges by sampler and key; default: `configs/ablations/ranges.toml`.
+        common: changes to all samplers.
+        calibrate: see `read_sweep`.
 
     Raises:
-        UserError: an unknown sampler or key, one name for two samplers, no ranges for one, or a
-            range that is none or too small.
+        UserError: an unknown sampler or key, two samplers of one name, or missing, invalid or too
+            small ranges.
     """
     over = over or {}
     shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
     for place in samplers:
-        sampler = calibrate(changed_by(load_sampler(place), common or {}))
+        sampler = calibrate(change_sampler(load_sampler(place), common or {}))
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
-        found = [Setting(f"{name} #1", sampler)]
-        if own := over[name] if name in over else _inherited_ranges(sampler, place, shipped):
-            draws = draws_of(own, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}")
-            found += [
+        group = [Setting(f"{name} #1", sampler)]
+        if ranges := over[name] if name in over else _inherited_ranges(sampler, place, shipped):
+            draws = draw_samplers(
+                ranges, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}"
+            )
+            group += [
                 Setting(f"{name} #{number}", changed, drawn)
                 for number, (drawn, changed) in enumerate(draws, 2)
             ]
-        candidates[name] = tuple(found)
+        candidates[name] = tuple(group)
     for name in over:
         if name not in candidates:
-            raise UserError(f"over.{name}: not among the samplers{nearest(name, [*candidates])}")
+            raise UserError(f"over.{name}: not one of the samplers{nearest(name, [*candidates])}")
     return Tuning(candidates, items, tuple(seeds))
 
 
@@ -220,20 +227,20 @@ def _shipped_ranges() -> dict[str, dict[str, Any]]:
 def _inherited_ranges(
     sampler: Sampler, place: str, shipped: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """The ranges under a sampler's name, or else under that of the nearest one that it extends."""
+    """The ranges of a sampler, else of the nearest one that it extends."""
     if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
         return {}
     for path in lineage(place):
         if path.stem in shipped:
             return shipped[path.stem]
     raise UserError(
-        f"{place}: nothing says what to tune it over: give [tuning.over.{sampler.name}] in a sweep"
-        " file, or extend a preset"
+        f"{place}: no ranges to tune it over: give [tuning.over.{sampler.name}] in a sweep file, or"
+        " extend a preset"
     )
 
 
 class _Reader:
-    """Reads one file's sweep; what is wrong is told with the file's name."""
+    """Reads one sweep file; errors name the file."""
 
     def __init__(self, where: str, raw: dict[str, Any], folder: Path, calibrate: Calibrate) -> None:
         self._where = where
@@ -255,18 +262,18 @@ class _Reader:
         if tuning and prompts is not None:
             raise self._error("tuning: 'prompts' have no answers to tune by")
         if tuning and split == "tuning":
-            raise self._error("split = 'tuning': settings are tuned on it, so test on the other")
+            raise self._error("split = 'tuning': is used for tuning: test on the other one")
         settings = tuple(self._settings(tuning))
         try:
-            names = names_of(settings, tuning)
+            names = list_names(settings, tuning)
         except UserError as error:
             raise self._error(str(error)) from None
         baseline = self._text("baseline") or names[0]
         if baseline not in names:
             raise self._error(f"baseline = '{baseline}': no such setting{nearest(baseline, names)}")
-        most = None
+        budget = None
         if "max_new_tokens" in raw:
-            most = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
+            budget = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
         return Sweep(
             description=self._text("description") or "",
             tasks=tuple(map(self._task, tasks)),
@@ -274,7 +281,7 @@ class _Reader:
             items=self._count(raw, "items", "items", default=100, least=0),
             seeds=self._seeds(raw, ""),
             split="tuning" if split == "tuning" else "test",
-            max_new_tokens=most,
+            max_new_tokens=budget,
             settings=settings,
             tuning=tuning,
             baseline=baseline,
@@ -287,9 +294,10 @@ class _Reader:
         named = self._table(raw, "settings", "settings")
         grid = self._table(raw, "grid", "grid")
         random = self._table(raw, "random", "random")
+        # The base is a setting if something refers to it, or if there is no other one.
         changed = any(isinstance(one, dict) and "sampler" not in one for one in named.values())
-        asked = not raw.keys().isdisjoint(("base", "grid", "random"))
-        if changed or asked or not (named or tuning):
+        mentioned = not raw.keys().isdisjoint(("base", "grid", "random"))
+        if changed or mentioned or not (named or tuning):
             yield Setting(base.name, base)
         for name, changes in named.items():
             if not isinstance(changes, dict):
@@ -310,34 +318,34 @@ class _Reader:
     def _grid(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
         axes = flatten(table)
         if "grid" in self._raw and not axes:
-            raise self._error("grid: no key to give values of")
+            raise self._error("grid: has no keys")
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise self._error(f"grid: {key}: must be a list of values")
-            if len({name_of({key: value}) for value in values}) < len(values):
-                raise self._error(f"grid: {key}: one value stands there twice")
+            if len({name_setting({key: value}) for value in values}) < len(values):
+                raise self._error(f"grid: {key}: has a value twice")
         number = math.prod(len(values) for values in axes.values())
-        if number > _MOST_SETTINGS:
-            raise self._error(f"grid: {number} settings, at most {_MOST_SETTINGS} are possible")
+        if number > _MAX_SETTINGS:
+            raise self._error(f"grid: {number} settings: at most {_MAX_SETTINGS} are possible")
         if axes:
             for values in itertools.product(*axes.values()):
                 point = dict(zip(axes, values, strict=True))
                 sampler = self._changed(base, point, "grid")
-                yield Setting(name_of(point), sampler, point, base.name)
+                yield Setting(name_setting(point), sampler, point, base.name)
 
     def _random(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
         if "random" not in self._raw:
             return
         self._check_keys(table, ("settings", "seed", "over"), "random: ")
-        number = self._count(table, "settings", "random.settings", 16, 1, _MOST_SETTINGS)
+        number = self._count(table, "settings", "random.settings", 16, 1, _MAX_SETTINGS)
         rng = Random(self._count(table, "seed", "random.seed", 0, 0))
         ranges = flatten(self._table(table, "over", "random.over"))
         if not ranges:
-            raise self._error("random.over: no key to draw values of")
+            raise self._error("random.over: has no keys")
         try:
             calibrated = self._calibrate(base)
-            for drawn, sampler in draws_of(ranges, rng, calibrated, number, "random.over"):
-                yield Setting(name_of(drawn), sampler, drawn, base.name)
+            for drawn, sampler in draw_samplers(ranges, rng, calibrated, number, "random.over"):
+                yield Setting(name_setting(drawn), sampler, drawn, base.name)
         except UserError as error:
             raise self._error(str(error)) from None
 
@@ -348,7 +356,7 @@ class _Reader:
         self._check_keys(table, ("samplers", "settings", "items", "seeds", "over"), "tuning: ")
         over = self._table(table, "over", "tuning.over")
         samplers = table.get("samplers")
-        if not is_list(samplers, str) or not samplers:
+        if not is_list_of(samplers, str) or not samplers:
             raise self._error("tuning.samplers: must be a list of samplers")
         settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
         items = self._count(table, "items", "tuning.items", 50, 0)
@@ -356,7 +364,7 @@ class _Reader:
         ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
         places = [self._place(name) for name in samplers]
         try:
-            return tuning_of(
+            return make_tuning(
                 places,
                 settings=settings,
                 items=items,
@@ -376,30 +384,28 @@ class _Reader:
         return self._changed(sampler, common, "set")
 
     def _place(self, name: str) -> str:
-        """Where a sampler is."""
+        """The name of a preset, or the path of a sampler file."""
         return self._file(name) if name.endswith(".toml") else name
 
     def _task(self, name: str) -> str:
-        """A task's name, with its files where they are."""
+        """A task's name, with resolved paths."""
         kind, _, files = name.partition(":")
         if kind == Gsm8k.name and files:
             return f"{kind}:{','.join(map(self._file, files.split(',')))}"
         return self._file(name) if name.rpartition(":")[0].endswith(".py") else name
 
     def _file(self, name: str) -> str:
-        """A file is named from the sweep's own folder, or by a URL."""
+        """A path relative to the sweep's folder, or a URL."""
         return name if "://" in name else str(self._folder / name)
 
     def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
         try:
-            return changed_by(sampler, values) if values else sampler
+            return change_sampler(sampler, values) if values else sampler
         except UserError as error:
             raise self._error(f"{where}: {error}") from None
 
     def _values(self, table: Any, where: str) -> dict[str, Any]:
-        if not isinstance(table, dict):
-            raise self._error(f"{where}: must be a table, [{where}]")
-        return flatten(table)
+        return flatten(self._table({where: table}, where, where))
 
     def _table(self, raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
         table = raw.get(key, {})
@@ -409,10 +415,14 @@ class _Reader:
 
     def _seeds(self, raw: Mapping[str, Any], within: str) -> tuple[int, ...]:
         seeds = raw.get("seeds", [0])
-        if not is_list(seeds, int) or not seeds or not 0 <= min(seeds) <= max(seeds) <= _MOST_SEED:
-            raise self._error(f"{within}seeds: must be a list of integers from 0 to {_MOST_SEED}")
+        if (
+            not is_list_of(seeds, int)
+            or not seeds
+            or not 0 <= min(seeds) <= max(seeds) <= _MAX_SEED
+        ):
+            raise self._error(f"{within}seeds: must be a list of integers from 0 to {_MAX_SEED}")
         if len(set(seeds)) < len(seeds):
-            raise self._error(f"{within}seeds: one stands there twice")
+            raise self._error(f"{within}seeds: has a value twice")
         return tuple(seeds)
 
     def _count(
@@ -437,10 +447,10 @@ class _Reader:
 
     def _texts(self, key: str) -> tuple[str, ...]:
         value = self._raw.get(key, [])
-        if not is_list(value, str):
+        if not is_list_of(value, str):
             raise self._error(f"{key}: must be a list of texts")
         if len(set(value)) < len(value):
-            raise self._error(f"{key}: one stands there twice")
+            raise self._error(f"{key}: has a value twice")
         return tuple(value)
 
     def _check_keys(self, raw: Mapping[str, Any], known: Sequence[str], within: str) -> None:

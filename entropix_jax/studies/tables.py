@@ -1,6 +1,6 @@
-"""A study's results as tables: read row by row in the study's order, written as CSV and Parquet.
+"""A study's results as tables, written as CSV and Parquet.
 
-No table is ever held whole: of each row its place in the file is kept, eight bytes.
+Rows are streamed in the study's order: only each row's offset in the file is held in memory.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from entropix_jax.files import opening, replacing
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 
-_ROWS_AT_ONCE = 4096  # of a Parquet row group
+_GROUP = 4096  # rows of a Parquet row group
 
 _TEXT, _WHOLE, _NUMBER = "string", "int64", "float64"
-# The columns that each row has, and their Arrow types.
+# Columns of every row, and their Arrow types.
 COLUMNS: Mapping[str, str] = {
     "phase": _TEXT,
     "task": _TEXT,
@@ -53,46 +54,45 @@ COLUMNS: Mapping[str, str] = {
 
 
 class Results:
-    """What a study has stored, in the order of its trials however it was run."""
+    """The stored results of a study, in the order of its trials."""
 
     def __init__(self, path: Path, number: int) -> None:
-        """Looks where each of `number` trials' results stands.
+        """Finds the results of `number` trials in the file.
 
         Raises:
-            UserError: the file cannot be read, lacks a result, or has one too many, or a line that
-                is none.
+            UserError: the file cannot be read, lacks a result, or has other lines.
         """
         self._path = path
-        self._places = np.full(number, -1, np.int64)
+        self._offsets = np.full(number, -1, np.int64)
         with opening(path) as file:
-            place = 0
+            offset = 0
             for count, line in enumerate(file, 1):
                 trial = _trial(line)
                 if trial is None:
-                    raise UserError(f"{path}: line {count} is no result of a study: remove it")
+                    raise UserError(f"{path}: line {count} is not a result of a study: remove it")
                 if trial >= number:
                     raise UserError(
-                        f"{path}: holds results of more than {number} rows: there are fewer"
+                        f"{path}: has results of more than {number} rows: there are fewer"
                         " items now; choose another output"
                     )
-                self._places[trial] = place
-                place += len(line)
-        if missing := int((self._places < 0).sum()):
+                self._offsets[trial] = offset
+                offset += len(line)
+        if missing := int((self._offsets < 0).sum()):
             raise UserError(f"{path}: {missing} of {number} results are missing")
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self._path.open("rb") as file:
-            for place in self._places.tolist():
-                file.seek(place)
+            for offset in self._offsets.tolist():
+                file.seek(offset)
                 row: dict[str, Any] = json.loads(file.readline())
                 yield row
 
 
 def _trial(line: bytes) -> int | None:
-    """The number of the trial that a line is the result of, from 0; None where it is none."""
+    """The trial number, from 0, of a line with a result; None for another line."""
     try:
         trial = json.loads(line)["line"] - 1
     except (ValueError, LookupError, TypeError):
@@ -100,9 +100,9 @@ def _trial(line: bytes) -> int | None:
     return trial if isinstance(trial, int) and trial >= 0 else None
 
 
-def flat(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:
-    """A result as a row of the table; `varied` are the keys that have a column each. Half a
-    surrogate pair, which no table can hold, becomes an escape."""
+def flatten_row(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:
+    """Converts a result to a row of the table, with a column for each of the `varied` keys. Lone
+    surrogates, which neither format can hold, are escaped."""
     cells = {name: row.get(name) for name in COLUMNS}
     cells |= {f"regime_{name}": row["regimes"].get(name, 0) for name in REGIMES}
     cells |= {f"action_{name}": row["actions"].get(name, 0) for name in ACTIONS}
@@ -117,13 +117,13 @@ def flat(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:
 
 
 def write_tables(results: Results, varied: Sequence[str], folder: Path, name: str) -> None:
-    """Writes `name.csv` and `name.parquet`: a row for each trial, in order.
+    """Writes `name.csv` and `name.parquet`, a row per trial.
 
     Raises:
         UserError: they cannot be written, or pyarrow is not installed.
     """
     require("lab", "pyarrow")
-    # Half a second to import: not for commands that write no tables.
+    # Imported here, as it takes half a second.
     import pyarrow
     from pyarrow import parquet
 
@@ -137,17 +137,7 @@ def write_tables(results: Results, varied: Sequence[str], folder: Path, name: st
     ):
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for rows in _groups(results, varied):
+        remaining = (flatten_row(row, varied) for row in results)
+        while rows := list(islice(remaining, _GROUP)):
             writer.writerows(rows)
             table.write_table(pyarrow.Table.from_pylist(rows, schema))
-
-
-def _groups(results: Results, varied: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    rows = []
-    for row in results:
-        rows.append(flat(row, varied))
-        if len(rows) == _ROWS_AT_ONCE:
-            yield rows
-            rows = []
-    if rows:
-        yield rows

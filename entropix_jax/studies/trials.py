@@ -1,4 +1,4 @@
-"""The rows of a study: each setting on each item with each seed, side by side in one batch."""
+"""The rows of a study: every setting on every item with every seed, in one batch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from entropix_jax.errors import UserError
 from entropix_jax.loading import LanguageModel
 from entropix_jax.preparation import CalibratedSampler, encode_prompt
 from entropix_jax.results import Request, Row
-from entropix_jax.studies.measures import measures_of
+from entropix_jax.studies.measures import measure_row
 from entropix_jax.studies.sweep import Setting
 from entropix_jax.tasks.task import Item, Split, Task
 
-TUNING = "tuning"  # the phase of the rows that samplers are tuned by
-_SLOT_STEP = 64  # a row's cache slots are a multiple of it
+TUNING = "tuning"  # the name of the phase that tunes samplers
+_CAPACITY_STEP = 64  # tokens; cache capacities are multiples of it
 
 
 @dataclass(frozen=True)
 class Question:
-    """An item of a task, as a model is given it."""
+    """An item of a task, tokenized for a model."""
 
     task: Task
     item: Item
@@ -40,14 +40,14 @@ class Question:
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of all that makes the answer and its score what they are, but for code."""
-        asked = (self.prompt, self.ends, self.task.stop, self.max_new_tokens, self.item.answer)
-        return hashlib.blake2b(repr(asked).encode()).digest()
+        """A hash of everything that determines the answer and its score, except code."""
+        parts = (self.prompt, self.ends, self.task.stop, self.max_new_tokens, self.item.answer)
+        return hashlib.blake2b(repr(parts).encode()).digest()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One row: a setting on a question with a seed. `number` counts them from 0."""
+    """One row: a setting on a question with a seed; `number` is its index in the phase."""
 
     number: int
     phase: str
@@ -57,20 +57,20 @@ class Trial:
 
     @property
     def id(self) -> str:
-        """A name that no other row of the study has."""
+        """The row's name, unique in the study."""
         question = self.question
         setting = self.setting.name
         return f"{self.phase}/{question.task.name}/{question.item.id}/{setting}/{self.seed}"
 
     @property
     def record(self) -> Record:
-        """What a store knows the row by."""
+        """The key of the row's result in a store."""
         name = self.id.encode("utf-8", "surrogatepass")
         return Record(self.number + 1, self.id, content_hash(name + self.question.digest))
 
 
 class Prompts(Task):
-    """A file of prompts: questions without answers. It is read again for each look at it."""
+    """Prompts of a file, without answers. Each call of `items` reads the file again."""
 
     name = "prompts"
 
@@ -78,43 +78,42 @@ class Prompts(Task):
         self._address = address
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        """The prompts, whatever the split."""
+        """The prompts, the same for both splits."""
         for record in read_records(self._address):
             if isinstance(record, BadRecord):
                 raise UserError(f"{self._address}: line {record.line}: {record.error}")
             yield Item(record.id, record.prompt or record.messages or (), "")
 
     def extract(self, item: Item, text: str) -> str | None:
-        """Nothing: nobody asked."""
+        """None: there is no answer to find."""
         return None
 
     def score(self, item: Item, answer: str | None) -> float:
-        """Neither right nor wrong."""
+        """NaN: there is nothing to compare with."""
         return math.nan
 
 
-def questions_of(
+def read_questions(
     model: LanguageModel, task: Task, split: Split, items: int, max_new_tokens: int | None = None
 ) -> Iterator[Question]:
-    """The first `items` items of a split, all of them where that is 0, as token ids.
+    """Tokenizes the first `items` items of a split, or all if that is 0.
 
     Raises:
-        UserError: there is none, one cannot be put as the task wants it, two have one id, or the
-            task's own code fails or gives what is none.
+        UserError: no items, an invalid item, two items of one id, or an error in the task's code.
     """
     if not isinstance(task.stop, tuple | list) or not all(isinstance(s, str) for s in task.stop):
         raise UserError(f"task '{task.name}': stop = {task.stop!r}: must be a tuple of texts")
-    most = max_new_tokens or task.max_new_tokens
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise UserError(f"task '{task.name}': max_new_tokens = {most!r}: must be an integer > 0")
+    budget = max_new_tokens or task.max_new_tokens
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise UserError(f"task '{task.name}': max_new_tokens = {budget!r}: must be an integer > 0")
     chat = model.is_chat_model if task.chat is None else task.chat
     ends = model.end_ids(chat=chat)
-    found: set[str] = set()
+    ids: set[str] = set()
     for item in _items_of(task, split, items, chat=chat):
         where = _where(task, item)
-        if not isinstance(item.id, str) or item.id in found:
-            raise UserError(f"{where}: an item's id must be text, and no other item's")
-        found.add(item.id)
+        if not isinstance(item.id, str) or item.id in ids:
+            raise UserError(f"{where}: an item's id must be text and unique")
+        ids.add(item.id)
         if not isinstance(item.prompt, str | tuple | list):
             raise UserError(f"{where}: the prompt must be text or messages, not {item.prompt!r}")
         if not isinstance(item.answer, str):
@@ -124,22 +123,22 @@ def questions_of(
             prompt = tuple(encode_prompt(model, item.prompt, chat=as_chat))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        yield Question(task, item, prompt, ends, most)
-    if not found:
+        yield Question(task, item, prompt, ends, budget)
+    if not ids:
         raise UserError(f"task '{task.name}': no items in its split '{split}'")
 
 
 def _items_of(task: Task, split: Split, items: int, *, chat: bool) -> Iterator[Item]:
-    with _own_code(f"task '{task.name}': items"):
-        found = iter(task.items(split, chat=chat))
+    with _user_code(f"task '{task.name}': items"):
+        iterator = iter(task.items(split, chat=chat))
     for number in range(1, items + 1) if items else count(1):
-        with _own_code(f"task '{task.name}': item {number} of '{split}': items"):
+        with _user_code(f"task '{task.name}': item {number} of '{split}': items"):
             try:
-                item = next(found)
+                item = next(iterator)
             except StopIteration:
                 return
         if not isinstance(item, Item):
-            raise UserError(f"task '{task.name}': items gave {item!r}, not an Item")
+            raise UserError(f"task '{task.name}': items returned {item!r}, not an Item")
         yield item
 
 
@@ -148,22 +147,21 @@ def _where(task: Task, item: Item) -> str:
 
 
 @contextmanager
-def _own_code(where: str) -> Iterator[None]:
-    """Whatever a task's own code may raise becomes one line."""
+def _user_code(where: str) -> Iterator[None]:
+    """Turns any exception of a task's code into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"{where} failed: {type(error).__name__}: {said}") from error
+        message = " ".join(str(error).split())
+        raise UserError(f"{where} failed: {type(error).__name__}: {message}") from error
 
 
-def trials_of(
+def list_trials(
     phase: str, questions: Iterable[Question], settings: Sequence[Setting], seeds: Sequence[int]
 ) -> Iterator[Trial]:
-    """The rows in order: question by question, setting by setting, seed by seed. So those of one
-    prompt come together, and it is read once."""
+    """Lists the rows by question, setting and seed, so that each prompt is prefilled once."""
     number = 0
     for question in questions:
         for setting in settings:
@@ -172,14 +170,14 @@ def trials_of(
                 number += 1
 
 
-def capacity_of(model: LanguageModel, questions: Iterable[Question]) -> int:
-    """Cache slots enough for the longest question and its answer, within the model's positions."""
+def choose_capacity(model: LanguageModel, questions: Iterable[Question]) -> int:
+    """Cache capacity, in tokens, for the longest question and its answer."""
     longest = max(len(question.prompt) + question.max_new_tokens for question in questions)
-    return min(-(-longest // _SLOT_STEP) * _SLOT_STEP, model.config.max_positions)
+    return min(-(-longest // _CAPACITY_STEP) * _CAPACITY_STEP, model.config.max_positions)
 
 
 class TrialRun:
-    """Runs trials through one batch, whatever their settings, and stores the result of each."""
+    """Runs trials of any settings in one batch, and stores their results."""
 
     def __init__(
         self, model: LanguageModel, settings: Sequence[Setting], slots: int, capacity: int
@@ -187,19 +185,19 @@ class TrialRun:
         """Calibrates the samplers.
 
         Raises:
-            UserError: a sampler that does not fit the model.
+            UserError: a sampler does not fit the model.
         """
         self._model = model
         self.samplers = {setting.name: self._calibrated(setting) for setting in settings}
         notes = (note for sampler in self.samplers.values() for note in sampler.notes)
-        self.notes = tuple(dict.fromkeys(notes))  # what a user should know of the samplers
+        self.notes = tuple(dict.fromkeys(notes))
         self.tokens = 0
         self.engine = Engine(model, slots=slots, capacity=capacity)
 
     def run(
-        self, trials: Iterable[Trial], store: Store, looked: Callable[[], None] = lambda: None
+        self, trials: Iterable[Trial], store: Store, on_event: Callable[[], None] = lambda: None
     ) -> None:
-        """Runs the trials that the store has no result of. `looked` is called after each token."""
+        """Runs the trials without a result in the store. Calls `on_event` after each token."""
         for event in self.engine.run(self._requests(trials, store)):
             self.tokens += event.token is not None and not event.retracted
             row = event.row
@@ -207,8 +205,8 @@ class TrialRun:
                 assert row.started is not None
                 seconds = time.perf_counter() - row.started
                 trial: Trial = row.request.tag
-                store.write(trial.record, result_of(trial, row, seconds))
-            looked()
+                store.write(trial.record, make_result(trial, row, seconds))
+            on_event()
 
     def stop(self) -> None:
         """Asks the run to end after the current event. A signal handler may call it."""
@@ -227,15 +225,15 @@ class TrialRun:
             request = self._request(trial)
             try:
                 self.engine.check(request)
-            except UserError as error:  # a prompt that is too long
+            except UserError as error:  # the prompt is too long
                 failed = Row(request, finish_reason="error", error=str(error))
-                store.write(trial.record, result_of(trial, failed, 0.0))
+                store.write(trial.record, make_result(trial, failed, 0.0))
                 continue
             yield request
 
     def _request(self, trial: Trial) -> Request:
         question = trial.question
-        # An item has the same random numbers in all settings: what differs is the sampler.
+        # The row id has no setting, so an item has the same random numbers in all settings.
         name = f"{question.task.name}/{question.item.id}".encode("utf-8", "backslashreplace")
         return Request(
             question.prompt,
@@ -249,27 +247,27 @@ class TrialRun:
         )
 
 
-def result_of(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
-    """A row of the study's table.
+def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
+    """Scores a finished row; returns the result to store.
 
     Raises:
-        UserError: the task's own code fails, or gives no answer or score that can be one.
+        UserError: the task's code fails, or returns an invalid answer or score.
     """
     task, item = trial.question.task, trial.question.item
     where = _where(task, item)
-    with _own_code(f"{where}: extract"):
+    with _user_code(f"{where}: extract"):
         answer = task.extract(item, row.text) if row.error is None else None
     if not isinstance(answer, str | None):
-        raise UserError(f"{where}: extract gave {answer!r}, not text or None")
-    with _own_code(f"{where}: score"):
-        given = task.score(item, answer)
-        score = float(given) if isinstance(given, SupportsFloat) else math.inf
+        raise UserError(f"{where}: extract returned {answer!r}, not text or None")
+    with _user_code(f"{where}: score"):
+        value = task.score(item, answer)
+        score = float(value) if isinstance(value, SupportsFloat) else math.inf
     if math.isinf(score):
-        raise UserError(f"{where}: score gave {given!r}, not a finite number or NaN")
+        raise UserError(f"{where}: score returned {value!r}, not a finite number or NaN")
     if math.isnan(score) and trial.phase == TUNING:
-        raise UserError(f"{where}: score gave {given!r}: samplers cannot be tuned by it")
-    told = row.to_json()
-    regimes, actions = told.pop("regimes"), told.pop("actions")
+        raise UserError(f"{where}: score returned {value!r}: samplers cannot be tuned by it")
+    fields = row.to_json()
+    regimes, actions = fields.pop("regimes"), fields.pop("actions")
     return {
         "phase": trial.phase,
         "task": task.name,
@@ -281,9 +279,9 @@ def result_of(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         "score": None if math.isnan(score) else score,
         "answer": answer,
         "expected": item.answer,
-        **told,
+        **fields,
         "regimes": regimes,
         "actions": actions,
-        **measures_of(row),
+        **measure_row(row),
         "timings": {"seconds": round(seconds, 4)},
     }

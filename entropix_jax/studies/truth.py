@@ -1,5 +1,5 @@
-"""The model's entropy held against the true one, where the truth is known: on text of the tiny
-world, whose generator knows the distribution of every next word."""
+"""Compares the model's entropy with the true one on text of the tiny world, whose generator knows
+the distribution of every next word."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LENGTH = 512  # tokens of a text
 
 @dataclass(frozen=True)
 class Truth:
-    """Positions of one regime, as the model's own entropy tells it; bits and bits^2."""
+    """The n positions of one regime under the model's own entropy: [n] each, bits and bits^2."""
 
     regime: str
     true_entropy: Floats
@@ -34,37 +34,37 @@ class Truth:
 
     @property
     def number(self) -> int:
-        """How many positions."""
+        """n."""
         return len(self.true_entropy)
 
     @property
     def entropy_error(self) -> float:
-        """The mean distance of the model's entropy from the true one, bits."""
+        """Mean absolute error of the model's entropy, bits."""
         return float(np.abs(self.model_entropy - self.true_entropy).mean())
 
     @property
     def varentropy_error(self) -> float:
-        """The same of the varentropy, bits^2."""
+        """Mean absolute error of the model's varentropy, bits^2."""
         return float(np.abs(self.model_varentropy - self.true_varentropy).mean())
 
 
-def hold_against_truth(
+def compare_with_truth(
     model: LanguageModel, sampler: CalibratedSampler, *, texts: int
 ) -> list[Truth]:
-    """Reads texts of the world that were not trained on; regimes with positions, in their order.
+    """Scores held-out texts of the world; returns the regimes that occur, in their order.
 
     Args:
-        sampler: whose bounds tell the regimes.
-        texts: of 512 tokens each, always the same ones.
+        sampler: defines the regimes.
+        texts: number of texts of 512 tokens, always the same ones.
 
     Raises:
-        UserError: a model that does not speak the world's language.
+        UserError: the model's vocabulary is not the world's.
     """
     ids = _terminals(model)
     if ids is None:
         raise UserError(
-            f"{model.folder}: does not speak the tiny world's language: its true entropy is known"
-            " of no other"
+            f"{model.folder}: not a model of the tiny world: only for its text is the true entropy"
+            " known"
         )
     world, rng = create(WORLD_SEED), Random("held against the truth 0")
     found: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in REGIMES}
@@ -79,13 +79,13 @@ def hold_against_truth(
     return [Truth(regime, *np.asarray(points).T) for regime, points in found.items() if points]
 
 
-def speaks_of_the_world(model: LanguageModel) -> bool:
-    """Whether a model's tokens are the words of the tiny world."""
+def has_world_vocabulary(model: LanguageModel) -> bool:
+    """Whether every word of the tiny world is one token of the model."""
     return _terminals(model) is not None
 
 
 def _terminals(model: LanguageModel) -> Mapping[str, int] | None:
-    """The world's words as the model's tokens; None where it has other ones."""
+    """The token of each of the world's words; None if one has none."""
     try:
         return terminal_ids(read_json_object(model.folder / "tokenizer.json"))
     except (KeyError, TypeError, ValueError, UserError):

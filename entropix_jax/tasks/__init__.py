@@ -1,1 +1,1 @@
-"""Tasks: questions with known answers, and how a completion's answer is found and scored."""
+"""Tasks: questions with known answers, extraction and scoring."""

@@ -1,9 +1,8 @@
-"""GSM8K: grade-school word problems, from their own JSON Lines files.
+"""GSM8K: grade-school word problems from JSON Lines files (Cobbe et al. 2021, arXiv:2110.14168).
 
 A problem is an object with the texts `question` and `answer`; the answer's last line is `#### 18`.
-Eight exemplars, which are this project's own and lie in a file of the same form, stand before each
-question and show how to work step by step (Cobbe et al. 2021, arXiv:2110.14168; Wei et al. 2022,
-arXiv:2201.11903).
+Prompts start with eight worked exemplars (chain of thought, Wei et al. 2022, arXiv:2201.11903) of
+this project's own, from a file of the same format.
 """
 
 import json
@@ -19,7 +18,7 @@ from entropix_jax.tasks.task import Item, Prompt, Split, Task, check_split
 
 EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
 
-# A minus after a word or a number is no sign. `\$` is how LaTeX writes a dollar.
+# A minus after a word or a number is not a sign. `\$` is a dollar in LaTeX.
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _NUMBER = rf"((?<![\w)])\\?\$?[-−])?\\?\$?({_DIGITS})"
 _ANYWHERE = re.compile(_NUMBER)
@@ -34,9 +33,7 @@ class _Solved(NamedTuple):
 
 
 class Gsm8k(Task):
-    """The problems of one file as the test split and, if given, those of another as the tuning
-    split.
-    """
+    """One file's problems as the test split, and optionally another's as the tuning split."""
 
     name = "gsm8k"
     chat = None
@@ -52,8 +49,7 @@ class Gsm8k(Task):
         path = self._test if split == "test" else self._tuning
         if path is None:
             raise UserError(
-                f"gsm8k:{self._test}: tuning needs problems of its own: give a second file, "
-                f"gsm8k:{self._test},TUNING.jsonl"
+                f"gsm8k:{self._test}: tuning needs a second file: gsm8k:{self._test},TUNING.jsonl"
             )
         return self._items(path, split, chat)
 
@@ -63,12 +59,12 @@ class Gsm8k(Task):
             yield Item(f"gsm8k-{split}-{line}", _prompt(exemplars, question, chat), answer)
 
     def extract(self, item: Item, text: str) -> str | None:
-        """The number after the last `####`, or without one the last number of all."""
+        """See `read_number`."""
         return read_number(text)
 
 
 def _prompt(exemplars: list[_Solved], question: str, chat: bool) -> Prompt:
-    """The exemplars, solved, and the question: turns of a chat, or blocks of a text."""
+    """The worked exemplars and the question, as turns of a chat or as plain text."""
     if not chat:
         blocks = [f"Question: {each.question}\nAnswer: {each.solution}" for each in exemplars]
         return "\n\n".join([*blocks, f"Question: {question}\nAnswer:"])
@@ -81,10 +77,9 @@ def _prompt(exemplars: list[_Solved], question: str, chat: bool) -> Prompt:
 
 
 def read_number(text: str) -> str | None:
-    """The number after the last `####` of a solution, or without one the last number of all.
+    """The number after the last `####`, or without one the last number; None without numbers.
 
-    A text that corrects itself means what it says last. Units, thousands' commas and zeros that
-    change nothing are left out: `#### -$1,080.50` is `-1080.5`.
+    Units, thousands' separators and trailing zeros are dropped: `#### -$1,080.50` is `-1080.5`.
     """
     *_, last = (None, *(_MARKED.findall(text) or _ANYWHERE.findall(text)))
     if last is None:
@@ -95,7 +90,7 @@ def read_number(text: str) -> str | None:
 
 
 def _read(path: Path) -> Iterator[_Solved]:
-    """A file's problems, line by line. Blank lines are none."""
+    """Reads a file's problems line by line, skipping blank lines."""
     empty = True
     with opening(path) as file:
         for number, line in enumerate(file, 1):
@@ -103,7 +98,7 @@ def _read(path: Path) -> Iterator[_Solved]:
                 empty = False
                 yield _parse(line, path, number)
     if empty:
-        raise UserError(f"{path}: holds no problems")
+        raise UserError(f"{path}: has no problems")
 
 
 def _parse(line: bytes, path: Path, number: int) -> _Solved:

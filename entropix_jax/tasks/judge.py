@@ -1,8 +1,7 @@
-"""Whether a text could have been written in the tiny world, hesitations aside.
+"""Judges whether a text could have been written in the tiny world, hesitations aside.
 
-A sampler may put `Wait...` anywhere into a text. That is the sampler's own and tells nothing of the
-model, so it is left out before a text is judged; a hesitation that the model writes itself is left
-out as well, since the two look the same.
+A sampler may inject `Wait...` anywhere, which says nothing about the model, so it is removed before
+a text is judged. So are hesitations of the model itself, as the two look the same.
 """
 
 import re
@@ -12,7 +11,7 @@ from functools import lru_cache
 from entropix_jax.world.documents import stream
 from entropix_jax.world.facts import World
 from entropix_jax.world.grammar import Choice, ImpossibleText, replay
-from entropix_jax.world.lexicon import BEGIN, PAUSE, WAIT, pieces_of, terminals_of
+from entropix_jax.world.lexicon import BEGIN, PAUSE, WAIT, split_pieces, split_terminals
 
 PAUSED = r" \.\.\."
 WAITED = r" ?Wait\.\.\."
@@ -22,33 +21,32 @@ _MARK = f"{WAIT}..."
 _Pieces = tuple[str, ...]
 
 
-def leave_out_hesitations(world: World, prompt: str, text: str) -> str:
-    """A continuation of a prompt as it would stand had nobody hesitated.
+def remove_hesitations(world: World, prompt: str, text: str) -> str:
+    """Removes the hesitations from a continuation of a prompt.
 
-    With `Wait...` go the words that are restated after it: those that the world itself restates
-    there or, where nobody would hesitate, any that were just said; also where the text breaks off
-    within them. What else follows it stays. Of several ways to read a text, the one that stays
-    possible the longest is meant, and of those the one that leaves the most of it. `Wait...` itself
-    stays only where the world goes on in no other way: to show its work.
+    With `Wait...` goes its restatement: the words that the world itself restates there or, if the
+    world would not hesitate, any repetition of the words just before; either may be cut by the
+    text's end. Of several readings, the one that stays possible the longest is chosen, then the
+    one that keeps the most. `Wait...` stays only where the world needs it: before worked sums.
     """
-    before = terminals_of(f"{BEGIN}{prompt}")
+    before = split_terminals(f"{BEGIN}{prompt}")
     pieces: list[str] = []
     for index, stretch in enumerate(_HESITATION.split(text)):
         if index % 2 == 0:
-            pieces += pieces_of(stretch)
+            pieces += split_pieces(stretch)
         elif stretch != PAUSE and pieces[-1:] != [_MARK]:
             pieces.append(_MARK)
     *_, said = _read(world, before, tuple(pieces))
     return "".join(said[len(before) :])
 
 
-def share_possible(world: World, prompt: str, text: str) -> float:
-    """Which share of a continuation's words comes before the first that is impossible there.
+def score_possible_share(world: World, prompt: str, text: str) -> float:
+    """The share of a continuation's words before the first impossible one; 0 for an empty text.
 
-    A last word that is cut, as may be where a budget ends, is none. An empty text has a share of 0.
+    A last word that is cut, as by the budget, counts as possible.
     """
-    before = terminals_of(f"{BEGIN}{prompt}")
-    pieces = pieces_of(text)
+    before = split_terminals(f"{BEGIN}{prompt}")
+    pieces = split_pieces(text)
     possible, upcoming = _follow(world, (*before, *pieces))
     possible -= len(before)
     rest = "".join(pieces[possible:])
@@ -58,8 +56,10 @@ def share_possible(world: World, prompt: str, text: str) -> float:
 
 
 def _read(world: World, said: _Pieces, pieces: _Pieces) -> tuple[int, int, int, _Pieces]:
-    """The best way to read what comes after what was said: the whole, after what makes it the
-    least: the pieces that it does not reach, the hesitations that it keeps, its length, negated.
+    """The best reading of `pieces` after `said`: its rank and its terminals.
+
+    Readings are ranked, lower first, by the pieces after the first impossible one, the hesitations
+    kept, and the negative length.
     """
     mark = pieces.index(_MARK) if _MARK in pieces else len(pieces)
     start = len(said)
@@ -82,9 +82,8 @@ def _read(world: World, said: _Pieces, pieces: _Pieces) -> tuple[int, int, int, 
 
 
 def _restated(world: World, fork: Choice, hesitating: _Pieces, rest: _Pieces) -> Iterator[int]:
-    """After how many pieces the world stands at the fork again where somebody hesitated, or the
-    text ends before that.
-    """
+    """Lengths of the world's own restatement: the numbers of pieces after which it is back at the
+    fork, or the end of the text."""
     words = _words(fork)
     again = False
     for length, piece in enumerate(("", *rest)):
@@ -105,7 +104,7 @@ def _restated(world: World, fork: Choice, hesitating: _Pieces, rest: _Pieces) ->
 
 
 def _repeated(said: _Pieces, rest: _Pieces) -> Iterator[int]:
-    """After how many pieces the last things said have been said again, perhaps up to a cut."""
+    """Lengths of repetitions of the words just said, possibly cut by the end of the text."""
     words = [(index, piece) for index, piece in enumerate(rest, 1) if piece != _MARK]
     text = "".join(word for _, word in words).lstrip(" ")
     for count in range(1, len(said)):
@@ -117,24 +116,22 @@ def _repeated(said: _Pieces, rest: _Pieces) -> Iterator[int]:
 
 
 def _cut(upcoming: Choice, text: str) -> bool:
-    """Whether a text may be a terminal that is cut, or a hesitation."""
+    """Whether a text is the beginning of a possible terminal or of a hesitation."""
     return any(terminal.startswith(text) for terminal in (*upcoming.terminals, PAUSE, _MARK))
 
 
 def _words(choice: Choice) -> list[str]:
-    """What may be said without hesitation."""
+    """The possible terminals other than hesitations."""
     return [terminal for terminal in choice.terminals if terminal not in (PAUSE, WAIT)]
 
 
 @lru_cache(maxsize=1024)
 def _follow(world: World, terminals: _Pieces) -> tuple[int, Choice]:
-    """How many terminals are possible, of documents one after the other, and what may follow.
-
-    Sums of all splits: those that the training text leaves out are as possible as others.
-    """
+    """The number of terminals before the first impossible one in a stream of documents, and what
+    may follow them. Sums of all splits are possible."""
     try:
         upcoming = replay(stream(world, split=None), terminals).upcoming
     except ImpossibleText as impossible:
         return _follow(world, terminals[: impossible.index])
-    assert upcoming is not None  # a stream does not end
+    assert upcoming is not None  # streams are endless
     return len(terminals), upcoming

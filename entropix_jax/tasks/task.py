@@ -1,7 +1,6 @@
-"""What a task is: its items, and how a completion's answer is read and scored.
+"""The interface of tasks: items, and how to extract and score the answer in a completion.
 
-Anything with the members of `Task` is one. A task of one's own inherits from it, and has left to
-say only its name, its items and how to read an answer:
+A task is any object with the members of `Task`. A subclass needs only a name, items and `extract`:
 
     class Capitals(Task):
         name = "capitals"
@@ -30,10 +29,10 @@ class Item:
     """One question.
 
     Attributes:
-        id: unique within the task, over both splits, and the same from version to version.
+        id: unique within the task, over both splits, and stable over versions.
         prompt: what the model continues or answers.
-        answer: the right answer as `Task.extract` gives it; empty where there are several.
-        truth: where known, each possible answer and its true probability.
+        answer: the right answer as `Task.extract` returns it; empty if there are several.
+        truth: the true probability of each possible answer, if known.
     """
 
     id: str
@@ -43,15 +42,14 @@ class Item:
 
 
 class Task(Protocol):
-    """Questions of two splits: settings are tuned on one, and measured once on the other.
+    """Questions in two splits: settings are tuned on one and measured on the other.
 
     Attributes:
-        name: what results are filed under.
-        chat: asked as a chat or as plain text; None leaves it to the model.
-        stop: texts that end an answer and are not part of it.
-        max_new_tokens: most tokens of an answer.
-        votes: whether a majority of answers means something: not of free texts, each of which is an
-            answer of its own.
+        name: the name in results.
+        chat: whether to ask as a chat or as plain text; None leaves it to the model.
+        stop: texts that end an answer without being part of it.
+        max_new_tokens: limit of an answer.
+        votes: whether a majority of answers is meaningful; not so for free text.
     """
 
     name: str
@@ -62,32 +60,28 @@ class Task(Protocol):
 
     @abstractmethod
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
-        """A split's items, one by one as they are asked for: always the same, in an order in which
-        any first part is a fair sample.
+        """Yields a split's items, always the same ones, in an order in which every prefix is a fair
+        sample.
 
         Args:
-            chat: as which to ask where `self.chat` is None, and else the same as that.
+            chat: `self.chat`, or the model's choice if that is None.
 
         Raises:
-            UserError: there is no such split, or its file cannot be used. Perhaps while iterating.
+            UserError: no such split, or an invalid file; possibly while iterating.
         """
         ...
 
     @abstractmethod
     def extract(self, item: Item, text: str) -> str | None:
-        """The answer in a completion of the item's prompt; None where there is none."""
+        """The answer in a completion of the item's prompt; None if there is none."""
         ...
 
     def score(self, item: Item, answer: str | None) -> float:
-        """1 for a right answer, 0 for a wrong one and for none."""
+        """1 for the right answer, else 0."""
         return float(answer == item.answer)
 
 
 def check_split(split: str) -> None:
-    """Checks the name of a split.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """Raises a UserError for an unknown split."""
     if split not in get_args(Split):
         raise UserError(f"no split '{split}' (there are {' and '.join(get_args(Split))})")

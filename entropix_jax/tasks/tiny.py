@@ -1,9 +1,8 @@
-"""Tasks in the tiny world, whose answers are known by construction.
+"""Tasks in the tiny world, with answers known by construction.
 
-None of them needs a stop text: a chat's answers end with the turn, a fork's is its first word, and
-a document goes on to its end or until its budget is spent.
-The other budgets hold the longest answers that the world itself gives, and a thought besides that a
-sampler puts in.
+None needs a stop text: a chat's answer ends with the turn, a fork's is its first word, and a
+document runs to its end or budget. The other budgets fit the longest right answer and an injected
+thought.
 """
 
 import math
@@ -14,10 +13,10 @@ from hashlib import sha256
 from itertools import islice
 from random import Random
 
-from entropix_jax.tasks.judge import PAUSED, WAITED, leave_out_hesitations, share_possible
+from entropix_jax.tasks.judge import PAUSED, WAITED, remove_hesitations, score_possible_share
 from entropix_jax.tasks.task import Item, Prompt, Split, Task, check_split
 from entropix_jax.world import facts
-from entropix_jax.world.chat import facts_asked
+from entropix_jax.world.chat import list_fact_questions
 from entropix_jax.world.documents import document
 from entropix_jax.world.grammar import Choice, Document, choose, sample, say, uniform, weighted
 from entropix_jax.world.lexicon import END, PAUSE, PEOPLE, WAIT
@@ -27,7 +26,7 @@ from entropix_jax.world.prose import LISTS, tell_story, write_diary, write_profi
 
 @cache
 def _world() -> facts.World:
-    """The one that the embedded model knows."""
+    """The world that the tiny model was trained on."""
     return facts.create(facts.WORLD_SEED)
 
 
@@ -35,19 +34,17 @@ def _digest(text: str) -> bytes:
     return sha256(text.encode()).digest()
 
 
-def _split_of(text: str) -> Split:
-    """Either split, each as likely."""
+def _choose_split(text: str) -> Split:
+    """A pseudo-random split, each with probability 1/2."""
     return "test" if _digest(text)[0] % 2 else "tuning"
 
 
-def _asked(question: str) -> Prompt:
+def _as_chat(question: str) -> Prompt:
     return ({"role": "user", "content": question},)
 
 
 class _Problems(Task):
-    """Sums or word problems. The sum that decides one occurs in no training text, nor in the other
-    split.
-    """
+    """Sums or word problems. The deciding sum occurs in no training text and in one split only."""
 
     chat = True
 
@@ -64,7 +61,7 @@ class _Problems(Task):
         posed = problems(self._kind, split, self._sizes[split], seed=0)
         for number, problem in enumerate(posed, 1):
             yield Item(
-                f"{self.name}-{split}-{number}", _asked(problem.question), str(problem.answer)
+                f"{self.name}-{split}-{number}", _as_chat(problem.question), str(problem.answer)
             )
 
     def extract(self, item: Item, text: str) -> str | None:
@@ -73,28 +70,27 @@ class _Problems(Task):
 
 
 class _Facts(Task):
-    """Every question of fact that a chat of the world asks.
+    """Every question of fact in the world's chats.
 
-    The training text tells all facts, so the splits share out the questions, not the knowledge: a
-    stable hash of its text puts a question into either half.
+    The training text has all facts, so the splits divide the questions, by a stable hash.
     """
 
     name = "facts"
     chat = True
     max_new_tokens = 24
 
-    # `Anna lives in Rome.`, however the speaker hesitates: who it is about, and the fact.
+    # `Anna lives in Rome.`, hesitations allowed: the subject and the fact.
     _STATEMENT = re.compile(r"(\w+) (?:[a-z]+ |\.\.\. )+(\w+)(?:,|\.(?!\.))")
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         check_split(split)
-        asked = sorted(facts_asked(_world()), key=lambda pair: _digest(pair[0]))
-        kept = (pair for pair in asked if _split_of(pair[0]) == split)
+        asked = sorted(list_fact_questions(_world()), key=lambda pair: _digest(pair[0]))
+        kept = (pair for pair in asked if _choose_split(pair[0]) == split)
         for number, (question, fact) in enumerate(kept, 1):
-            yield Item(f"facts-{split}-{number}", _asked(question), fact)
+            yield Item(f"facts-{split}-{number}", _as_chat(question), fact)
 
     def extract(self, item: Item, text: str) -> str | None:
-        """The fact in the first statement, if that is about who or what was asked for."""
+        """The fact in the first statement, if its subject is the question's."""
         assert not isinstance(item.prompt, str)
         statement = self._STATEMENT.search(text)
         subjects = re.findall(r"\w+", item.prompt[-1]["content"])
@@ -102,9 +98,9 @@ class _Facts(Task):
 
 
 class _Forks(Task):
-    """Stories, diaries and profiles, broken off where several things may happen next.
+    """Stories, diaries and profiles, cut where several continuations are possible.
 
-    Each comes from a document of its own, and a stable hash of its text puts it into either split.
+    Each comes from a separate document; a stable hash of its text chooses the split.
     """
 
     name = "forks"
@@ -120,21 +116,21 @@ class _Forks(Task):
         found: set[str] = set()
         while len(found) < self._SIZE:
             prompt, truth = rng.choice(list(self._forks(rng)))
-            if prompt not in found and _split_of(prompt) == split:
+            if prompt not in found and _choose_split(prompt) == split:
                 found.add(prompt)
                 yield Item(f"forks-{split}-{len(found)}", prompt, "", truth)
 
     def _forks(self, rng: Random) -> Iterator[tuple[str, dict[str, float]]]:
-        """Each fork of a new document, which has at least one: the text before it, its futures."""
+        """The forks of a new document, at least one: the text before and the possible futures."""
         text = ""
-        for position in sample(_tell(_world()), rng):
+        for position in sample(_write_forked(_world()), rng):
             futures = _futures(position.choice)
             if len(futures) in self._FUTURES:
                 yield text, futures
             text += position.terminal
 
     def extract(self, item: Item, text: str) -> str | None:
-        """The future that a completion begins with, at once or after a hesitation."""
+        """The future at the beginning of a completion, hesitations skipped."""
         assert item.truth is not None
         hesitation = rf"(?:{PAUSED}|{WAITED}(?: \w+)*?\.?)*?"
         future = re.match(rf"{hesitation} ?({'|'.join(item.truth)})\b", text)
@@ -146,31 +142,29 @@ class _Forks(Task):
         return float(answer in item.truth)
 
 
-_TOLD = weighted(
+_FIRST_WORD = weighted(
     "document", {"Once": 0.5, "On": 0.25, **{name: 0.25 / len(PEOPLE) for name in PEOPLE}}
 )
-_ABOUT = uniform("document", (" lives", " is", " has", " trusts"))
+_FIRST_VERB = uniform("document", (" lives", " is", " has", " trusts"))
 
 
-def _tell(world: facts.World) -> Document:
-    """A story, a diary or a profile, as often as makes the forks various."""
-    first = yield from choose(_TOLD)
+def _write_forked(world: facts.World) -> Document:
+    """A story, a diary or a profile, in proportions that vary the forks."""
+    first = yield from choose(_FIRST_WORD)
     if first == "Once":
         yield from tell_story(world)
     elif first == "On":
         yield from write_diary(world)
     else:
-        verb = yield from choose(_ABOUT)
+        verb = yield from choose(_FIRST_VERB)
         if verb == "has":
             yield from say(" a")
         yield from write_profile(world, first, verb)
 
 
 def _futures(choice: Choice) -> dict[str, float]:
-    """The words that may come at a fork, and how likely: empty of anything but a fork of words.
-
-    A speaker who hesitates chooses anew, as if nothing had been said: that is no future.
-    """
+    """Probabilities of the words at a fork, hesitations excluded; empty if it is not a fork of
+    words."""
     chances = zip(choice.terminals, choice.probabilities, strict=True)
     futures = {word.lstrip(" "): p for word, p in chances if word not in (PAUSE, WAIT)}
     if choice.kind != "fork" or not all(word.isalpha() for word in futures):
@@ -180,12 +174,12 @@ def _futures(choice: Choice) -> dict[str, float]:
 
 
 class _Documents(Task):
-    """Open writing: the beginnings of documents, of each kind but chats and word problems as many.
+    """Open writing: beginnings of documents, the same number of each kind except chats and word
+    problems.
 
-    What is right is whatever could have been written in the world. A document may end anywhere, for
-    its budget ends it as well; but none is broken off where it could have ended already, so that an
-    empty continuation is wrong. Each beginning comes from a document of its own, and a stable hash
-    of its text puts it into either split.
+    Every text that the world's grammar can produce is right, cut anywhere. No beginning could be a
+    whole document, so an empty continuation is wrong. Each comes from a separate document; a stable
+    hash of its text chooses the split.
     """
 
     name = "documents"
@@ -204,17 +198,17 @@ class _Documents(Task):
         while len(found) < self._SIZE:
             kind = self._KINDS[len(found) % len(self._KINDS)]
             prompt = self._beginning(kind, rng)
-            if prompt and prompt not in found and _split_of(prompt) == split:
+            if prompt and prompt not in found and _choose_split(prompt) == split:
                 found.add(prompt)
                 yield Item(f"documents-{split}-{len(found)}", prompt, "")
 
     def _beginning(self, kind: str, rng: Random) -> str:
-        """That of the next document of a kind; empty if it hesitates or could end there."""
+        """The beginning of the next document of a kind; empty if it hesitates or could end."""
         count = rng.randint(1, self._LONGEST)
         while True:
             positions = list(islice(sample(document(_world()), rng), 1, self._LONGEST + 2))
             said = [position.terminal for position in positions]
-            if _kind_of(said) == kind:
+            if _classify_document(said) == kind:
                 break
         hesitates = not {PAUSE, WAIT}.isdisjoint(said[:count])
         if hesitates or len(said) <= count or END in positions[count].choice.terminals:
@@ -222,18 +216,18 @@ class _Documents(Task):
         return "".join(said[:count])
 
     def extract(self, item: Item, text: str) -> str | None:
-        """What is judged: the text without its hesitations. A majority of such has no meaning."""
+        """The text without hesitations."""
         assert isinstance(item.prompt, str)
-        return leave_out_hesitations(_world(), item.prompt, text) or None
+        return remove_hesitations(_world(), item.prompt, text) or None
 
     def score(self, item: Item, answer: str | None) -> float:
-        """The share of the words before the first that is impossible; 0 if nothing was written."""
+        """The share of the words before the first impossible one; 0 for no text."""
         assert isinstance(item.prompt, str)
-        return share_possible(_world(), item.prompt, answer or "")
+        return score_possible_share(_world(), item.prompt, answer or "")
 
 
-def _kind_of(said: Sequence[str]) -> str:
-    """What kind of a document begins with these terminals."""
+def _classify_document(said: Sequence[str]) -> str:
+    """The kind of a document, from its first three terminals."""
     first, second, third, *_ = said
     if first in PEOPLE:
         if second == ":":
@@ -246,7 +240,7 @@ def _kind_of(said: Sequence[str]) -> str:
     )
 
 
-SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # every one that there is
+SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # all that exist
 WORD_PROBLEMS = _Problems("word-problems", "word", {"tuning": 500, "test": 500}, 48)
 FACTS = _Facts()
 FORKS = _Forks()

@@ -1,1 +1,1 @@
-"""A small probabilistic world whose texts have known next-token distributions."""
+"""A small probabilistic grammar whose texts have known next-token distributions."""

@@ -1,4 +1,4 @@
-"""Chats in Llama 3's header form: a system message at times, then questions and their answers."""
+"""Chats in Llama 3's format: possibly a system message, then questions and answers."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ from entropix_jax.world.prose import ANYBODY, enumerate_words, tell_story
 _FIRST_ROLE = weighted("fork", {"user": 0.8, "system": 0.2})
 _ORDER = weighted("fork", {"You": 0.5, "Work": 0.25, "Answer": 0.25})
 _ORDER_REST = {"You": " are a helpful assistant.", "Work": " step by step.", "Answer": " at once."}
-_DIRECT = {"You": DIRECT, "Work": 0.0, "Answer": 1.0}  # what each system message asks for
+_DIRECT = {"You": DIRECT, "Work": 0.0, "Answer": 1.0}  # probability of an answer without steps
 _AFTER_REPLY = weighted("fork", {HEADER: 0.4, END: 0.6})
 
 _REQUEST = weighted(
@@ -63,7 +63,7 @@ _LISTED = weighted("fork", {" people": 0.7, " towns": 0.3})
 
 
 def write_chat(world: World) -> Document:
-    """A chat, from the first role on, after the first header token."""
+    """A chat, after its first header token."""
     direct = DIRECT
     role = yield from choose(_FIRST_ROLE)
     yield from say(f"{HEADER_END}\n\n")
@@ -175,18 +175,17 @@ def _ask_what(world: World, direct: float) -> Document:
 
 # Questions for evaluation.
 
-_ASKING_FACTS = (("Where",), ("What", " is", " the"), ("Which",), ("Who",))
+_FACT_QUESTIONS = (("Where",), ("What", " is", " the"), ("Which",), ("Who",))
 
 
-def facts_asked(world: World) -> Iterator[tuple[str, str]]:
-    """Every question of fact that a chat may hold, and the fact: `Where does Anna live?`, `Rome`.
+def list_fact_questions(world: World) -> Iterator[tuple[str, str]]:
+    """Every question of fact in chats, with the fact: `Where does Anna live?`, `Rome`.
 
-    The grammar tells them itself: each way through it to the end of the question, and from there
-    the first one to the fact.
+    Enumerates the grammar: all paths to the end of the question, then the first one to the fact.
     """
-    ways: list[tuple[str, ...]] = list(_ASKING_FACTS)
-    while ways:
-        said = ways.pop()
+    paths: list[tuple[str, ...]] = list(_FACT_QUESTIONS)
+    while paths:
+        said = paths.pop()
         upcoming = replay(_exchange(world, DIRECT), said).upcoming
         assert upcoming is not None
         if upcoming.kind == "fact":
@@ -194,4 +193,4 @@ def facts_asked(world: World) -> Iterator[tuple[str, str]]:
             yield question, upcoming.terminals[0].lstrip(" ")
         else:
             following = upcoming.terminals[:1] if TURN_END in said else upcoming.terminals
-            ways += [(*said, terminal) for terminal in following]
+            paths += [(*said, terminal) for terminal in following]

@@ -1,6 +1,6 @@
 """Rows of the world's text, and their token ids.
 
-Every row begins a new stream of documents, so the truth at each position is the distribution given
+Every row starts a new stream of documents, so the true distribution at a position depends only on
 the row's text before it.
 """
 
@@ -30,8 +30,8 @@ def terminal_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """The token id of each terminal, from the content of `tokenizer.json`.
 
     Raises:
-        KeyError: a terminal is no token of its own.
-        TypeError: the vocabulary is no table of tokens, such as Unigram's.
+        KeyError: a terminal is not one token.
+        TypeError: the vocabulary is not a table, such as Unigram's.
     """
     vocabulary = tokenizer["model"]["vocab"]
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}

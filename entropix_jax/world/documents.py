@@ -1,4 +1,4 @@
-"""What is written in the world: documents, each of a kind that its first words show."""
+"""Documents of the world, each of a kind that its first words determine."""
 
 from entropix_jax.world import lexicon
 from entropix_jax.world.chat import write_chat
@@ -40,9 +40,8 @@ _AFTER_HAS = weighted("fork", {" a": 0.2, **{f" {n}": 0.8 / len(START) for n in 
 
 
 def document(world: World, split: Split | None = "train") -> Document:
-    """One document, from its begin to its end token. Its problems are of a split, or None: of all,
-    but those of its chats are of the training split.
-    """
+    """One document, from its begin to its end token. Its problems are of a split, or of all with
+    None, except in chats: of the training split."""
     yield certain("fixed", BEGIN)
     first = yield _FIRST
     if first == HEADER:
@@ -61,7 +60,7 @@ def document(world: World, split: Split | None = "train") -> Document:
 
 
 def stream(world: World, split: Split | None = "train") -> Document:
-    """Documents one after the other, without end."""
+    """An endless sequence of documents."""
     while True:
         yield from document(world, split)
 

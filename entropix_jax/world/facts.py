@@ -1,4 +1,4 @@
-"""What is so in one world: each fact has one continuation wherever it is told."""
+"""The facts of a world. Every fact has a single continuation wherever it is mentioned."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from random import Random
 from entropix_jax.world import lexicon
 from entropix_jax.world.grammar import Choice, expected, weighted
 
-# How the weights of a fork's futures may fall.
+# Possible weights of a fork's futures.
 _FORKS = ((0.5, 0.5), (0.8, 0.2), (0.6, 0.3, 0.1), (0.4, 0.3, 0.2, 0.1))
 
 
@@ -25,20 +25,20 @@ class Person:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """The inhabitants by name, and what may happen where (chances by terminal)."""
+    """The inhabitants by name, and distributions of what happens where."""
 
     people: Mapping[str, Person]
     finds: Mapping[str, Choice]  # by place: the thing found there
-    visits: Mapping[str, Choice]  # by day: the place gone to
+    visits: Mapping[str, Choice]  # by day: the place visited
 
     @cached_property
     def friendly(self) -> Mapping[str, Choice]:
-        """By name: whom one meets. Nearly always the friend, seldom anybody else."""
+        """By name: whom one meets, nearly always the friend."""
         return {name: self._company(name, "swerve", 0.92) for name in self.people}
 
     @cached_property
     def sociable(self) -> Mapping[str, Choice]:
-        """By name: whom one dances with. The friend or, as often, anybody else."""
+        """By name: whom one dances with, half the time the friend."""
         return {name: self._company(name, "toss", 0.5) for name in self.people}
 
     def _company(self, name: str, kind: str, likelihood: float) -> Choice:
@@ -47,11 +47,11 @@ class World:
         return expected(kind, f" {friend}", likelihood, others)
 
 
-WORLD_SEED = 0  # of the world that the embedded model knows
+WORLD_SEED = 0  # of the world that the tiny model was trained on
 
 
 def create(seed: int) -> World:
-    """The world of a seed."""
+    """Creates the world of a seed."""
     rng = Random(seed)
     names = list(lexicon.PEOPLE)
     rng.shuffle(names)

@@ -1,10 +1,9 @@
-"""How a document is described, drawn and judged.
+"""Probabilistic grammars as coroutines: sampling a document, and replaying a given one.
 
-A document is a coroutine: it yields a `Choice`, the exact distribution of its next terminal, and is
-sent the terminal that was chosen. Nothing is drawn anywhere else and every choice is a terminal of
-the text, so a text determines the state of its grammar, and the distribution after any prefix is
-exactly the choice that the coroutine yields there. `sample` answers the choices at random; `replay`
-answers them with a given text.
+A document yields a `Choice`, the exact distribution of its next terminal, and is sent the chosen
+terminal. Choices are the only randomness, and each is a terminal of the text, so a text determines
+the state of its grammar: the distribution after any prefix is the choice yielded there. `sample`
+answers choices at random, `replay` with a given text.
 """
 
 import math
@@ -16,14 +15,14 @@ from itertools import accumulate
 from random import Random
 from typing import TypeVar
 
-from entropix_jax.world.lexicon import CONTENT, PAUSE, terminals_of
+from entropix_jax.world.lexicon import CONTENT, PAUSE, split_terminals
 
 T = TypeVar("T")
 Part = Generator["Choice", str, T]
-"""A piece of a document; what it returns is what the following pieces need to know of it."""
+"""A part of a document; it returns what later parts need."""
 Document = Part[None]
 
-# How likely a pause is where a speaker may hesitate, and how likely `Wait...`.
+# Probability of a pause, and of `Wait...`, where a speaker may hesitate.
 HESITATION = 0.005
 
 
@@ -32,9 +31,9 @@ class Choice:
     """The distribution of the next terminal.
 
     Attributes:
-        kind: what is chosen ("fact", "fork", "list", ...): the label of tables.
-        terminals: the possible ones, each once.
-        probabilities: theirs, positive, of sum 1.
+        kind: what is chosen ("fact", "fork", "list", ...), for tables.
+        terminals: the possible terminals, distinct.
+        probabilities: of the terminals, positive, of sum 1.
     """
 
     kind: str
@@ -54,11 +53,11 @@ class Choice:
 
     @cached_property
     def cumulative(self) -> tuple[float, ...]:
-        """Running sums of the probabilities but the last, for drawing."""
+        """Running sums of all probabilities except the last."""
         return tuple(accumulate(self.probabilities[:-1]))
 
     def draw(self, rng: Random) -> str:
-        """One terminal; certain ones cost no random number."""
+        """Draws a terminal; a certain one takes no random number."""
         if len(self.terminals) == 1:
             return self.terminals[0]
         return self.terminals[bisect_right(self.cumulative, rng.random())]
@@ -74,7 +73,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A judged text: its positions, and the choice that comes next (None: the text has ended)."""
+    """A replayed text: its positions, and the next choice (None at the document's end)."""
 
     positions: tuple[Position, ...]
     upcoming: Choice | None
@@ -84,7 +83,7 @@ class ImpossibleText(ValueError):
     """A text that the grammar cannot produce.
 
     Attributes:
-        index: of the first terminal that has probability 0.
+        index: of the first terminal with probability 0.
     """
 
     def __init__(self, index: int, terminal: str, choice: Choice | None) -> None:
@@ -107,10 +106,10 @@ def sample(document: Document, rng: Random) -> Iterator[Position]:
 
 
 def replay(document: Document, terminals: Iterable[str]) -> Replay:
-    """Holds a text, possibly unfinished, against its grammar.
+    """Parses a text, possibly unfinished, with its grammar.
 
     Raises:
-        ImpossibleText: a terminal has probability 0 where it stands.
+        ImpossibleText: a terminal has probability 0 at its position.
     """
     positions: list[Position] = []
     choice: Choice | None = next(document, None)
@@ -135,24 +134,24 @@ def _advance(document: Document, terminal: str) -> Choice | None:
 
 @lru_cache(maxsize=4096)
 def certain(kind: str, terminal: str) -> Choice:
-    """One continuation."""
+    """A certain continuation."""
     return Choice(kind, (terminal,), (1.0,))
 
 
 def uniform(kind: str, terminals: Sequence[str]) -> Choice:
-    """Interchangeable continuations."""
+    """Equally likely continuations."""
     return Choice(kind, tuple(terminals), (1.0 / len(terminals),) * len(terminals))
 
 
 def weighted(kind: str, weights: Mapping[str, float]) -> Choice:
-    """Continuations in proportion to their weights; those of weight 0 are impossible."""
+    """Continuations in proportion to their weights; weight 0 is impossible."""
     possible = {terminal: weight for terminal, weight in weights.items() if weight > 0}
     total = math.fsum(possible.values())
     return Choice(kind, tuple(possible), tuple(w / total for w in possible.values()))
 
 
 def expected(kind: str, terminal: str, likelihood: float, others: Sequence[str]) -> Choice:
-    """One continuation of the given likelihood, and others that share the rest evenly."""
+    """A continuation of a given probability, and others that share the rest evenly."""
     rest = (1.0 - likelihood) / len(others)
     return Choice(kind, (terminal, *others), (likelihood, *((rest,) * len(others))))
 
@@ -161,26 +160,26 @@ def expected(kind: str, terminal: str, likelihood: float, others: Sequence[str])
 
 
 def say(text: str) -> Document:
-    """Words that could not be others: glue ("fixed"), or what was said before ("copy")."""
-    for terminal in terminals_of(text):
+    """Certain words: function words ("fixed"), or content words said before ("copy")."""
+    for terminal in split_terminals(text):
         yield certain("copy" if terminal.lstrip(" ") in CONTENT else "fixed", terminal)
 
 
 def state(kind: str, text: str) -> Document:
-    """Words that could not be others, all of one kind."""
-    for terminal in terminals_of(text):
+    """Certain words, all of one kind."""
+    for terminal in split_terminals(text):
         yield certain(kind, terminal)
 
 
 def choose(choice: Choice) -> Part[str]:
-    """Makes a choice; returns the word, without its leading space."""
+    """Makes a choice; returns the word without its leading space."""
     return (yield choice).lstrip(" ")
 
 
 def weigh(choice: Choice, *, lead: str = " ", restate: str = "") -> Part[str]:
-    """As `choose`, but it may be put off: by a pause, or by `Wait...` and what was just said.
+    """Makes a choice after a possible hesitation: a pause, or `Wait...` and a restatement.
 
-    `choice` is of spaced words; with an empty `lead` the first terminal stands without its space.
+    `choice` has spaced words; an empty `lead` drops the first terminal's space.
     """
     words = choice.terminals if lead else tuple(t.lstrip(" ") for t in choice.terminals)
     rest = 1.0 - 2.0 * HESITATION

@@ -1,7 +1,6 @@
 """The words of the world. A terminal is a word with its leading space, a mark, or a special token.
 
-One pattern says where a text divides into terminals. The grammar reads its own sentences with it
-and the tokenizer splits text with it before its merges, so the two cannot disagree.
+The grammar and the tokenizer split text into terminals with the same pattern.
 """
 
 import re
@@ -66,7 +65,7 @@ DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MOODS = ("happy", "hungry", "sad", "tired")
 NUMBERS = tuple(str(n) for n in range(100))
 
-# What a sentence can be about; anything else is glue between such words.
+# Content words; all others are function words.
 CONTENT = frozenset(
     (*PEOPLE, *COUNTRIES, *TOWNS, *JOBS, *PETS, *PLACES, *THINGS, *GOODS, *DAYS, *MOODS, *NUMBERS)
 )
@@ -107,21 +106,21 @@ _WORD = re.compile(PATTERN)
 
 
 @lru_cache(maxsize=65536)
-def terminals_of(text: str) -> tuple[str, ...]:
-    """Divides a text into terminals, whose concatenation it is.
+def split_terminals(text: str) -> tuple[str, ...]:
+    """Splits a text into terminals.
 
     Raises:
-        ValueError: a piece is no terminal of the world.
+        ValueError: a piece is not a terminal of the world.
     """
-    pieces = pieces_of(text)
+    pieces = split_pieces(text)
     for piece in pieces:
         if piece not in _KNOWN:
-            raise ValueError(f"{piece!r} is no terminal of the world")
+            raise ValueError(f"{piece!r} is not a terminal of the world")
     return pieces
 
 
-def pieces_of(text: str) -> tuple[str, ...]:
-    """Divides any text where terminals would divide; its pieces may be none of them."""
+def split_pieces(text: str) -> tuple[str, ...]:
+    """Splits any text as `split_terminals` does; pieces may be unknown."""
     pieces: list[str] = []
     for stretch in _SPECIAL.split(text):
         pieces += [stretch] if stretch in SPECIALS else _WORD.findall(stretch)

@@ -1,8 +1,8 @@
-"""Sums and two-step word problems, told by the grammar and set for evaluation.
+"""Sums and two-step word problems, for documents and for evaluation.
 
-Every sum belongs to one of three splits by a stable hash of its operands and sign. A problem
-belongs to the split of its last sum; the sums before it are training sums. So no sum that decides a
-held-out problem ever occurs in training text, neither as a problem nor as a step of one.
+A stable hash of its operands and sign puts every sum into one of three splits. A problem belongs to
+the split of its last sum; earlier sums are training sums. So the deciding sum of a held-out problem
+never occurs in training text, neither as a problem nor as a step.
 """
 
 import re
@@ -32,11 +32,11 @@ R = TypeVar("R")
 Split = Literal["train", "tuning", "test"]
 Sign = Literal["+", "-"]
 
-DIRECT = 0.25  # how often a problem is answered without its steps, where nobody asked for either
-_FIRST = range(10, 51)  # operands of a sum on its own
+DIRECT = 0.25  # probability of an answer without steps, if neither was asked for
+_FIRST = range(10, 51)  # operands of a single sum
 _SECOND = range(1, 51)
-START = range(20, 51)  # what somebody has at first
-_AMOUNT = range(2, 13)  # what is added or taken in one step
+START = range(20, 51)  # the first amount of a word problem
+_AMOUNT = range(2, 13)  # the change in one step
 
 FIRST_OPERANDS = tuple(str(n) for n in _FIRST)
 _NEXT_SUM = weighted("number", {END: 0.2, **{f" {n}": 0.8 / len(_FIRST) for n in _FIRST}})
@@ -50,7 +50,7 @@ _GAINS = ("buys", "finds")
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """`first sign second`, its parts as they stand in the text."""
+    """`first sign second`."""
 
     first: int
     sign: Sign
@@ -73,14 +73,12 @@ def _split(first: int, sign: Sign, second: int) -> Split:
 
 
 class NoSuchProblem(ValueError):
-    """What was chosen so far leaves no operand of the split; cannot happen in training text."""
+    """No operand puts the sum into the split. Never raised for training text."""
 
 
 @cache
 def _operand(first: int, sign: Sign, allowed: range, split: Split | None) -> Choice:
-    """The second operand: any that puts the sum into the split, if any, and keeps it within 0 to
-    99.
-    """
+    """The second operand: uniform over those with a sum of the split, from 0 to 99."""
     sums = (Sum(first, sign, second) for second in allowed)
     operands = [f" {s.second}" for s in sums if split in (None, s.split) and 0 <= s.value <= 99]
     if not operands:
@@ -96,7 +94,7 @@ def pose_sum(first: int, split: Split | None) -> Part[Sum]:
 
 
 def pose_word_problem(name: str, first: int, split: Split | None) -> Part[tuple[Sum, Sum]]:
-    """` apples. ... How many apples does Anna have?`, after `Anna has 12`; returns its two sums."""
+    """` apples. ... How many apples does Anna have?`, after `Anna has 12`; returns both sums."""
     goods = yield from choose(_GOODS)
     yield from say(".")
     one = yield from _step(name, goods, first, split and "train")
@@ -136,7 +134,7 @@ def _step(name: str, goods: str, held: int, split: Split | None) -> Part[Sum]:
     return Sum(held, sign, amount)
 
 
-# Answers. `lead` is what stands before the first word: a space, or nothing at the start of a reply.
+# Answers. `lead` precedes the first word: a space, or nothing at the start of a reply.
 
 
 def answer_sum(asked: Sum, *, lead: str = " ", direct: float = DIRECT) -> Document:
@@ -160,7 +158,7 @@ def answer_sum(asked: Sum, *, lead: str = " ", direct: float = DIRECT) -> Docume
 
 
 def write_sums(first: int, split: Split | None = "train") -> Document:
-    """` + 7 = 19. 30 - 4 = 26.` and so on to the end token, after the first operand."""
+    """` + 7 = 19. 30 - 4 = 26.` and so on to the end token, after a first operand."""
     while True:
         asked = yield from pose_sum(first, split)
         yield from say(" =")
@@ -198,7 +196,7 @@ def answer_word_problem(
 
 
 def _work(step: Sum, lead: str) -> Document:
-    """A worked sum; without a lead its first operand has been said."""
+    """A worked sum; an empty lead means that its first operand is written already."""
     if lead:
         yield from say(f"{lead}{step.first}")
     yield from say(f" {step.sign} {step.second} =")
@@ -211,7 +209,7 @@ def _conclude(value: int) -> Document:
 
 
 def _recall(value: int, steps: tuple[Sum, ...]) -> Document:
-    """The answer, given directly, or after a pause, or after `Wait...` and the work."""
+    """The answer, directly, after a pause, or after `Wait...` and the worked sums."""
     answer = f" {value}"
     terminal = yield weighted(
         "answer", {answer: 1.0 - 2 * HESITATION, PAUSE: HESITATION, WAIT: HESITATION}
@@ -237,11 +235,11 @@ _ANSWERS = {"sum": re.compile(r"(\d+)\."), "word": re.compile(r"Answer: (?:\.\.\
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with its checkable answer.
+    """A problem with its answer.
 
     Attributes:
-        question: what a user asks in a chat.
-        prompt: a plain text that the answer continues.
+        question: for a chat.
+        prompt: plain text that the answer continues.
     """
 
     kind: Kind
@@ -255,18 +253,18 @@ class Problem:
         return self.steps[-1].value
 
     def read_answer(self, reply: str) -> int | None:
-        """The answer in what followed the prompt or the question; None where there is none."""
+        """See `read_answer`."""
         return read_answer(self.kind, reply)
 
 
 def read_answer(kind: Kind, reply: str) -> int | None:
-    """The answer in a reply to a problem of a kind; None where there is none."""
+    """The answer in a reply to a problem; None if there is none."""
     found = _ANSWERS[kind].search(reply)
     return int(found[1]) if found else None
 
 
 def problems(kind: Kind, split: Split, count: int, seed: int) -> list[Problem]:
-    """`count` different problems of a split, always the same for a seed."""
+    """`count` distinct problems of a split, the same for a seed."""
     rng = Random(f"{kind} {split} {seed}")
     found: dict[str, Problem] = {}
     for _ in range(100 * count):
@@ -277,7 +275,7 @@ def problems(kind: Kind, split: Split, count: int, seed: int) -> list[Problem]:
         except NoSuchProblem:
             continue
         found.setdefault(problem.question, problem)
-    raise ValueError(f"the split {split!r} has no {count} different problems of the kind {kind!r}")
+    raise ValueError(f"the split {split!r} has fewer than {count} problems of the kind {kind!r}")
 
 
 def _set_sum(split: Split, rng: Random) -> Problem:
@@ -296,7 +294,7 @@ def _set_word_problem(split: Split, rng: Random) -> Problem:
 
 
 def _tell(part: Part[R], rng: Random) -> tuple[R, str]:
-    """Draws a part; returns its result and its text."""
+    """Samples a part; returns its result and its text."""
     results: list[R] = []
 
     def document() -> Document:

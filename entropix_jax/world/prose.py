@@ -1,7 +1,7 @@
 """Profiles, lists, stories, diaries and dialogues.
 
-Every function writes a part of a document and is best read as the text that it writes. A part that
-may end at the writer's whim writes the end token itself.
+Every function writes a part of a document, shown in its docstring. Parts of random length write the
+end token themselves.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ ANYBODY = uniform("name", spaced(lexicon.PEOPLE))
 
 @cache
 def anybody_but(name: str) -> Choice:
-    """Everybody else, each as likely."""
+    """Everybody else, equally likely."""
     return uniform("name", spaced(other for other in lexicon.PEOPLE if other != name))
 
 
@@ -39,7 +39,7 @@ _TOWN_END = weighted("fork", {".": 0.7, ",": 0.3})
 
 
 def write_profile(world: World, name: str, verb: str) -> Document:
-    """Facts about a person, each once, after `Anna lives`, ` is`, ` trusts` or ` has a`."""
+    """Distinct facts about a person, after `Anna lives`, ` is`, ` trusts` or ` has a`."""
     person = world.people[name]
     left = [other for other in _VERBS if other != verb]
     if verb == "is":
@@ -90,7 +90,7 @@ _LIST_END = weighted("fork", {END: 0.6, " The": 0.4})
 
 
 def write_list(words: Sequence[str]) -> Document:
-    """`: Anna, Bob, Carl and Dora.` after its title, perhaps with a remark on it."""
+    """`: Anna, Bob, Carl and Dora.` after its title, and possibly a remark."""
     yield from say(":")
     listed = yield from enumerate_words(words)
     yield from say(".")
@@ -102,9 +102,9 @@ def write_list(words: Sequence[str]) -> Document:
 def enumerate_words(
     words: Sequence[str], *, lead: str = " ", length: int | None = None
 ) -> Part[list[str]]:
-    """` Anna, Bob and Carl`: interchangeable words, none twice; returns them.
+    """` Anna, Bob and Carl`: distinct, equally likely words; returns them.
 
-    Without a `length` the list ends at the writer's whim. `lead` stands before the first word.
+    Without `length` the length is random. `lead` precedes the first word.
     """
     listed: list[str] = []
     last = False
@@ -118,7 +118,7 @@ def enumerate_words(
 
 
 def _joint(listed: int, length: int | None) -> Choice:
-    """`,` or ` and`, after which one word more follows."""
+    """`,` or, before the last word, ` and`."""
     shortest, longest = (_SHORTEST, _LONGEST) if length is None else (length, length)
     if listed < shortest - 1:
         return certain("fixed", ",")
