@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 from entropix_jax.version import __version__ as __version__
 
 _MODULES = {
-    "Engine": "engine",
-    "Event": "results",
-    "Recording": "decode_state",
-    "Request": "results",
-    "Retriever": "retrieval",
-    "Row": "results",
+    "Engine": "engine.engine",
+    "Event": "engine.results",
+    "Recording": "engine.state",
+    "Request": "engine.results",
+    "Retriever": "text.retrieval",
+    "Row": "engine.results",
     "Sampler": "sampler.sampler",
     "UserError": "errors",
-    "calibrate_sampler": "calibration.automatic",
-    "generate": "api",
-    "load": "loading",
+    "calibrate_sampler": "engine.calibrated",
+    "generate": "engine.api",
+    "load": "model.loading",
     "load_sampler": "sampler.presets",
-    "score": "api",
-    "stream": "api",
-    "use_compilation_cache": "programs",
+    "score": "engine.api",
+    "stream": "engine.api",
+    "use_compilation_cache": "host.compile_cache",
 }
 __all__ = [
     "Engine",
@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from entropix_jax.api import generate, score, stream
-    from entropix_jax.calibration.automatic import calibrate_sampler
-    from entropix_jax.decode_state import Recording
-    from entropix_jax.engine import Engine
+    from entropix_jax.engine.api import generate, score, stream
+    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.results import Event, Request, Row
+    from entropix_jax.engine.state import Recording
     from entropix_jax.errors import UserError
-    from entropix_jax.loading import load
-    from entropix_jax.programs import use_compilation_cache
-    from entropix_jax.results import Event, Request, Row
-    from entropix_jax.retrieval import Retriever
+    from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.model.loading import load
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.sampler.sampler import Sampler
+    from entropix_jax.text.retrieval import Retriever
 
 
 def __dir__() -> list[str]:

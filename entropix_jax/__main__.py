@@ -1,23 +1,23 @@
-"""The command `entropix-jax`, also as `python -m entropix_jax`: its subcommands are modules."""
+"""The command `entropix-jax`, also as `python -m entropix_jax`."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-from entropix_jax import __version__
 from entropix_jax.errors import UserError
-from entropix_jax.interrupts import exit_at_once
+from entropix_jax.host.interrupts import exit_at_once
+from entropix_jax.version import __version__
 
 # The module of each subcommand, and what it does.
 _COMMANDS = {
-    "generate": ("main", "text from a prompt, and its uncertainty"),
-    "batch": ("batch", "texts for a file of prompts, many at a time, resumed at will"),
-    "inspect": ("inspect", "the uncertainty of a given text, nothing generated"),
-    "ablate": ("ablate", "many settings of a sampler on tasks, in one compiled program"),
-    "evaluate": ("evaluate", "samplers against each other, each tuned by the same effort"),
-    "harness": ("harness", "tasks of EleutherAI's lm-evaluation-harness"),
-    "calibrate": ("calibrate", "a preset whose bounds fit a model and its texts"),
-    "report": ("report", "a trace as a page to open in a browser"),
+    "generate": ("cli.generate", "text from a prompt, and its uncertainty"),
+    "batch": ("cli.batch", "texts for a file of prompts, many at a time, resumed at will"),
+    "inspect": ("cli.inspect", "the uncertainty of a given text, nothing generated"),
+    "ablate": ("lab.ablate", "many settings of a sampler on tasks, in one compiled program"),
+    "evaluate": ("lab.evaluate", "samplers against each other, each tuned by the same effort"),
+    "harness": ("lab.harness", "tasks of EleutherAI's lm-evaluation-harness"),
+    "calibrate": ("lab.calibrate", "a preset whose bounds fit a model and its texts"),
+    "report": ("cli.report", "a trace as a page to open in a browser"),
 }
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"entropix_jax.{_COMMANDS[name][0]}")
         status: int = module.main(arguments, f"entropix-jax {name}")
         return status
-    from entropix_jax.commandline import run_command
+    from entropix_jax.cli.options import run_command
 
     return run_command(lambda: _run_without_command(name))
 

@@ -1,57 +1,12 @@
-"""`python -m entropix_jax.ablate`: compares settings of a sampler, in one compiled program."""
+"""`python -m entropix_jax.ablate`: many settings of a sampler on tasks."""
 
 import sys
 
-if __name__ == "__main__":  # before the imports, which take a while
-    from entropix_jax.interrupts import exit_at_once
-
-    exit_at_once()
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-
-from entropix_jax.commandline import Count, Dtype, Model, parse, run_command
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Runs the settings of a sweep file on its tasks; writes tables, plots and a summary."""
-
-    sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")]
-    """A sweep file, or the name of one in configs/ablations/."""
-    output: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """Folder of the results. The same command resumes an interrupted study."""
-    model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 if its package is installed, else tiny)."""
-    slots: Count = 64
-    """Rows in parallel."""
-    dtype: Dtype = None
-    """Type of the weights in memory (default: the checkpoint's)."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.ablate") -> int:
-    """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
-
-
-def _main(arguments: Arguments) -> int:
-    from entropix_jax.studies.command import run_study
-    from entropix_jax.studies.sweep import find_sweep, read_sweep
-
-    path = find_sweep(arguments.sweep)
-    return run_study(
-        lambda calibrate: read_sweep(path, calibrate),
-        Path(arguments.output),
-        model=arguments.model,
-        slots=arguments.slots,
-        dtype=arguments.dtype,
-    )
-
+from entropix_jax.host.interrupts import exit_at_once
 
 if __name__ == "__main__":
+    exit_at_once()  # Ctrl-C ends the process until there is something to lose.
+
+    from entropix_jax.lab.ablate import main
+
     sys.exit(main())

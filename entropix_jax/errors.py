@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import unicodedata
 from collections.abc import Sequence
 
 _LONGEST = 1500  # characters of a message: what is quoted in it may have any length
@@ -53,3 +54,10 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error's line: the known name that is most like a wrong one, or all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f", did you mean '{close[0]}'?" if close else f" (known: {', '.join(known)})"
+
+
+def printable(text: str) -> str:
+    """Text with U+FFFD for control characters, which could steer a terminal."""
+    return "".join(
+        "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
+    )

@@ -38,27 +38,23 @@ from rich.table import Table
 from start_up import loading, run_generate, write_model
 from timing import Figures, Timed, describe_machine, seconds_of, take_turns
 
-from entropix_jax.cache import KVCache, init_cache
-from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.commandline import EXIT_OK, run_command
-from entropix_jax.config import ModelConfig
-from entropix_jax.decode import decode, prefill
-from entropix_jax.decode_state import DecodeState, Recording, init_state
-from entropix_jax.engine import DECODE_WINDOW, Engine
+from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.engine import DECODE_WINDOW, Engine
+from entropix_jax.engine.preparation import MAX_STEPS, PREFILL_WINDOW, bucket
+from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
-from entropix_jax.linear import Weight, arranged, quantized
-from entropix_jax.loading import TINY, LanguageModel, default_model, load
-from entropix_jax.model import forward, unembed
+from entropix_jax.host.compile_cache import use_compilation_cache
+from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.linear import Weight, arranged, quantized
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.loading import TINY, LanguageModel, default_model, load
+from entropix_jax.model.params import Params, init_params
+from entropix_jax.model.precision import INT8, Precision, choose_precision
 from entropix_jax.names import BOXES
-from entropix_jax.params import Params, init_params
-from entropix_jax.precision import INT8, Precision, choose_precision
-from entropix_jax.preparation import (
-    MAX_STEPS,
-    PREFILL_WINDOW,
-    bucket,
-)
-from entropix_jax.programs import use_compilation_cache
-from entropix_jax.results import Request, Row
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler

@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from entropix_jax.commandline import EXIT_OK, run_command
-from entropix_jax.hub import snapshot
-from entropix_jax.interrupts import exit_at_once
+from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.host.interrupts import exit_at_once
+from entropix_jax.model.hub import snapshot
 
 
 def main() -> int:

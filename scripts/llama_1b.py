@@ -1,6 +1,6 @@
 """Llama-3.2-1B's shape."""
 
-from entropix_jax.config import ModelConfig, RopeScaling
+from entropix_jax.model.config import ModelConfig, RopeScaling
 
 LLAMA_3_2_1B = ModelConfig(
     vocab_size=128256,

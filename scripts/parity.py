@@ -24,14 +24,14 @@ from llama_1b import LLAMA_3_2_1B, transformers_config
 from rich.console import Console
 from rich.table import Table
 
-from entropix_jax.cache import init_cache
-from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.commandline import EXIT_OK, run_command
-from entropix_jax.generation import Generation
-from entropix_jax.loading import SMOLLM2, TINY, LanguageModel, load, open_model, resolve_model
-from entropix_jax.model import forward, unembed
-from entropix_jax.resources import resource_folder
-from entropix_jax.results import Request
+from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.results import Request
+from entropix_jax.host.resources import resource_folder
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.loading import SMOLLM2, TINY, LanguageModel, load, open_model, resolve_model
 from entropix_jax.sampler.presets import load_sampler
 
 try:

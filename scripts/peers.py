@@ -21,9 +21,9 @@ import numpy as np
 from llama_1b import transformers_config
 from timing import Timed
 
-from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
-from entropix_jax.precision import INT8
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.precision import INT8
 
 
 class Peer(Protocol):

@@ -20,18 +20,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from entropix_jax.cache import init_cache
-from entropix_jax.calibration.automatic import calibrate_sampler
-from entropix_jax.commandline import EXIT_OK, run_command
+from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import for_rows
+from entropix_jax.engine.results import Request
 from entropix_jax.errors import UserError
-from entropix_jax.generation import Generation
-from entropix_jax.loading import LanguageModel, load
-from entropix_jax.metrics import apply_noise_floor, measure
-from entropix_jax.model import forward, unembed
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
-from entropix_jax.params import Params
-from entropix_jax.preparation import for_rows
-from entropix_jax.results import Request
+from entropix_jax.sampler.metrics import apply_noise_floor, measure
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 

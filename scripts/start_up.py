@@ -13,10 +13,10 @@ from llama_1b import transformers_config
 from timing import seconds_of, take_turns
 from tiny.tokenizer import tokenizer_config, tokenizer_json
 
-from entropix_jax.checkpoint import SINGLE_FILE, load_params, save_params
-from entropix_jax.config import ModelConfig
 from entropix_jax.errors import UserError
-from entropix_jax.params import Params
+from entropix_jax.model.checkpoint import SINGLE_FILE, load_params, save_params
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.params import Params
 
 
 def run_generate(model: str, weights: str | None, cache: Path) -> dict[str, float]:

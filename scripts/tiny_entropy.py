@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.table import Table
 from tiny.corpus import Comparison, compare
 
-from entropix_jax.cache import init_cache
-from entropix_jax.checkpoint import load_params
-from entropix_jax.commandline import EXIT_OK, run_command
-from entropix_jax.config import ModelConfig, load_model_config
-from entropix_jax.model import forward, unembed
-from entropix_jax.params import Params
-from entropix_jax.world.corpus import encode_row, terminal_ids, write_row
-from entropix_jax.world.facts import WORLD_SEED, create
-from entropix_jax.world.grammar import Position
+from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.lab.world.corpus import encode_row, terminal_ids, write_row
+from entropix_jax.lab.world.facts import WORLD_SEED, create
+from entropix_jax.lab.world.grammar import Position
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.checkpoint import load_params
+from entropix_jax.model.config import ModelConfig, load_model_config
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.params import Params
 
 TINY = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 

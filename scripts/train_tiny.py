@@ -28,17 +28,17 @@ from tiny.corpus import Comparison, write_batch
 from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
 from tiny_entropy import entropy_table, measure, teacher_forced
 
-from entropix_jax.cache import init_cache
-from entropix_jax.checkpoint import save_params
-from entropix_jax.commandline import EXIT_OK, run_command
-from entropix_jax.config import ModelConfig, parse_model_config
-from entropix_jax.files import replacing
-from entropix_jax.model import forward, unembed
-from entropix_jax.params import Params, count_params, init_params
-from entropix_jax.world import lexicon
-from entropix_jax.world.corpus import terminal_ids, write_row
-from entropix_jax.world.facts import WORLD_SEED, World, create
-from entropix_jax.world.problems import Problem, problems
+from entropix_jax.cli.options import EXIT_OK, run_command
+from entropix_jax.host.files import replacing
+from entropix_jax.lab.world import lexicon
+from entropix_jax.lab.world.corpus import terminal_ids, write_row
+from entropix_jax.lab.world.facts import WORLD_SEED, World, create
+from entropix_jax.lab.world.problems import Problem, problems
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.checkpoint import save_params
+from entropix_jax.model.config import ModelConfig, parse_model_config
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.params import Params, count_params, init_params
 
 try:
     import optax

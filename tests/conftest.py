@@ -25,7 +25,7 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from tests.browsing import Watched  # noqa: E402
+from tests.support.browsing import Watched  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(own / "entropix_jax", ignore_errors=True)
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
-        from entropix_jax.programs import drop_torn_programs
+        from entropix_jax.host.compile_cache import drop_torn_programs
 
         drop_torn_programs(folder, sized=True)
     PROGRAMS["jax_compilation_cache_dir"] = str(folder)
@@ -240,7 +240,7 @@ def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
 @pytest.fixture(autouse=True, scope="session")
 def _tiny_is_the_default() -> Iterator[None]:
     """Whether or not another model is installed."""
-    from entropix_jax import loading
+    from entropix_jax.model import loading
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "default_model", lambda: loading.TINY)

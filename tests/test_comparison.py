@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.loading import LanguageModel, load
-from entropix_jax.results import Row
+from entropix_jax.engine.results import Row
+from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests import comparison
-from tests.comparison import ORDERS, Run, difference, reordered
-from tests.folders import token_ids, write_model
-from tests.models import teacher_forced
-from tests.runs import Spec, run_specs
+from tests.support import comparison
+from tests.support.comparison import ORDERS, Run, difference, reordered
+from tests.support.folders import token_ids, write_model
+from tests.support.models import teacher_forced
+from tests.support.runs import Spec, run_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 PLACE = 5  # of the token that is changed

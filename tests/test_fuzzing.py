@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
-from tests.examples import examples
-from tests.surfaces import SURFACES, Reader, check_line
+from tests.support.examples import examples
+from tests.support.surfaces import SURFACES, Reader, check_line
 
 # JSON that Python's writer does not write: it stands in place of a mark.
 RAW = (

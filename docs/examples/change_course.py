@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.metrics import Metrics
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import resample
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.regimes import HEHV
 from entropix_jax.sampler.settings import SamplerSettings, number, texts

@@ -3,7 +3,3 @@
 Imports neither JAX nor the engine: a page is made of a finished trace. `reading` reads and checks
 traces, `tokens` draws tokens, `embedding` packs what a page carries, `page` puts it together.
 """
-
-from entropix_jax.report.command import main
-
-__all__ = ["main"]

@@ -1,11 +1,11 @@
-"""Runs `python -m entropix_jax.report`."""
+"""`python -m entropix_jax.report`: traces as a page."""
 
 import sys
 
-from entropix_jax.interrupts import exit_at_once
+from entropix_jax.host.interrupts import exit_at_once
 
-exit_at_once()  # before the imports, which take a while
+exit_at_once()  # Ctrl-C ends the process until there is something to lose.
 
-from entropix_jax.report.command import main  # noqa: E402
+from entropix_jax.cli.report import main  # noqa: E402
 
 sys.exit(main())

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import check_apart, check_writable, replacing
+from entropix_jax.host.files import check_apart, check_writable, replacing
 from entropix_jax.names import BOXES, MEANINGS, THRESHOLDS, read_condition
 from entropix_jax.report.embedding import digest, pack, plotly_source, script
 from entropix_jax.report.reading import TraceReader
+from entropix_jax.report.templating import html_template
 from entropix_jax.report.tokens import STATIC, draw, marks, style
-from entropix_jax.templating import html_template
 from entropix_jax.version import __version__
 
 _ENDS = {

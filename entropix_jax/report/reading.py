@@ -1,7 +1,7 @@
 """Reads a trace line by line and checks that it is one.
 
 A killed run leaves a trace without a footer, and perhaps a truncated last line. Such a trace is
-read up to there; any other deviation from what `entropix_jax.trace` writes is an error.
+read up to there; any other deviation from what `entropix_jax.engine.trace` writes is an error.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import opening
+from entropix_jax.host.files import opening
 from entropix_jax.names import REGIMES, TRACE_FORMAT
 
 # In bytes; far more than a token of a model with thousands of heads takes.

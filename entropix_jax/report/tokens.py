@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-from entropix_jax.commandline import printable
+from entropix_jax.errors import printable
 
 STATIC = files("entropix_jax.report") / "static"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError, nearest
-from entropix_jax.files import parse_toml, read_toml
+from entropix_jax.host.files import parse_toml, read_toml
+from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import THRESHOLDS
-from entropix_jax.resources import resource_folder
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import SamplerSettings
 
 

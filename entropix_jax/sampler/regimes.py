@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from entropix_jax.metrics import Metrics
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))

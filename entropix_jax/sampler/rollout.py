@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.metrics import apply_noise_floor
 from entropix_jax.sampler.draw import cumulate, truncated_draw
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, BranchSettings
+from entropix_jax.sampler.metrics import apply_noise_floor
 from entropix_jax.sampler.proposal import draw
 from entropix_jax.sampler.regimes import HEHV, LEHV
 from entropix_jax.sampler.settings import SamplerSettings

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.errors import UserError
-from entropix_jax.files import read_json_object
+from entropix_jax.host.files import read_json_object
 from entropix_jax.names import BOXES, LARGEST, QUANTITIES, REGIMES, THRESHOLDS, read_condition
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.metrics import Metrics
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal
 
 Tree = TypeVar("Tree")

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, uniforms
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, may_backspace
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.regimes import LEHV, classify, is_looping
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings

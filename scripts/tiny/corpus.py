@@ -10,9 +10,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from entropix_jax.world.corpus import encode_row, write_row
-from entropix_jax.world.facts import World
-from entropix_jax.world.grammar import Position
+from entropix_jax.lab.world.corpus import encode_row, write_row
+from entropix_jax.lab.world.facts import World
+from entropix_jax.lab.world.grammar import Position
 
 Ids = NDArray[np.int32]
 Bits = NDArray[np.float64]

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from entropix_jax.detokenizer import BYTE_SYMBOLS
-from entropix_jax.world.lexicon import BEGIN, END, PATTERN, SPECIALS, TERMINALS
+from entropix_jax.lab.world.lexicon import BEGIN, END, PATTERN, SPECIALS, TERMINALS
+from entropix_jax.text.detokenizer import BYTE_SYMBOLS
 
 Pair = tuple[str, str]
 

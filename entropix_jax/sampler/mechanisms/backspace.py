@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.metrics import Metrics, apply_noise_floor
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import resample
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.settings import COUNT, SamplerSettings, number
 from entropix_jax.sampler.state import MAX_ATTEMPTS, Rows, SamplerState, Step, where_rows

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.metrics import Metrics
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import explore
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.settings import (
     COEFFICIENT,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from entropix_jax.metrics import Metrics
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
 from entropix_jax.sampler.settings import COEFFICIENT, TEMPERATURE, SamplerSettings, number
 

@@ -1,0 +1,279 @@
+"""Batch input: records of JSON Lines or CSV, from a path, a URL or standard input."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any, BinaryIO
+
+from entropix_jax.batch.storage import is_compressed, local_path, open_file, read_lines
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import allow_long_cells
+
+COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A valid record. Exactly one of `prompt` and `messages` is set; None is a field not given.
+
+    Attributes:
+        line: its first line in the input, from 1.
+        id: unique in the input; the line number where the record has none.
+        digest: `content_hash` of the record as written.
+        messages: each with at least the texts `role` and `content`.
+    """
+
+    line: int
+    id: str
+    digest: str
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    sampler: str | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be run. `error` is one line, without file and line; `id` is None where
+    the record has no usable id of its own, or repeats an earlier one."""
+
+    line: int
+    id: str | None
+    digest: str
+    error: str
+
+
+class InvalidRecord(ValueError):
+    """Raised for a malformed record."""
+
+
+_Fields = Mapping[str, Any] | InvalidRecord
+_Rows = Iterator[tuple[int, str, _Fields]]  # line, digest, fields
+
+
+def content_hash(data: bytes) -> str:
+    """A 60-bit hash as 15 hexadecimal digits."""
+    return blake2b(data, digest_size=16).hexdigest()[:15]
+
+
+def describe_record(record: Record | BadRecord) -> str:
+    """A record's line and id, for error messages."""
+    return f"line {record.line}" + ("" if record.id is None else f" (id {record.id!r})")
+
+
+def read_records(
+    address: str, *, share: tuple[int, int] = (0, 1)
+) -> Generator[Record | BadRecord, None, None]:
+    """Streams the records of a file in order.
+
+    The format is CSV with a header where the name ends in `.csv`, else JSON Lines; a further suffix
+    (`.gz`, ...) names a compression. Fields: `prompt` (text) or, in JSON, `messages` (objects with
+    the texts `role` and `content`), and optionally `id` (text or integer), `sampler` (text),
+    `max_new_tokens` (from 1) and `seed` (from 0). null, an empty cell, blank lines and other fields
+    are ignored.
+
+    Args:
+        address: a path, a URL that fsspec knows (`s3://bucket/key`), or - for standard input.
+        share: (i, n) yields the records whose index is i modulo n. Ids are unique over all shares.
+
+    Raises:
+        UserError: the file cannot be read, or its CSV header is invalid.
+    """
+    index, count = share
+    suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
+    if is_compressed(address):
+        suffixes.pop()
+    parse_file = _csv_rows if suffixes[-1:] == [".csv"] else _json_rows
+    ids: set[str] = set()
+    with open_file(address) as file:
+        for number, (line, digest, fields) in enumerate(parse_file(file, address)):
+            record: Record | BadRecord
+            record_id = None
+            try:
+                if isinstance(fields, InvalidRecord):
+                    raise fields
+                record_id = _parse_id(fields.get("id"), line)
+                if record_id in ids:
+                    repeated, record_id = record_id, None
+                    raise InvalidRecord(f"the id {_shorten(repeated)} came before")
+                ids.add(record_id)
+                record = _parse_record(fields, line, record_id, digest)
+            except InvalidRecord as error:
+                record = BadRecord(line, record_id, digest, str(error))
+            if number % count == index:
+                yield record
+
+
+def check_input(address: str) -> None:
+    """Reads the first record of an input. Pipes and standard input, which open once, are skipped.
+
+    Raises:
+        UserError: it cannot be read, or its CSV header is invalid.
+    """
+    path = None if address == "-" else local_path(address)
+    if address == "-" or (path is not None and path.is_fifo()):
+        return
+    with closing(read_records(address)) as records:
+        next(records, None)
+
+
+def _json_rows(file: BinaryIO, address: str) -> _Rows:
+    for line, raw in enumerate(read_lines(address, file), start=1):
+        text = raw.removeprefix(b"\xef\xbb\xbf").strip() if line == 1 else raw.strip()
+        if text:
+            yield line, content_hash(text), _parse_json(text)
+
+
+def _parse_json(text: bytes) -> _Fields:
+    try:
+        fields = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        return InvalidRecord(f"not UTF-8 at byte {error.start} of the line")
+    except json.JSONDecodeError as error:
+        return InvalidRecord(f"not valid JSON: {error.msg} at character {error.pos}")
+    except (ValueError, RecursionError) as error:  # a huge integer, or too deep
+        return InvalidRecord(f"not valid JSON: {error}")
+    if not isinstance(fields, dict):
+        return InvalidRecord(f"not a JSON object: {_shorten(fields)}")
+    return fields
+
+
+def _csv_rows(file: BinaryIO, address: str) -> _Rows:
+    allow_long_cells()
+    # Bytes that are not UTF-8 become lone surrogates, so that only their record is refused.
+    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+    # Strict: a stray quote is an error of its line, instead of swallowing the lines after it.
+    reader = csv.reader(read_lines(address, text), strict=True)
+    header: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        cells: list[str] | None = []
+        problem = ""
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            problem = f"not valid CSV: {error}"
+        if cells is None:
+            break
+        if not problem and not any(cell.strip() for cell in cells):
+            continue
+        if header is None:
+            header = [cell.strip() for cell in cells]
+            if problem := problem or _find_header_problem(header):
+                raise UserError(f"{address}: header of the CSV: {problem}")
+            continue
+        digest = content_hash(json.dumps([header, cells, problem]).encode())
+        yield line, digest, InvalidRecord(problem) if problem else _parse_cells(header, cells)
+    if header is None:
+        raise UserError(f"{address}: empty: CSV begins with a row of column names")
+
+
+def _find_header_problem(names: Sequence[str]) -> str:
+    """What is wrong with the names of the columns; empty where nothing is."""
+    if _has_lone_surrogate("".join(names)):
+        return "not UTF-8"
+    for name in COLUMNS:
+        if names.count(name) > 1:
+            return f"two columns '{name}'"
+    if "messages" in names:
+        return "'messages' is no column of CSV: give conversations as JSON Lines"
+    if "prompt" not in names:
+        return f"no column 'prompt', only {_shorten(', '.join(names))}"
+    return ""
+
+
+def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> _Fields:
+    if _has_lone_surrogate("".join(cells)):
+        return InvalidRecord("not UTF-8")
+    if len(cells) != len(header):
+        return InvalidRecord(f"{len(cells)} cells under a header of {len(header)}")
+    pairs = zip(header, cells, strict=True)
+    fields: dict[str, Any] = {name: cell for name, cell in pairs if cell and name in COLUMNS}
+    for name in ("max_new_tokens", "seed"):
+        digits = fields.get(name, "").strip()
+        if digits.isascii() and digits.isdigit() and len(digits) <= 100:
+            fields[name] = int(digits)
+    return fields
+
+
+def _parse_id(value: object, line: int) -> str:
+    if value is None:
+        return str(line)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InvalidRecord(f"'id' must be text or an integer, not {_shorten(value)}")
+    return _parse_text("'id'", str(value))
+
+
+def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: str) -> Record:
+    given = {name: value for name, value in fields.items() if value is not None}
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if prompt is not None and messages is not None:
+        raise InvalidRecord("both 'prompt' and 'messages': give one")
+    if prompt is None and messages is None:
+        raise InvalidRecord("neither 'prompt' nor 'messages'")
+    return Record(
+        line=line,
+        id=record_id,
+        digest=digest,
+        prompt=None if prompt is None else _parse_text("'prompt'", prompt),
+        messages=None if messages is None else _parse_messages(messages),
+        sampler=_parse_text("'sampler'", given["sampler"]) if "sampler" in given else None,
+        max_new_tokens=_parse_int("max_new_tokens", given, 1),
+        seed=_parse_int("seed", given, 0),
+    )
+
+
+def _parse_text(what: str, value: object, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise InvalidRecord(f"{what} must be text, not {_shorten(value)}")
+    if not value and not may_be_empty:
+        raise InvalidRecord(f"{what} is empty")
+    if _has_lone_surrogate(value):
+        raise InvalidRecord(f"{what} has half a surrogate pair, which is no character")
+    return value
+
+
+def _parse_int(name: str, given: Mapping[str, Any], least: int) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRecord(
+            f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
+        )
+    return value
+
+
+def _parse_messages(value: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise InvalidRecord(
+            "'messages' must be a non-empty list of objects with 'role' and 'content'"
+        )
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise InvalidRecord(f"message {number} must be an object with 'role' and 'content'")
+        _parse_text(f"'role' of message {number}", message["role"])
+        _parse_text(f"'content' of message {number}", message["content"], may_be_empty=True)
+    return tuple(value)
+
+
+def _has_lone_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _shorten(value: object) -> str:
+    """A value in a message: on one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,270 @@
+"""Runs records through the engine and hands out their results."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from entropix_jax.batch.records import BadRecord, Record, content_hash, read_records
+from entropix_jax.batch.storage import local_path
+from entropix_jax.engine.calibrated import May, calibrate_sampler
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import CalibratedSampler, check_recording, encode_prompt
+from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.slots import padded_ids
+from entropix_jax.engine.state import Recording
+from entropix_jax.engine.trace import TraceWriter, footer, header
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import replacing
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+
+_COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many records it has
+_SAMPLERS = 256  # named samplers that are cached
+_LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Settings of records that have none of their own, and of all records."""
+
+    sampler: Sampler
+    max_new_tokens: int = 256
+    seed: int = 0
+    chat: bool | None = None  # None: as the model does
+    system: str | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+
+@dataclass
+class Progress:
+    """Counters of a run."""
+
+    done: int = 0  # records with a result, those of earlier runs included
+    failed: int = 0  # records of this run whose result is an error
+    tokens: int = 0  # committed in this run
+
+
+class _Stopped(BaseException):  # passes handlers of the storage drivers' exceptions
+    """Raised in a signal handler, to leave a blocked read of the input."""
+
+
+class BatchRun:
+    """Runs records; each result is written as soon as it is complete."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        defaults: Defaults,
+        *,
+        slots: int,
+        capacity: int,
+        recording: Recording | None = None,
+        traces: Path | None = None,
+        name: str = "",
+        thresholds: May = "make",
+    ) -> None:
+        """Checks everything that can be checked before computing.
+
+        Args:
+            slots: rows that run concurrently.
+            capacity: cache positions of a row, for its prompt and new tokens.
+            recording: optional fields of tokens in traces.
+            traces: a folder for the records' traces.
+            name: the model's name in traces.
+            thresholds: how samplers get the model's calibration, see `fit_thresholds`.
+
+        Raises:
+            UserError: a sampler, recording, end token or chat setting does not fit the model.
+        """
+        self.progress = Progress()
+        self._stopping = False
+        self._reading = False
+        self._model = model
+        self._defaults = defaults
+        self._capacity = capacity
+        check_recording(model, recording or Recording())
+        for ends in (model.generation.eos_ids, model.turn_end_ids):
+            padded_ids(ends)
+        self._chat = model.is_chat_model if defaults.chat is None else defaults.chat
+        encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
+        self._traces = traces
+        self._name = name
+        self._thresholds = thresholds
+        self.sampler = self._calibrated(defaults.sampler)  # of records that name none
+        self._named_sampler = functools.lru_cache(_SAMPLERS)(
+            lambda name: self._calibrated(self._with_mechanisms(load_sampler(name)))
+        )
+        self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
+
+    def run(
+        self,
+        records: Iterable[Record | BadRecord],
+        write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
+        is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
+        looked: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Runs the records and passes each result to `write`, in order of completion.
+
+        A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
+        none.
+
+        Args:
+            records: are read as slots become free.
+            is_done: whether a record has its result already.
+            looked: called after each token and each record.
+        """
+        for event in self.engine.run(self._requests(iter(records), write, is_done, looked)):
+            self.progress.tokens += event.token is not None and not event.retracted
+            if event.row.finish_reason is not None:
+                self._end(event.row, write)
+            looked()
+
+    def stop(self) -> None:
+        """Ends the run after the current event. Safe to call in a signal handler."""
+        self._stopping = True
+        self.engine.stop()
+        if self._reading:  # a read would go on after the handler
+            raise _Stopped
+
+    def _requests(
+        self,
+        records: Iterator[Record | BadRecord],
+        write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
+        is_done: Callable[[Record | BadRecord], bool],
+        looked: Callable[[], None],
+    ) -> Iterator[Request]:
+        """The requests of the records that have no result yet."""
+        while True:
+            looked()
+            if self._stopping:
+                return
+            try:
+                self._reading = True
+                record = next(records, None)
+                self._reading = False
+            except _Stopped:
+                return
+            if record is None:
+                return
+            if is_done(record):
+                continue
+            try:
+                if isinstance(record, BadRecord):
+                    raise UserError(record.error)
+                request = self._request(record)
+                self.engine.check(request)
+            except UserError as error:
+                self.progress.done += 1
+                self.progress.failed += 1
+                write(record, {"error": str(error), "finish_reason": "error"})
+                continue
+            yield request
+
+    def _request(self, record: Record) -> Request:
+        model, own = self._model, self._defaults
+        chat = self._chat or record.messages is not None
+        if record.messages is None:
+            assert record.prompt is not None
+            prompt = encode_prompt(model, record.prompt, chat=chat, system=own.system)
+        else:
+            prompt = encode_prompt(model, record.messages, chat=True)
+        sampler = self.sampler if record.sampler is None else self._named_sampler(record.sampler)
+        return Request(
+            prompt,
+            sampler,
+            max_new_tokens=record.max_new_tokens or own.max_new_tokens,
+            row_id=record.id,
+            seed=own.seed if record.seed is None else record.seed,
+            eos_ids=() if own.ignore_eos else model.end_ids(chat=chat),
+            stop=own.stop,
+            tag=record,
+        )
+
+    def _with_mechanisms(self, sampler: Sampler) -> Sampler:
+        """Adds the user's own mechanisms: all samplers of a run have the same."""
+        for mechanism in self.sampler.mechanisms[len(sampler.mechanisms) :]:
+            sampler = sampler.with_mechanism(mechanism)
+        return sampler
+
+    def _calibrated(self, sampler: Sampler) -> CalibratedSampler:
+        return calibrate_sampler(sampler, self._model, self._thresholds)
+
+    def _end(
+        self, row: Row, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
+    ) -> None:
+        """Writes the result of a record whose row has finished."""
+        record: Record = row.request.tag
+        assert row.started is not None
+        timings = {"seconds": time.perf_counter() - row.started}
+        if row.first_token is not None:
+            timings["first_token"] = row.first_token - row.started
+        timings = {name: round(seconds, 4) for name, seconds in timings.items()}
+        if self._traces is not None:
+            self._write_trace(self._traces / f"{file_name(record.id)}.jsonl", row, timings)
+        self.progress.done += 1
+        self.progress.failed += row.error is not None
+        tokens = row.tokens
+        means = {
+            f"mean_{name}": sum(getattr(token, name) for token in tokens) / len(tokens)
+            for name in ("entropy", "varentropy")
+            if tokens
+        }
+        result = row.to_json() | means
+        if record.sampler is not None:  # a file may have changed by the next run
+            values = json.dumps(dict(row.request.sampler.values), sort_keys=True)
+            result["sampler_digest"] = content_hash(values.encode())
+        ids = [token.token_id for token in tokens]
+        write(record, result | {"token_ids": ids, "timings": timings})
+
+    def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
+        """Writes the trace of a record atomically."""
+        request = row.request
+        with replacing(path) as scratch, TraceWriter(scratch) as writer:
+            writer.write(
+                header(
+                    model=self._name,
+                    model_config=self._model.config,
+                    precision=self._model.precision,
+                    sampler=request.sampler.name,
+                    sampler_values=request.sampler.values,
+                    seed=request.seed,
+                    prompt=self._model.tokenizer.decode(request.prompt, skip_special=False),
+                    prompt_tokens=request.prompt,
+                )
+            )
+            for token, retracted in row.history():
+                writer.write(token.to_json(retracted=retracted))
+            writer.write(footer([{"row": 0, **row.to_json()}], timings))
+
+
+def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
+    """The number of records in a share of a local file, for the progress display; None for large
+    files, pipes and URLs."""
+    if address == "-":
+        return None
+    try:
+        path = local_path(address)
+        if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
+            return None
+    except (OSError, ValueError):
+        return None
+    return sum(1 for _ in read_records(address, share=share))
+
+
+def file_name(record_id: str) -> str:
+    """A unique file name for an id: URL-quoted, and shortened with a hash if it is long."""
+    name = quote(record_id, safe=" ,;=@+()[]{}!#$&'")
+    name = name.replace(".", "%2E", 1) if name.startswith(".") else name
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(record_id.encode()).hexdigest()[:16]}"

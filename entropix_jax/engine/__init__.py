@@ -1,0 +1,1 @@
+"""Where model and sampler meet: the compiled decode loop, rows, results, traces."""

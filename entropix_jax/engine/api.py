@@ -1,0 +1,127 @@
+"""The public functions: generate, stream, score."""
+
+import operator
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import CalibratedSampler, Prompt, encode_prompt
+from entropix_jax.engine.results import Ask, Request, Retrieve, Rows
+from entropix_jax.engine.scoring import ScoredToken, score_tokens
+from entropix_jax.engine.state import Recording
+from entropix_jax.errors import check_range
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+
+AnySampler = CalibratedSampler | Sampler | str
+
+
+def generate(
+    model: LanguageModel, prompt: Prompt, sampler: AnySampler = "entropix", **options: Any
+) -> Rows:
+    """Generates texts from one prompt and returns their rows, a list, when all have ended.
+
+    Arguments and errors are those of `stream`; an error within a row is that row's `error`.
+    """
+    return stream(model, prompt, _calibrated(sampler, model), **options).run()
+
+
+def stream(
+    model: LanguageModel,
+    prompt: Prompt,
+    sampler: AnySampler = "entropix",
+    *,
+    max_new_tokens: int = 256,
+    samples: int = 1,
+    seed: int = 0,
+    chat: bool | None = None,
+    system: str | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    recording: Recording | None = None,
+    retrieve: Retrieve | None = None,
+    ask: Ask | None = None,
+) -> Generation:
+    """A run that advances as it is iterated: events, token by token, whose `pieces` are the text
+    that became final. Its `rows` hold the results.
+
+    Args:
+        prompt: a text, or a conversation: messages with a `role` and a `content` each.
+        sampler: a preset's name, a file that ends in .toml, or a sampler.
+        max_new_tokens: most tokens to generate.
+        samples: rows, whose random numbers differ.
+        seed: of all random numbers.
+        chat: put a text as a turn of a chat; None follows the model.
+        system: a system message, for a chat only.
+        stop: a text, or several, that end a row and are not part of it.
+        ignore_eos: no token ends a row.
+        recording: what each token's record holds besides the usual.
+        retrieve, ask: see `Request`.
+
+    Raises:
+        TypeError: a number that is no integer.
+        UserError: an input that cannot be used.
+    """
+    samples = operator.index(samples)
+    check_range("samples", samples, 1)
+    if chat is None:
+        chat = model.is_chat_model or not isinstance(prompt, str)
+    tokens = encode_prompt(model, prompt, chat=chat, system=system)
+    calibrated = _calibrated(sampler, model)
+    requests = [
+        Request(
+            tokens,
+            calibrated,
+            # NumPy's integers are integers, too.
+            max_new_tokens=operator.index(max_new_tokens),
+            row_id=str(number),
+            seed=operator.index(seed),
+            eos_ids=() if ignore_eos else model.end_ids(chat=chat),
+            stop=[stop] if isinstance(stop, str) else stop,
+            retrieve=retrieve,
+            ask=ask,
+        )
+        for number in range(samples)
+    ]
+    return Generation(model, requests, recording=recording)
+
+
+def score(
+    model: LanguageModel,
+    text: str,
+    sampler: AnySampler = "entropix",
+    *,
+    context: int | None = None,
+    recording: Recording | None = None,
+) -> Iterator[ScoredToken]:
+    """The model's uncertainty about a given text, token by token; nothing is generated.
+
+    Args:
+        sampler: whose regimes are reported.
+        context: most tokens that the model sees at once, by default 1024 or as many as it has
+            positions.
+        recording: what each token's record holds besides the usual.
+
+    Raises:
+        UserError: a text without two tokens, or what `score_tokens` refuses.
+    """
+    tokens = model.tokenizer.encode(text, add_bos=True)
+    return score_tokens(
+        model, tokens, _calibrated(sampler, model), context=context, recording=recording
+    )
+
+
+def _calibrated(sampler: AnySampler, model: LanguageModel) -> CalibratedSampler:
+    """The sampler with the model's thresholds; its notes are warnings, unless the caller calibrated
+    it."""
+    if isinstance(sampler, CalibratedSampler):
+        return sampler
+    if isinstance(sampler, str):
+        sampler = load_sampler(sampler)
+    calibrated = calibrate_sampler(sampler, model)
+    for note in calibrated.notes:
+        warnings.warn(note, stacklevel=3)
+    return calibrated

@@ -1,0 +1,384 @@
+"""Continuous batching: rows run side by side in a fixed number of slots, and a row that ends makes
+room for the next one.
+
+The device runs chunks of decode steps. While the host reads one chunk back, the device already runs
+the next.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from entropix_jax.engine.decode import answer, decode, prefill
+from entropix_jax.engine.memory import check_cache
+from entropix_jax.engine.preparation import (
+    MAX_PREFILL,
+    MAX_STEPS,
+    PREFILL_WINDOW,
+    bucket,
+    chunk_size,
+)
+from entropix_jax.engine.records import outcomes
+from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.running import RunningRow, check_request
+from entropix_jax.engine.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
+from entropix_jax.engine.state import FINISHED_STOP, BranchLog, DecodeState, Recording, StepRecord
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.model.mesh import check_mesh
+from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.mechanism import Mechanism
+
+_LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
+# Cache slots that a step reads, at least: each number is a program of its own.
+DECODE_WINDOW = 512
+_MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
+# One in so many slots may be empty before the device returns for the next row.
+_SLOTS_PER_EMPTY = 16
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Steps that the device was given, and the rows that were in its slots."""
+
+    steps: int
+    rows: tuple[RunningRow | None, ...]
+    records: StepRecord
+    log: BranchLog
+
+
+class Engine:
+    """Runs requests on one model, `slots` at a time.
+
+    `steps` counts the decode steps, `useful` the slots of them that had a running row.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        slots: int,
+        capacity: int,
+        recording: Recording | None = None,
+    ) -> None:
+        """Nothing is allocated before `run`.
+
+        Args:
+            capacity: cache slots of a row: its prompt and its new tokens together.
+            recording: what each token's record holds besides the usual.
+
+        Raises:
+            UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
+                into memory.
+        """
+        mesh = None if model.rules is None else model.rules.mesh
+        if mesh is not None:
+            check_mesh(mesh, model.config, slots)
+        check_cache(model.config, model.precision, slots=slots, capacity=capacity, mesh=mesh)
+        self.steps = 0
+        self.useful = 0
+        self._model = model
+        self._capacity = capacity
+        self._recording = recording or Recording()
+        self._mechanisms: tuple[Mechanism, ...] = ()
+        self._rows: list[RunningRow | None] = [None] * slots
+        self._source: Iterator[Request | Row] = iter(())
+        self._next: RunningRow | None = None
+        self._chunk_steps = 1
+        self._stopping = False
+
+    @property
+    def used(self) -> float:
+        """The share of slots that had a running row, of the steps so far."""
+        return self.useful / max(self.steps * len(self._rows), 1)
+
+    def check(self, request: Request) -> None:
+        """Checks that a request can run here.
+
+        Raises:
+            UserError: see `check_request`.
+        """
+        check_request(self._model, request, self._capacity)
+
+    def stop(self) -> None:
+        """Asks the run to end after the current event. A signal handler may call it."""
+        self._stopping = True
+
+    def interrupt(self) -> Iterator[Event]:
+        """Ends the rows that a stopped run left unfinished; the events have their last text."""
+        for row in self._rows:
+            if row is not None:
+                yield from row.interrupt()
+
+    def run(self, requests: Iterable[Request | Row]) -> Iterator[Event]:
+        """Runs requests to their ends and yields the events, step by step.
+
+        Args:
+            requests: fetched one by one, when a slot is free or soon will be. A `Row` is a request
+                whose row the caller made.
+
+        Raises:
+            UserError: a request that `check` refuses, or samplers whose mechanisms differ.
+        """
+        self._source = iter(requests)
+        self._rows = [None] * len(self._rows)
+        first = self._fetch()
+        if first is None:
+            return
+        sampler = first.request.sampler
+        self._mechanisms = sampler.mechanisms
+        self._slots = empty_slots(
+            self._model.config,
+            len(self._rows),
+            sampler.settings,
+            capacity=self._capacity,
+            dtype=self._model.precision.activations,
+            rules=self._model.rules,
+        )
+        try:
+            yield from self._run()
+        finally:  # the results may be kept for long: free the cache now
+            del self._slots
+
+    def _run(self) -> Iterator[Event]:
+        in_flight: deque[_Chunk] = deque()
+        moved = True
+        while not self._stopping:
+            self._insert_arrivals()
+            while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
+                in_flight.append(self._dispatch())
+            if not in_flight:
+                return
+            before, moved = moved, (yield from self._read_back(in_flight.popleft()))
+            # One chunk may make no step: the one before it ended rows, or filled the window. The
+            # next one was dispatched after that.
+            if not (moved or before):
+                raise RuntimeError("rows are running, but no step is made")
+
+    # Insert
+
+    def _fetch(self) -> RunningRow | None:
+        """The next row, if there is another request."""
+        if self._next is None and (request := next(self._source, None)) is not None:
+            row = request if isinstance(request, Row) else Row(request)
+            self._next = RunningRow(row, self._model, self._capacity)
+        return self._next
+
+    def _insert_arrivals(self) -> None:
+        """Puts the next rows into the free slots, and caches their prompts."""
+        arrived = []
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.running:
+                continue
+            if self._stopping or (fresh := self._fetch()) is None:
+                break
+            fresh.row.started = time.perf_counter()
+            self._rows[slot], self._next = fresh, None
+            self._slots = insert(self._slots, jnp.int32(slot), self._arrival(fresh))
+            arrived.append(slot)
+        else:  # whether another one waits decides when the device returns
+            self._fetch()
+        if arrived:
+            with self._decode_compiles():
+                self._prefill(arrived)
+
+    def _arrival(self, row: RunningRow) -> Arrival:
+        request = row.request
+        if request.sampler.mechanisms != self._mechanisms:
+            raise UserError("the samplers of one run must have the same mechanisms")
+        history = np.zeros(self._capacity, np.int32)
+        history[: len(request.prompt)] = request.prompt
+        return Arrival(
+            history=history,
+            prompt_length=np.int32(len(request.prompt)),
+            budget=np.int32(row.budget),
+            key=row_key(request.seed, request.row_id),
+            asks_for_text=np.bool_(request.retrieve is not None),
+            asks_for_choice=np.bool_(request.ask is not None),
+            sampler=request.sampler.settings,
+            eos_ids=padded_ids(request.eos_ids),
+        )
+
+    # Prefill
+
+    @contextmanager
+    def _decode_compiles(self) -> Iterator[None]:
+        """Compiles the first chunk's program, or reads it from the cache, in a thread: the host is
+        idle while a prompt is read. An error is raised where the program is called."""
+
+        def compile_decode() -> None:
+            with suppress(Exception):
+                decode.lower(*arguments, **static).compile()
+
+        # Compiled already; on a mesh the layouts of the arguments are not known yet.
+        if self.steps or self._model.rules is not None:
+            yield
+            return
+        arguments, static = self._decode_arguments(self._slots)
+        # Prefilling donates the state, so only shapes are kept.
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        compiling = Thread(target=compile_decode)
+        compiling.start()
+        try:
+            yield
+        finally:
+            compiling.join()
+
+    def _prefill(self, arrived: list[int]) -> None:
+        """Caches the prompts of the rows in the slots `arrived`, except for their last tokens. A
+        prompt that another slot has cached is copied from there."""
+        prompts = {
+            slot: tuple(row.request.prompt)
+            for slot, row in enumerate(self._rows)
+            if row is not None
+        }
+        cached = {prompt: slot for slot, prompt in prompts.items() if slot not in arrived}
+        for slot in arrived:
+            prompt = prompts[slot]
+            state = self._slots.state
+            if prompt in cached:
+                source, count = jnp.int32(cached[prompt]), jnp.int32(len(prompt) - 1)
+                state = share_prefix(state, source, jnp.int32(slot), count)
+            else:
+                cached[prompt] = slot
+                state = self._prefilled(state, slot, prompt[:-1])
+            self._slots = replace(self._slots, state=state)
+
+    def _prefilled(self, state: DecodeState, slot: int, prompt: tuple[int, ...]) -> DecodeState:
+        """Reads the prompt in parts, so that the run can be stopped in between."""
+        model, done = self._model, 0
+        while done < len(prompt) and not self._stopping:
+            left = len(prompt) - done
+            size = min(bucket(left, _MIN_PREFILL), self._prefill_size(len(prompt)))
+            tokens = np.zeros((1, size), np.int32)
+            part = prompt[done : done + size]
+            tokens[0, : len(part)] = part
+            state = prefill(
+                model.params,
+                state,
+                tokens,
+                jnp.full(1, len(part), jnp.int32),
+                # With one slot there is nothing to gather, and nothing to copy.
+                None if len(self._rows) == 1 else jnp.full(1, slot, jnp.int32),
+                config=model.config,
+                window=min(bucket(done + size, PREFILL_WINDOW), self._capacity),
+                check=self._recording.check,
+            )
+            done += len(part)
+            jax.block_until_ready(state.cache.length)
+        return state
+
+    def _prefill_size(self, length: int) -> int:
+        return chunk_size(self._model.config, length, 1, MAX_PREFILL)
+
+    # Decode
+
+    def _wants_more(self, steps: int) -> bool:
+        """Whether a row will still run after the `steps` in flight, as far as the host knows."""
+        if self._stopping:
+            return False
+        running = (row for row in self._rows if row is not None and row.running)
+        return any(steps == 0 or row.remaining > steps for row in running)
+
+    def _dispatch(self) -> _Chunk:
+        """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
+        slots = replace(self._slots, state=self._with_answers(self._slots.state))
+        steps = self._chunk_steps
+        arguments, static = self._decode_arguments(slots)
+        state, records, log = decode(*arguments, **static)
+        self._slots = replace(slots, state=state)
+        return _Chunk(steps, tuple(self._rows), records, log)
+
+    def _decode_arguments(self, slots: Slots) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `decode` for the next chunk: traced ones, and static ones."""
+        number = len(self._rows)
+        fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if self._next else 1
+        traced = (
+            self._model.params,
+            slots.sampler,
+            slots.eos_ids,
+            slots.state,
+            jnp.int32(self._chunk_steps),
+            jnp.int32(fewest),
+        )
+        static = {
+            "config": self._model.config,
+            "window": self._window(),
+            "max_steps": MAX_STEPS,
+            "recording": self._recording,
+        }
+        return traced, static
+
+    def _window(self) -> int:
+        """Cache slots that a step reads: enough for the longest row that the host knows of. A row
+        that is longer already ends the chunk before its first step. So the number, and with it the
+        last digits of the results, depends on the rows and not on when the host looked."""
+        longest = max(row.length for row in self._rows if row is not None)
+        return min(bucket(longest, DECODE_WINDOW), self._capacity)
+
+    def _with_answers(self, state: DecodeState) -> DecodeState:
+        """The state with what the host knows: the answers to rows that wait, and rows that ended.
+
+        A row that a stop string ended may have gone on meanwhile, to wait or to an end of its own;
+        a row that failed has all its tokens cached, the last one too. Neither may fill the window.
+        """
+        for slot, row in enumerate(self._rows):
+            if row is None or row.answer is None:
+                continue
+            tokens, action = row.answer
+            row.answer = None
+            padded = np.zeros(self._capacity, np.int32)
+            padded[: len(tokens)] = tokens
+            state = answer(
+                state,
+                jnp.int32(slot),
+                jnp.asarray(padded),
+                jnp.int32(len(tokens)),
+                jnp.int32(action),
+                jnp.int32(max(row.request.sampler.values["inject.cooldown"], 1)),
+            )
+        ended = [
+            row is not None and row.row.finish_reason in ("stop", "error") for row in self._rows
+        ]
+        if any(ended):
+            state = replace(state, finish=jnp.where(np.array(ended), FINISHED_STOP, state.finish))
+        return state
+
+    # Read back
+
+    def _read_back(self, chunk: _Chunk) -> Generator[Event, None, bool]:
+        """Applies a chunk's outcomes to its rows. Returns whether it made a step at all."""
+        asked = time.perf_counter()
+        log = chunk.log if int(chunk.log.count) else None
+        records, log = jax.device_get((chunk.records, log))
+        self._pace(time.perf_counter() - asked)
+        self.steps += int(records.live.any(axis=-1).sum())
+        numbers = [0 if row is None else row.row.number for row in chunk.rows]
+        decode_text = self._model.tokenizer.decode_within
+        actions = [mechanism.name for mechanism in self._mechanisms]
+        for outcome in outcomes(numbers, actions, records, log, self._recording, decode_text):
+            row = chunk.rows[outcome.slot]
+            if row is None or not row.running:
+                continue
+            self.useful += 1
+            for event in row.apply(outcome, lambda: self._stopping):
+                yield event
+                # A retraction is not complete without the replacement that follows.
+                if self._stopping and not event.retracted:
+                    return True
+        return bool(records.live.any())
+
+    def _pace(self, waited: float) -> None:
+        """More steps a chunk while chunks come fast: a first token at once, then a steady flow."""
+        if waited < _LOOK_SECONDS / 2:
+            self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
+        elif waited > _LOOK_SECONDS:
+            self._chunk_steps = max(self._chunk_steps // 2, 1)

@@ -1,0 +1,108 @@
+"""A run over some requests, as a user iterates it: events as they come, rows at the end."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import MIN_CAPACITY, bucket, check_recording
+from entropix_jax.engine.results import Event, Request, Row, Rows
+from entropix_jax.engine.running import check_request
+from entropix_jax.engine.state import Recording
+from entropix_jax.engine.trace import header
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
+
+
+class Generation:
+    """Runs requests side by side. Iterate to make it go; `rows` then holds the results.
+
+    After the iteration was left early, or ended by `stop`, `rows` hold what they have so far;
+    `interrupt` ends them.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        requests: Sequence[Request],
+        *,
+        recording: Recording | None = None,
+    ) -> None:
+        """Checks everything that can be checked before anything is computed.
+
+        Args:
+            recording: what each token's record holds besides the usual.
+
+        Raises:
+            UserError: no request, one that `check_request` refuses, a recording that does not fit
+                the model, or rows that do not fit into memory.
+        """
+        if not requests:
+            raise UserError("there is nothing to generate: no request")
+        recording = recording or Recording()
+        check_recording(model, recording)
+        longest = max(len(one.prompt) + check_request(model, one) for one in requests)
+        self._engine = Engine(
+            model,
+            slots=len(requests),
+            capacity=bucket(longest, MIN_CAPACITY),
+            recording=recording,
+        )
+        first = requests[0]
+        self.timings: dict[str, float] = {}
+        self.rows = Rows(
+            (Row(request, number=number) for number, request in enumerate(requests)),
+            header(
+                model=str(model.folder),
+                model_config=model.config,
+                precision=model.precision,
+                sampler=first.sampler.name,
+                sampler_values=first.sampler.values,
+                seed=first.seed,
+                prompt=model.tokenizer.decode(first.prompt, skip_special=False),
+                prompt_tokens=first.prompt,
+            ),
+            self.timings,
+        )
+        self._start = time.perf_counter()
+        self._iterator = self._iterate()
+
+    def __iter__(self) -> Iterator[Event]:
+        """The events: those of all rows of one step, then of the next. A second iteration continues
+        the first."""
+        return self._iterator
+
+    def _iterate(self) -> Iterator[Event]:
+        self._start = time.perf_counter()
+        for event in self._engine.run(self.rows):
+            if event.token is not None:
+                self.timings.setdefault("first_token", self.seconds())
+            yield event
+        if all(row.finish_reason is not None for row in self.rows):
+            self.timings["total"] = self.seconds()
+
+    def stop(self) -> None:
+        """Asks the run to end after the current event. A signal handler may call it."""
+        self._engine.stop()
+
+    def interrupt(self) -> list[Event]:
+        """Ends the rows that have not finished; the events have their last text."""
+        self.timings.setdefault("total", self.seconds())
+        events = list(self._engine.interrupt())
+        for row in self.rows:
+            if row.finish_reason is None:  # it never had a slot
+                row.finish_reason = "interrupt"
+                events.append(Event(row, None, ()))
+        return events
+
+    def run(self) -> Rows:
+        """Runs to the end and returns the rows."""
+        for _ in self:
+            pass
+        return self.rows
+
+    def _repr_html_(self) -> str:
+        return self.rows._repr_html_()
+
+    def seconds(self) -> float:
+        """Time since the start, without that in which a person was asked."""
+        return time.perf_counter() - self._start - sum(row.waited for row in self.rows)

@@ -1,0 +1,138 @@
+"""What rows need of each device's memory at least, checked before any of it is allocated.
+
+A lower bound from the shapes: weights, cache, and the logits while a token is drawn. What XLA needs
+beyond that depends on the length of the prompts; asking the compiler (`memory_analysis`) would mean
+to compile the largest programs, which most runs never reach, before the first token.
+"""
+
+import gc
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from entropix_jax.errors import UserError
+from entropix_jax.host.memory import as_size, free_share
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.mesh import DATA, MODEL, weights_bytes
+from entropix_jax.model.precision import Precision
+
+# Float32 arrays [rows, V] that a step holds: the logits, and what the sampler makes of them.
+_LOGITS = 8
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one device."""
+
+    weights: int
+    cache: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.cache + self.logits
+
+    def __str__(self) -> str:
+        return (
+            f"weights {as_size(self.weights)}, cache {as_size(self.cache)}, "
+            f"logits {as_size(self.logits)}"
+        )
+
+
+def plan_memory(
+    config: ModelConfig,
+    precision: Precision,
+    *,
+    slots: int,
+    capacity: int,
+    mesh: Mesh | None = None,
+) -> MemoryPlan:
+    """The least that `slots` rows with `capacity` cache positions each take, per device of a mesh
+    or on one device.
+
+    Raises:
+        UserError: a model that the mesh cannot split.
+    """
+    data, model = (1, 1) if mesh is None else (mesh.shape[DATA], mesh.shape[MODEL])
+    rows = -(-slots // data)
+    heads = 2 * config.num_layers * config.num_kv_heads // model  # of keys and of values
+    return MemoryPlan(
+        weights=weights_bytes(config, precision.weights, mesh),
+        cache=rows * capacity * heads * config.head_dim * precision.activations.itemsize,
+        logits=_LOGITS * rows * config.vocab_size * 4,
+    )
+
+
+def check_memory(
+    config: ModelConfig,
+    precision: Precision,
+    *,
+    slots: int,
+    capacity: int,
+    mesh: Mesh | None = None,
+) -> str:
+    """Checks that a batch can fit before its weights are loaded; returns a line for the user.
+
+    Raises:
+        UserError: it cannot; the line names the most slots that can.
+    """
+    plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
+    free = free_share(mesh)
+    if free is None:
+        return f"memory of each device: at least {as_size(plan.total)} ({plan})"
+    needs = f"at least {as_size(plan.total)} of {as_size(free)} ({plan})"
+    if plan.total <= free:
+        return f"memory of each device: {needs}"
+    fitting = _count_fitting(plan, slots, free, mesh)
+    if fitting:
+        advice = f"at most {fitting} slots fit (--slots {fitting})"
+    elif plan.weights <= free:
+        advice = "not even one slot for each fits: fewer tokens a row (--context) need less"
+    else:
+        advice = "not even the weights fit"
+    raise UserError(
+        f"{slots} slots of {capacity} tokens do not fit into a device: {needs}; {advice}"
+    )
+
+
+def most_slots(
+    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
+) -> int:
+    """How many slots, up to `slots`, fit beside weights that are loaded, with a fifth of what is
+    free left for prompts: a multiple of the `data` devices. 0 where none fits, `slots` where free
+    memory is unknown."""
+    plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
+    free = free_share(mesh, plan.weights)
+    if free is None:
+        return slots
+    return _count_fitting(plan, slots, plan.weights + free * 4 // 5, mesh)
+
+
+def check_cache(
+    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
+) -> None:
+    """Checks that the cache and logits of rows fit beside weights that are loaded.
+
+    Raises:
+        UserError: they do not.
+    """
+    plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
+    needed, free = plan.cache + plan.logits, free_share(mesh, plan.weights)
+    if free is not None and needed > free:
+        gc.collect()  # an earlier run's cache may be part of a reference cycle
+        free = free_share(mesh, plan.weights)
+    if free is not None and needed > free:
+        rows = "1 row" if slots == 1 else f"{slots} rows side by side"
+        raise UserError(
+            f"{rows} of {capacity} tokens would not fit into memory: cache {as_size(plan.cache)}, "
+            f"logits {as_size(plan.logits)}: {as_size(needed)} of {as_size(free)}; fewer rows, or "
+            "fewer tokens of each, need less"
+        )
+
+
+def _count_fitting(plan: MemoryPlan, slots: int, free: int, mesh: Mesh | None) -> int:
+    """The most slots of those planned that fit, a multiple of the `data` devices."""
+    data = 1 if mesh is None else mesh.shape[DATA]
+    each = (plan.cache + plan.logits) // -(-slots // data)  # of a slot, on its device
+    return max(min((free - plan.weights) // each * data, slots // data * data), 0)

@@ -1,0 +1,205 @@
+"""What goes into a run and what comes out of it: requests, rows, and the events in between."""
+
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.trace import TokenRecord, TraceWriter, footer
+from entropix_jax.errors import UserError
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
+
+_REPR_TEXT = 50  # characters of a text
+_REPR_ROWS = 10
+
+# The text of a row so far to the text to inject.
+Retrieve = Callable[[str], str]
+# A row's number and the texts of its two best branches to the index of the one to commit, or None.
+Ask = Callable[[int, Sequence[str]], int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One row to generate.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampler: a sampler with the model's thresholds, see `calibrate_sampler`.
+        max_new_tokens: the budget.
+        row_id: with `seed`, the key of the row's random numbers.
+        seed: of the row's random numbers.
+        eos_ids: tokens that end the row.
+        stop: texts that end the row and are not part of its text.
+        retrieve: called with the row's text when a thought is due, returns the text to inject.
+            Where that is empty or exceeds the budget the sampler's own thought is injected; where
+            that exceeds it too, the row samples.
+        ask: called with the row's number and the texts of the two best branches, better one first,
+            when their scores are within the margin; returns the index of the branch to commit, or
+            None for the better one.
+        tag: the caller's own; the engine passes it through.
+    """
+
+    prompt: Sequence[int]
+    sampler: CalibratedSampler
+    max_new_tokens: int = 256
+    row_id: str = "0"
+    seed: int = 0
+    eos_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    retrieve: Retrieve | None = None
+    ask: Ask | None = None
+    tag: Any = None
+
+
+@dataclass(repr=False)
+class Row:
+    """The result of a request. A notebook shows its text, coloured by regime.
+
+    `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
+    is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
+    `taken_back` holds the retracted tokens in order, each with the position of its replacement, and
+    `retracted` counts them. `number` is the row's index in its run.
+    """
+
+    request: Request
+    tokens: list[TokenRecord] = field(default_factory=list)
+    text: str = ""
+    retracted: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    taken_back: list[TokenRecord] = field(default_factory=list)
+    number: int = 0
+    started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
+    first_token: float | None = field(default=None, compare=False)  # by the same clock
+    waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _REPR_TEXT else f"{self.text[:_REPR_TEXT]}..."
+        noun = "token" if len(self.tokens) == 1 else "tokens"
+        end = self.error or self.finish_reason or "running"
+        return f"<Row {self.request.row_id}: {len(self.tokens)} {noun}, {end}: {text!r}>"
+
+    def _repr_html_(self) -> str:
+        from entropix_jax.report.notebook import html
+
+        return html([self])
+
+    def history(self) -> Iterator[tuple[TokenRecord, bool]]:
+        """The tokens in the order of their events, each with whether it was retracted: a retracted
+        token comes before its replacement."""
+        taken_back = deque(self.taken_back)
+        for token in self.tokens:
+            while taken_back and taken_back[0].position <= token.position:
+                yield taken_back.popleft(), True
+            yield token, False
+        for token in taken_back:
+            yield token, True
+
+    def to_json(self) -> dict[str, Any]:
+        """Text and finish reason, tokens in all, per regime and per action, and forward passes."""
+        regimes = Counter(token.regime for token in self.tokens)
+        actions = Counter(token.action for token in self.tokens)
+        names = dict.fromkeys((*ACTIONS, *sorted(actions)))
+        return {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            **({} if self.error is None else {"error": self.error}),
+            "tokens": len(self.tokens),
+            "regimes": {regime: regimes[regime] for regime in REGIMES},
+            "actions": {action: actions[action] for action in names if actions[action]},
+            "retracted": self.retracted,
+            "forwards": self.tokens[-1].forwards if self.tokens else 0,
+        }
+
+
+class Rows(list[Row]):
+    """The rows of a run, a list. A notebook shows all texts, coloured by regime.
+
+    `header` is the header of the run's trace, `timings` are in seconds.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        header: Mapping[str, Any] | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self.header = header
+        self.timings = timings if timings is not None else {}
+
+    def footer(self) -> dict[str, Any]:
+        """The footer of the run's trace."""
+        return footer([{"row": row.number, **row.to_json()} for row in self], self.timings)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the run's trace, row by row, with the tokens so far. `top` and `layers` are there
+        if the run recorded them.
+
+        Raises:
+            UserError: the file cannot be written, or the rows are not of one run with one prompt.
+        """
+        if self.header is None or len({tuple(row.request.prompt) for row in self}) != 1:
+            raise UserError("a trace is of one run with one prompt")
+        with TraceWriter(Path(path)) as writer:
+            writer.write(self.header)
+            for row in self:
+                for token, retracted in row.history():
+                    writer.write(token.to_json(retracted=retracted))
+            writer.write(self.footer())
+
+    def save_report(self, path: str | Path) -> None:
+        """Writes the run as a page, one HTML file to open in a browser.
+
+        Raises:
+            UserError: as `save_trace`.
+        """
+        from entropix_jax.report.page import check_report, write_report
+
+        path = Path(path)
+        check_report(path)
+        with tempfile.TemporaryDirectory(prefix="entropix-jax-") as folder:
+            trace = Path(folder) / f"{path.stem}.jsonl"
+            self.save_trace(trace)
+            write_report(trace, path)
+
+    def __repr__(self) -> str:
+        shown = [*map(repr, self[:_REPR_ROWS])]
+        if len(self) > _REPR_ROWS:
+            shown.append(f"... and {len(self) - _REPR_ROWS} more")
+        return "[" + ",\n ".join(shown) + "]"
+
+    def _repr_html_(self) -> str:
+        from entropix_jax.report.notebook import html
+
+        return html(self, None if self.header is None else self.header["prompt"])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a row's final text, and the token that it came with."""
+
+    text: str
+    token: TokenRecord
+
+
+@dataclass(frozen=True)
+class Event:
+    """One token of a row was committed or retracted, or the row ended without one.
+
+    Attributes:
+        row: the row, with the event applied; `row.finish_reason` is set by its last event.
+        token: None where the row ended by an error or an interrupt.
+        pieces: the text that became final.
+        retracted: whether the token was retracted. The row's next event then has its replacement,
+            or retracts that one, too.
+    """
+
+    row: Row
+    token: TokenRecord | None
+    pieces: tuple[Piece, ...]
+    retracted: bool = False

@@ -1,0 +1,247 @@
+"""One running row on the host: step outcomes become tokens, text, and a finish reason."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from entropix_jax.engine.records import Outcome, differ, two_best
+from entropix_jax.engine.results import Event, Piece, Request, Row
+from entropix_jax.engine.slots import padded_ids
+from entropix_jax.engine.state import (
+    FINISHED_EOS,
+    FINISHED_ERROR,
+    FINISHED_LENGTH,
+    WAITS_FOR_CHOICE,
+    WAITS_FOR_TEXT,
+)
+from entropix_jax.engine.trace import BranchRecord, TokenRecord
+from entropix_jax.errors import UserError, check_range
+from entropix_jax.model.finite import NOWHERE, describe
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.text.stop import StopFilter
+
+_FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
+
+
+class Answer(NamedTuple):
+    """What the host tells the device where a row waits for it."""
+
+    tokens: list[int]  # the row's next ones; none: it samples
+    action: int  # index into the sampler's mechanisms, which the tokens carry
+
+
+class RunningRow:
+    """A row on its way. A token is pending until the next step can no longer retract it."""
+
+    def __init__(self, row: Row, model: LanguageModel, capacity: int) -> None:
+        """`capacity` is the cache slots of the row.
+
+        Raises:
+            UserError: see `check_request`.
+        """
+        self.row = row
+        self.request = row.request
+        self.budget = check_request(model, row.request, capacity)
+        self.answer: Answer | None = None  # on its way to the device
+        self._tokenizer = model.tokenizer
+        self._stop = StopFilter[TokenRecord](row.request.stop)
+        self._stream = model.tokenizer.stream(after=row.request.prompt)
+        self._pending: TokenRecord | None = None
+        self._proposal: TokenRecord | None = None  # of the step that asked for a choice
+        self._branches: list[BranchRecord] | None = None  # with the one that was chosen
+        self._retrieved = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the row has not finished yet, as far as the host knows."""
+        return self.row.finish_reason is None
+
+    @property
+    def length(self) -> int:
+        """The row's tokens that the host knows, including the prompt and a pending token."""
+        return len(self.request.prompt) + self._generated
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens the row may still generate."""
+        return self.budget - self._generated
+
+    @property
+    def _generated(self) -> int:
+        return len(self.row.tokens) + (self._pending is not None)
+
+    def apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
+        """Applies what a step did to the row: commits tokens, retracts the pending one, ends the
+        row, or calls a hook and sets `answer`.
+
+        `stopping` tells whether the run was asked to stop: then no hook is called.
+        """
+        # A row that failed: its pending token stands.
+        token, *_ = outcome.tokens
+        if outcome.finish == FINISHED_ERROR:
+            yield from self._commit()
+            if self.running:  # no stop string
+                position, stage = outcome.unsound
+                fault = f"NaN or infinite logits at position {token.position}"
+                self.row.error = fault if position == NOWHERE else describe(position, stage)
+                yield self._end("error")
+            return
+        # A row that waits for the host. The hook sees the whole text: nothing retracts its end.
+        if outcome.finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
+            yield from self._commit()
+            if not self.running or stopping():
+                return
+            if outcome.finish == WAITS_FOR_TEXT:
+                self.answer = self._retrieve_thought()
+            else:
+                assert outcome.branches is not None
+                self._proposal = token
+                self.answer = self._choose_branch(outcome.branches)
+            return
+        # The pending token is retracted, or stands.
+        pending = self._pending
+        if token.action == "backspace" and pending is not None:
+            # The replacement is drawn from the same distribution, not from the one just evaluated.
+            token = replace(token, top=pending.top, layers=pending.layers)
+            yield self._retract(pending)
+        else:
+            yield from self._commit()
+        # The step's tokens; the last one is pending now.
+        if token.action == "branch" and outcome.branches is None:
+            token = self._with_choice(token)
+        *earlier, last = [token, *outcome.tokens[1:]]
+        for one in earlier:
+            self._pending = one
+            yield from self._commit()
+        if not self.running:
+            return  # a stop string
+        self._pending = last
+        if not outcome.retractable:
+            reason = _FINISH.get(outcome.finish)
+            if reason == "length" and self.budget < self.request.max_new_tokens:
+                reason = "context"
+            yield from self._commit(reason)
+
+    def interrupt(self) -> Iterator[Event]:
+        """Ends the row where it stands; its pending token and held text become final."""
+        yield from self._commit()
+        if self.running:
+            yield self._end("interrupt")
+
+    def _commit(self, reason: str | None = None) -> Iterator[Event]:
+        """Commits the pending token, if any, and ends the row for `reason` or by a stop string."""
+        pending, row = self._pending, self.row
+        if pending is None or not self.running:
+            return
+        self._pending = None
+        pending.text = self._stream.push(pending.token_id)
+        if reason is not None:
+            pending.text += self._stream.flush()
+        row.tokens.append(pending)
+        shown = self._stop.push(pending.text, pending)
+        pieces = tuple(Piece(text, source) for text, source in shown)
+        row.text += "".join(piece.text for piece in pieces)
+        if self._stop.stopped or reason is not None:
+            pieces += self._end("stop" if self._stop.stopped else str(reason)).pieces
+        yield self._token_event(pending, pieces)
+
+    def _retract(self, pending: TokenRecord) -> Event:
+        self._pending = None
+        pending.text = self._stream.peek(pending.token_id)
+        self.row.retracted += 1
+        self.row.taken_back.append(pending)
+        return self._token_event(pending, (), retracted=True)
+
+    def _token_event(
+        self, token: TokenRecord, pieces: tuple[Piece, ...], *, retracted: bool = False
+    ) -> Event:
+        if self.row.first_token is None:
+            self.row.first_token = time.perf_counter()
+        return Event(self.row, token, pieces, retracted)
+
+    def _end(self, reason: str) -> Event:
+        """Ends the row; the text that could have become a stop string is final."""
+        self.row.finish_reason = reason
+        pieces = tuple(Piece(text, source) for text, source in self._stop.flush())
+        self.row.text += "".join(piece.text for piece in pieces)
+        return Event(self.row, None, pieces)
+
+    def _retrieve_thought(self) -> Answer:
+        """Calls `Request.retrieve`; its text, else the sampler's own thought, where it fits into
+        the budget."""
+        assert self.request.retrieve is not None
+        row, tokenizer, settings = self.row, self._tokenizer, self.request.sampler.settings
+        text = self.request.retrieve(
+            tokenizer.decode([*self.request.prompt, *(token.token_id for token in row.tokens)])
+        )
+        if not isinstance(text, str):
+            raise UserError(f"retrieve gave {text!r}: expected a text, an empty one for none")
+        # The name of a control token in a text is not that token: it must not end a row or a turn.
+        special = tokenizer.special_ids
+        retrieved = [i for i in tokenizer.encode_within(text) if i not in special]
+        thought = settings.own["inject"].thought
+        thoughts = [ids[ids >= 0].tolist() for ids in thought if ids[0] >= 0]
+        turn = self._retrieved % max(len(thoughts), 1)
+        self._retrieved += 1
+        candidates = (retrieved, *thoughts[turn : turn + 1])
+        fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.remaining)
+        return Answer(next(fitting, []), settings.action("inject"))
+
+    def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
+        """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
+        assert self.request.ask is not None
+        chosen = next(i for i, branch in enumerate(branches) if branch.chosen)
+        if differ(branches):
+            two = two_best(branches)
+            started = time.perf_counter()
+            answer = self.request.ask(self.row.number, [branch.text for branch in two])
+            self.row.waited += time.perf_counter() - started
+            if answer not in (None, 0, 1):
+                raise UserError(f"ask gave {answer!r}: expected 0, 1, or None for the better one")
+            if answer is not None:
+                chosen = next(i for i, branch in enumerate(branches) if branch is two[answer])
+        whole = self.request.sampler.values["branch.commit_all"]
+        tokens = branches[chosen].tokens[: None if whole else 1]
+        self._branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
+        return Answer(tokens[: self.remaining], self.request.sampler.settings.action("branch"))
+
+    def _with_choice(self, token: TokenRecord) -> TokenRecord:
+        """A token of the branch that the host chose, as the step that asked for it proposed it: the
+        steps that commit it propose nothing. The first one has all branches."""
+        asked, branches, self._branches = self._proposal, self._branches, None
+        assert asked is not None
+        token = replace(
+            token,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+        )
+        if branches is None:
+            return token
+        return replace(token, branches=branches, ambiguous=differ(branches))
+
+
+def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
+    """The tokens that a row may generate: `max_new_tokens`, within the model's positions and within
+    `capacity`, the cache slots of a row, if given.
+
+    Raises:
+        UserError: an empty prompt, one that leaves no room for a token or holds an id that is no
+            token, a budget below one, or too many end tokens.
+    """
+    prompt, positions = len(request.prompt), model.config.max_positions
+    if prompt == 0:
+        raise UserError("the prompt is empty")
+    if strange := [i for i in request.prompt if not 0 <= i < model.config.vocab_size]:
+        raise UserError(f"the prompt holds {strange[0]}, which is no token")
+    check_range("max_new_tokens", request.max_new_tokens, 1)
+    padded_ids(request.eos_ids)
+    room = positions if capacity is None else min(positions, capacity)
+    if prompt >= room:
+        limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"
+        raise UserError(
+            f"the prompt has {prompt} tokens, {limit}: at most {room - 1} leave room for an answer"
+        )
+    return min(request.max_new_tokens, room - prompt)

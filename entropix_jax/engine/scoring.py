@@ -1,0 +1,495 @@
+"""Scores of given texts: the metrics of each token, and the log-likelihood of continuations.
+
+Nothing is generated. A long text is read in segments of bounded length that overlap, and a segment
+in chunks, so memory does not grow with the text.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from entropix_jax.engine.preparation import (
+    PREFILL_WINDOW,
+    CalibratedSampler,
+    bucket,
+    check_recording,
+    chunk_size,
+    for_rows,
+)
+from entropix_jax.engine.records import each, extras_fields
+from entropix_jax.engine.state import Extras, Recording, extras_of
+from entropix_jax.engine.trace import plain
+from entropix_jax.errors import UserError
+from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.finite import NOWHERE, describe, first_unsound
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.model.params import Params
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
+from entropix_jax.sampler.regimes import classify
+from entropix_jax.sampler.settings import SamplerSettings
+
+_CONTEXT = 1024  # most tokens of a segment, unless the caller says otherwise
+_BATCH = 16  # texts that are read side by side
+_METRICS_CHUNK, _LIKELIHOOD_CHUNK = 64, 128  # most tokens of a text in one call
+_LOGITS_BYTES = 1 << 28  # most memory for the logits of one call
+_CACHE_BYTES = 1 << 30  # most memory for the cache of several texts
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """One token of a given text, and the metrics of the distribution before it.
+
+    Entropies are in bits, varentropies in bits^2, `logprob`, the token's own, in nats. `position`
+    is the token's in the text, and `context` how many tokens the model saw before it. `text` is
+    what the token completes. `top`, [token id, text, probability] of the likeliest tokens, and
+    `layers`, the attention entropy of each layer and head, are None unless recorded.
+    """
+
+    position: int
+    context: int
+    token_id: int
+    text: str
+    regime: str
+    logprob: float
+    entropy: float
+    varentropy: float
+    sequence_varentropy: float
+    attn_entropy: float
+    attn_entropy_norm: float
+    attn_varentropy: float
+    agreement: float
+    agreement_published: float
+    interaction_strength: float
+    top: list[tuple[int, str, float]] | None = None
+    layers: list[list[float]] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of a line of JSON."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {"type": "token"} | {k: v for k, v in fields.items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """The score of one continuation.
+
+    `pair` counts the pairs in the order in which they were given. `log_likelihood` is in nats, the
+    sum over the continuation's tokens. `is_greedy` says whether each of them is the likeliest.
+    """
+
+    pair: int
+    log_likelihood: float
+    is_greedy: bool
+
+
+def score_tokens(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    sampler: CalibratedSampler,
+    *,
+    context: int | None = None,
+    recording: Recording | None = None,
+) -> Iterator[ScoredToken]:
+    """Reads a text and scores each token but the first.
+
+    Args:
+        tokens: the text, at least two tokens.
+        sampler: whose bounds define the regimes, and whose metrics are measured. Its loop guard
+            plays no part: it is about text that the model wrote.
+        context: most tokens that the model sees at once, by default 1024 or as many as it has
+            positions. A longer text is read in segments that begin half that number before the
+            tokens to be measured.
+        recording: what is recorded besides the usual.
+
+    Raises:
+        UserError: too few tokens, a context that the model does not have, or NaN or infinite
+            logits.
+    """
+    recording = recording or Recording()
+    check_recording(model, recording)
+    context = _checked_context(model, context)
+    if len(tokens) < 2:
+        raise UserError("the text is too short: the model expects nothing before its first token")
+    return _score_tokens(model, tokens, sampler, context, recording)
+
+
+def _score_tokens(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    sampler: CalibratedSampler,
+    context: int,
+    recording: Recording,
+) -> Iterator[ScoredToken]:
+    stream = model.tokenizer.stream(after=tokens[:1])
+    entropies = _RunningVariance()
+    segments = _segments(tokens, context)
+    for segment, at, scores in _read(model, segments, 1, _METRICS_CHUNK, sampler, recording):
+        assert scores.measured is not None
+        measured = each(
+            regime=[REGIMES[regime] for regime in scores.measured.regime],
+            logprob=plain(scores.logprob[:, 0]),
+            **{name: plain(values) for name, values in vars(scores.measured.metrics).items()},
+            **extras_fields(scores.measured.extras, recording, model.tokenizer.decode_within),
+        )
+        start = segments[segment].start
+        for position, fields in enumerate(measured, start + at + 1):
+            text = stream.push(tokens[position])
+            if position == len(tokens) - 1:
+                text += stream.flush()
+            yield ScoredToken(
+                position=position,
+                context=position - start,
+                token_id=int(tokens[position]),
+                text=text,
+                sequence_varentropy=plain(np.float32(entropies.add(fields["entropy"]))),
+                **fields,
+            )
+
+
+def measure_entropies(
+    model: LanguageModel,
+    texts: Sequence[Sequence[int]],
+    sampler: CalibratedSampler,
+    *,
+    context: int | None = None,
+) -> np.ndarray:
+    """Entropy (bits) and varentropy (bits^2) before each token of some texts but their first ones:
+    float32 [n, 2], text by text in order.
+
+    Raises:
+        UserError: as `score_tokens`; no text has two tokens.
+    """
+    context = _checked_context(model, context)
+    segments = [
+        segment
+        for number, text in enumerate(texts, 1)
+        if len(text) > 1
+        for segment in _segments(text, context, where=f"text {number}: ")
+    ]
+    if not segments:
+        raise UserError("there is nothing to measure: no text has two tokens")
+    points: list[list[np.ndarray]] = [[] for _ in segments]
+    for segment, _, scores in _read(model, segments, _BATCH, _METRICS_CHUNK, sampler):
+        assert scores.measured is not None
+        metrics = scores.measured.metrics
+        points[segment].append(np.stack([metrics.entropy, metrics.varentropy], axis=-1))
+    return np.concatenate([part for parts in points for part in parts])
+
+
+def log_likelihoods(
+    model: LanguageModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    context: int | None = None,
+    batch: int = _BATCH,
+) -> Iterator[Likelihood]:
+    """The log-probability of each continuation after its context, by the model's own distribution:
+    log-softmax of the unmodified logits, in float32.
+
+    Scores come text by text, not in the order of the pairs, and do not depend on the other pairs.
+    Pairs that differ in their last tokens alone are read once. An empty continuation is certain.
+
+    Args:
+        pairs: token ids of a context, at least one, and of its continuation.
+        context: most tokens that the model sees at once, by default all its positions. The first
+            tokens of a longer pair are left out.
+        batch: most texts that are read side by side; fewer where they are long.
+
+    Raises:
+        UserError: an empty context, an id that is no token, a continuation that is longer than what
+            the model sees at once, or NaN or infinite logits.
+    """
+    positions = model.config.max_positions
+    context = positions if context is None else context
+    if not 1 <= context <= positions:
+        raise UserError(f"the context must be 1 to {positions} tokens, not {context}")
+    if batch < 1:
+        raise UserError(f"at least 1 text must be read at once, not {batch}")
+    # All tokens but the last one of a pair, to the pairs: number, last token, length.
+    answers: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    empty = []
+    for number, (before, after) in enumerate(pairs):
+        _check_pair(model, number, before, after, context)
+        if not after:
+            empty.append(Likelihood(number, 0.0, True))
+            continue
+        *tokens, last = (*before, *after)[-context - 1 :]
+        answers.setdefault(tuple(tokens), []).append((number, last, len(after)))
+    return _log_likelihoods(model, answers, empty, batch)
+
+
+def _check_pair(
+    model: LanguageModel, number: int, before: Sequence[int], after: Sequence[int], context: int
+) -> None:
+    if not before:
+        raise UserError(f"pair {number}: the context is empty: nothing is expected before a token")
+    if strange := [i for i in (*before, *after) if not 0 <= i < model.config.vocab_size]:
+        raise UserError(f"pair {number}: {strange[0]} is no token")
+    if len(after) > context:
+        raise UserError(
+            f"pair {number}: the continuation has {len(after)} tokens, "
+            f"the model sees {context} at once"
+        )
+
+
+def _log_likelihoods(
+    model: LanguageModel,
+    answers: Mapping[tuple[int, ...], Sequence[tuple[int, int, int]]],
+    empty: Sequence[Likelihood],
+    batch: int,
+) -> Iterator[Likelihood]:
+    yield from empty
+    texts = [
+        _Text(
+            tokens,
+            lasts=list(dict.fromkeys(last for _, last, _ in own)),
+            first=len(tokens) - max(length for *_, length in own),
+            where=f"pair {own[0][0]}: ",
+        )
+        for tokens, own in answers.items()
+    ]
+    # The longest first: what does not fit into memory fails at once.
+    texts.sort(key=lambda text: len(text.tokens), reverse=True)
+    parts: list[list[_Scores]] = [[] for _ in texts]
+    for number, at, scores in _read(model, texts, batch, _LIKELIHOOD_CHUNK):
+        parts[number].append(scores)
+        text = texts[number]
+        if at + len(scores.finite) < len(text.tokens):
+            continue
+        logprobs = np.concatenate([part.logprob for part in parts[number]])
+        greedy = np.concatenate([part.greedy for part in parts[number]])
+        parts[number].clear()
+        for pair, last, length in answers[tuple(text.tokens)]:
+            its = slice(-length, None), text.lasts.index(last)
+            total = float(logprobs[its].sum(dtype=np.float64))
+            yield Likelihood(pair, total, bool(greedy[its].all()))
+
+
+# Reading texts
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Tokens to read. Scored are, from after the token `first` on, the text's own tokens and after
+    its end each of `lasts`."""
+
+    tokens: Sequence[int]
+    lasts: Sequence[int]
+    first: int
+    start: int = 0  # position of the first token
+    where: str = ""  # begins an error's line
+
+
+@struct.dataclass
+class _Measured:
+    """The metrics of the distribution after each token; fields [B, T, ...] or [n, ...]."""
+
+    metrics: Metrics
+    regime: jax.Array  # int32
+    extras: Extras
+
+
+@struct.dataclass
+class _Scores:
+    """The scores after each token; fields [B, T, ...] or [n, ...]."""
+
+    logprob: jax.Array  # float32 [..., K] nats, of each token that may follow
+    greedy: jax.Array  # bool [..., K], whether it is the likeliest
+    finite: jax.Array  # bool, the logits and the activations, where they are checked
+    sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
+    measured: _Measured | None  # None without a sampler
+
+
+def _checked_context(model: LanguageModel, context: int | None) -> int:
+    positions = model.config.max_positions
+    if context is None:
+        return min(_CONTEXT, positions)
+    if not 2 <= context <= positions:
+        raise UserError(f"the context must be 2 to {positions} tokens, not {context}")
+    return context
+
+
+def _segments(text: Sequence[int], context: int, where: str = "") -> list[_Text]:
+    """Segments of at most `context` tokens; each token but the text's first is scored once."""
+    segments, done = [], 1
+    while done < len(text):
+        end = min(context if done == 1 else done + max(context // 2, 1), len(text))
+        start = max(end - context, 0)
+        tokens, last = text[start : end - 1], text[end - 1]
+        segments.append(_Text(tokens, [last], done - start - 1, start, where))
+        done = end
+    return segments
+
+
+def _read(
+    model: LanguageModel,
+    texts: Sequence[_Text],
+    batch: int,
+    largest: int,
+    sampler: CalibratedSampler | None = None,
+    recording: Recording | None = None,
+) -> Iterator[tuple[int, int, _Scores]]:
+    """Reads texts, at most `batch` side by side and of each at most `largest` tokens in one call.
+
+    Yields for each part of a text its number, the index of the part's first token, and the scores
+    after each of its tokens.
+
+    Raises:
+        UserError: NaN or infinite logits.
+    """
+    config, done = model.config, 0
+    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    slot_bytes *= model.precision.activations.itemsize
+    # Side by side only with texts that need a cache of the same size: a short one would wait.
+    for capacity, group in groupby(texts, lambda text: bucket(len(text.tokens), PREFILL_WINDOW)):
+        alike = list(group)
+        # Powers of two, so that the last texts compile no program of their own.
+        rows, room = (
+            min(batch, bucket(len(alike), 1)),
+            max(_CACHE_BYTES // slot_bytes // capacity, 1),
+        )
+        rows = rows if rows <= room else 1 << room.bit_length() - 1
+        for first in range(0, len(alike), rows):
+            part = alike[first : first + rows]
+            scored = _read_batch(
+                model, part, rows, capacity, largest, sampler, recording or Recording()
+            )
+            for row, at, scores in scored:
+                if not scores.finite.all():
+                    raise UserError(part[row].where + _fault(model, part[row]))
+                yield done + first + row, at, scores
+        done += len(alike)
+
+
+def _read_batch(
+    model: LanguageModel,
+    texts: Sequence[_Text],
+    rows: int,
+    capacity: int,
+    largest: int,
+    sampler: CalibratedSampler | None,
+    recording: Recording,
+) -> Iterator[tuple[int, int, _Scores]]:
+    """Reads texts side by side, chunk by chunk; rows that are left over stay empty."""
+    config = model.config
+    room = max(_LOGITS_BYTES // (4 * config.vocab_size * rows), 1)
+    size = chunk_size(config, capacity, rows, min(largest, 1 << room.bit_length() - 1))
+    # Tokens, the tokens that may follow each, and how many of them are the text's.
+    length = max(len(text.tokens) for text in texts)
+    tokens = np.zeros((rows, length + size), np.int32)
+    following = np.zeros((*tokens.shape, bucket(max(len(t.lasts) for t in texts), 1)), np.int32)
+    lengths = np.zeros(rows, np.int64)
+    for row, text in enumerate(texts):
+        end = lengths[row] = len(text.tokens)
+        tokens[row, :end] = text.tokens
+        following[row, : end - 1] = tokens[row, 1:end, None]
+        following[row, end - 1, : len(text.lasts)] = text.lasts
+    params = None if sampler is None else for_rows(sampler.settings, rows)
+    cache = init_cache(config, rows, capacity, model.precision.activations)
+    for start in range(0, length, size):
+        chunk = slice(start, start + size)
+        cache, scores = _score_chunk(
+            model.params,
+            params,
+            cache,
+            jnp.asarray(tokens[:, chunk]),
+            jnp.asarray(following[:, chunk]),
+            jnp.asarray(np.clip(lengths - start, 0, size), jnp.int32),
+            config=config,
+            window=min(bucket(start + size, PREFILL_WINDOW), capacity),
+            recording=recording,
+            scored=start + size > min(text.first for text in texts),
+        )
+        if scores is None:
+            continue
+        scores = jax.device_get(scores)
+        for row, text in enumerate(texts):
+            known = slice(max(text.first - start, 0), max(len(text.tokens) - start, 0))
+            own = jax.tree.map(lambda x: x[row, known], scores)  # noqa: B023
+            if len(own.finite):
+                yield row, start + known.start, own
+
+
+def _fault(model: LanguageModel, text: _Text) -> str:
+    """Where reading a text yields NaN or infinity, found token by token: in a chunk one token
+    spoils the others."""
+    whole, capacity = replace(text, first=0), bucket(len(text.tokens), PREFILL_WINDOW)
+    for _, at, scores in _read_batch(model, [whole], 1, capacity, 1, None, Recording(check=True)):
+        at += text.start
+        assert scores.sound is not None
+        position, stage = first_unsound(scores.sound[None], jnp.array([at]))[0].tolist()
+        if position != NOWHERE:
+            return describe(position, stage)
+        if not scores.finite.all():
+            return f"NaN or infinite logits at position {at + 1}"
+    return f"NaN or infinite logits at or after position {text.start + 1}"
+
+
+@partial(
+    jax.jit, static_argnames=("config", "window", "recording", "scored"), donate_argnames="cache"
+)
+def _score_chunk(
+    params: Params,
+    sampler: SamplerSettings | None,
+    cache: KVCache,
+    tokens: jax.Array,
+    following: jax.Array,
+    count: jax.Array,
+    *,
+    config: ModelConfig,
+    window: int,
+    recording: Recording,
+    scored: bool,
+) -> tuple[KVCache, _Scores | None]:
+    """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
+    `following[B, T, K]`, and with a sampler (each leaf [B, ...]) the metrics."""
+    every, check = sampler is not None, recording.check
+    hidden, stats, cache = forward(
+        params, config, tokens, count, cache, window=window, every=every, check=check
+    )
+    if not scored:
+        return cache, None
+    logits = unembed(params, hidden.reshape(-1, config.width))  # [B*T, V], as are the statistics
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    wanted = following.reshape(logits.shape[0], -1)
+    finite, measured = jnp.all(jnp.isfinite(logits), axis=-1), None
+    if stats.sound is not None:
+        finite &= jnp.all(stats.sound, axis=-1).reshape(-1)
+    if sampler is not None:
+        of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), sampler)
+        above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
+        metrics = measure(above_floor, stats, of_token.layer_weights)
+        regime = jax.vmap(classify)(metrics, of_token)
+        measured = _Measured(metrics, regime, extras_of(logits, stats, recording))
+    scores = _Scores(
+        logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
+        greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),
+        finite=finite,
+        sound=None if stats.sound is None else stats.sound.reshape(*finite.shape, -1),
+        measured=measured,
+    )
+    return cache, jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), scores)
+
+
+class _RunningVariance:
+    """The population variance of the numbers so far (Welford)."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, number: float) -> float:
+        self._count += 1
+        deviation = number - self._mean
+        self._mean += deviation / self._count
+        self._squares += deviation * (number - self._mean)
+        return self._squares / self._count

@@ -1,0 +1,181 @@
+"""The trace of a run: JSON Lines, a header, one object for each token, a footer.
+
+The same run gives the same bytes, but for the timings in the footer.
+"""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import open_alone
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.precision import Precision
+from entropix_jax.names import TRACE_FORMAT
+from entropix_jax.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """One branch that was rolled out. `score` is None where its logits became NaN or infinite."""
+
+    tokens: list[int]
+    text: str
+    score: float | None
+    chosen: bool
+
+
+@dataclass(slots=True)  # not frozen: the engine makes one for each token, and fills in its text
+class TokenRecord:
+    """One committed token. Entropies are in bits, varentropies in bits^2, log-probabilities in
+    nats.
+
+    `text` is what the token completes, so that a row's texts, joined, are the row's text (including
+    the stop string that ended it); it is empty in the middle of a character and for control tokens.
+    `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
+    token was chosen. `top`, [token id, text, probability] of the likeliest tokens, and `layers`,
+    the attention entropy of each layer and head, are None unless recorded. `branches`, all branches
+    that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
+    their texts differ, are None except on the first token of a branch.
+    """
+
+    row: int
+    position: int
+    token_id: int
+    text: str
+    regime: str
+    action: str
+    logprob: float
+    entropy: float
+    varentropy: float
+    sequence_varentropy: float
+    attn_entropy: float
+    attn_entropy_norm: float
+    attn_varentropy: float
+    agreement: float
+    agreement_published: float
+    interaction_strength: float
+    confidence: float
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    forwards: int
+    loop: bool
+    top: list[tuple[int, str, float]] | None = None
+    branches: list[BranchRecord] | None = None
+    layers: list[list[float]] | None = None
+    ambiguous: bool | None = None
+
+    def to_json(self, *, retracted: bool = False) -> dict[str, Any]:
+        """The object of a trace line: of a committed token, or of a retracted one."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        if self.branches is not None:
+            fields["branches"] = [asdict(branch) for branch in self.branches]
+        kind = "retracted" if retracted else "token"
+        return {"type": kind} | {k: v for k, v in fields.items() if v is not None}
+
+
+def plain(value: Any) -> Any:
+    """Arrays as Python numbers and lists; a float32 becomes its shortest round-trip decimal."""
+    array = np.asarray(value)
+    if array.dtype.kind != "f":
+        return array.tolist()
+    # Plus 0: the entropy of a certain distribution is computed as -0.
+    return (array.astype(str).astype(np.float64) + 0.0).tolist()
+
+
+def header(
+    *,
+    model: str,
+    model_config: ModelConfig,
+    precision: Precision,
+    sampler: str,
+    sampler_values: Mapping[str, Any],
+    seed: int | None,
+    prompt: str,
+    prompt_tokens: Sequence[int],
+) -> dict[str, Any]:
+    """The header object; `seed` is None where nothing was sampled."""
+    return {
+        "type": "header",
+        "format_version": TRACE_FORMAT,
+        "model": model,
+        "model_config": asdict(model_config),
+        "precision": precision.to_json(),
+        "sampler": sampler,
+        "sampler_parameters": dict(sorted(sampler_values.items())),
+        "seed": seed,
+        "versions": {
+            "entropix_jax": __version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": platform.python_version(),
+        },
+        "backend": jax.default_backend(),
+        "prompt": prompt,
+        "prompt_tokens": list(prompt_tokens),
+    }
+
+
+def footer(rows: Sequence[Mapping[str, Any]], timings: Mapping[str, float]) -> dict[str, Any]:
+    """The footer object: finish reason and counts of each row, and the run's timings in seconds."""
+    return {"type": "footer", "rows": list(rows), "timings": dict(timings)}
+
+
+class TraceWriter:
+    """Writes a trace line by line as the run goes, so that an interrupted run leaves its tokens.
+
+    A context manager, which closes the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file.
+
+        Raises:
+            UserError: the path cannot be written, or another run writes to it.
+        """
+        self._path = path
+        try:
+            # A name with bytes that are not UTF-8 becomes a JSON escape.
+            self._file = open(  # noqa: SIM115
+                open_alone(path), "w", buffering=1, encoding="utf-8", errors="backslashreplace"
+            )
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds one object.
+
+        Raises:
+            UserError: the file cannot take it (a full disk, say).
+        """
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> UserError:
+        return UserError(f"{self._path}: cannot be written: {error.strerror}")

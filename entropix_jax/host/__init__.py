@@ -1,0 +1,1 @@
+"""Files, signals, memory and caches of the host machine."""

@@ -1,0 +1,1 @@
+"""Research on the sampler: studies, tasks, calibration, the evaluation harness."""

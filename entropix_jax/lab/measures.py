@@ -1,0 +1,45 @@
+"""Measures of a generated text that need no reference answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from entropix_jax.engine.results import Row
+
+_MAX_SURPRISE = 700.0  # nats; its exponential is still finite in float64
+
+
+def distinct(tokens: Sequence[Hashable], n: int) -> float | None:
+    """distinct-n (Li et al. 2016): distinct n-grams over all n-grams; None if there are none."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def repetition(tokens: Sequence[Hashable]) -> float | None:
+    """1 - the product of distinct-n for n = 2, 3, 4 (Su et al. 2022); None below four tokens."""
+    shares = [distinct(tokens, n) for n in (2, 3, 4)]
+    return None if None in shares else 1.0 - math.prod(share or 0.0 for share in shares)
+
+
+def measure_row(row: Row) -> dict[str, Any]:
+    """Mean and maximal entropy (bits) and varentropy (bits^2) of a row's tokens, the text's
+    perplexity under its own model, distinct-1, distinct-2, and repetition. Empty without tokens."""
+    tokens = row.tokens
+    if not tokens:
+        return {}
+    ids = [token.token_id for token in tokens]
+    entropies = [token.entropy for token in tokens]
+    varentropies = [token.varentropy for token in tokens]
+    surprise = -math.fsum(token.logprob for token in tokens) / len(tokens)
+    return {
+        "mean_entropy": math.fsum(entropies) / len(tokens),
+        "max_entropy": max(entropies),
+        "mean_varentropy": math.fsum(varentropies) / len(tokens),
+        "max_varentropy": max(varentropies),
+        "perplexity": math.exp(min(surprise, _MAX_SURPRISE)),
+        "distinct_1": distinct(ids, 1),
+        "distinct_2": distinct(ids, 2),
+        "repetition": repetition(ids),
+    }

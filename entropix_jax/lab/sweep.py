@@ -1,0 +1,456 @@
+"""Sweeps: the tasks, settings, items and seeds of a study, read from a TOML file.
+
+A sweep file is TOML:
+
+    description = "..."
+    tasks = ["sums", "facts"]     # names that `tasks.registry` knows; or prompts = "FILE.jsonl"
+    items = 100                   # of each task; 0 for all
+    seeds = [0, 1, 2]
+    split = "test"
+    max_new_tokens = 64           # default: the task's own
+    base = "entropix"             # the sampler to change, itself a setting
+    baseline = "entropix"         # the setting that the others are compared with
+
+    [set]                         # changes to every setting
+    "branch.depth" = 4
+    [settings.no-branch]          # a setting: changes to the base, or to another sampler
+    "arms.lehv" = "explore"
+    [settings.greedy]
+    sampler = "greedy"
+    [grid]                        # a setting for each combination
+    "thresholds.h1" = [0.1, 0.2]
+    [random]                      # a setting for each random draw
+    settings = 16
+    seed = 0
+    [random.over]
+    "base.temperature" = { from = 0.2, to = 2.0, scale = "log" }
+    "arms.lehv" = ["branch", "explore"]
+    [tuning]                      # tunes these samplers first, on the tuning split
+    samplers = ["top-p", "min-p"]
+    settings = 8                  # candidates of each, the unchanged sampler included
+    items = 50
+    seeds = [0]
+    [tuning.over.top-p]           # default: configs/ablations/ranges.toml, for a sampler file the
+                                  # entry of the preset that it extends
+    "base.top_p" = { from = 0.5, to = 1.0 }
+
+Paths are relative to the file's folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+from entropix_jax.errors import UserError, nearest
+from entropix_jax.host.files import read_toml
+from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.ranges import change_sampler, draw_samplers, flatten, is_list_of, name_setting
+from entropix_jax.lab.tasks.gsm8k import Gsm8k
+from entropix_jax.lab.tasks.task import Split
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.presets import lineage, load_sampler
+from entropix_jax.sampler.sampler import Sampler
+
+TUNED = " (tuned)"
+_MAX_SETTINGS = 100_000
+_MAX_SEED = 2**63 - 1  # an int64 column
+_RANGES = Path("ablations/ranges.toml")
+_KEYS = (
+    *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
+    *("baseline", "set", "settings", "grid", "random", "tuning"),
+)
+
+Calibrate = Callable[[Sampler], Sampler]  # adds a model's thresholds to a sampler
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A named sampler.
+
+    `varied` has the keys that a grid or a random draw varies, with this setting's values. `base` is
+    the name of the setting that this one is a change of.
+    """
+
+    name: str
+    sampler: Sampler
+    varied: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Candidates of each sampler to tune, the same number for all; the first is unchanged."""
+
+    candidates: Mapping[str, tuple[Setting, ...]]  # by the sampler's name
+    items: int
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A study's specification."""
+
+    description: str
+    tasks: tuple[str, ...]
+    prompts: str | None  # a file of prompts instead of tasks
+    items: int  # of each task; 0 for all
+    seeds: tuple[int, ...]
+    split: Split
+    max_new_tokens: int | None
+    settings: tuple[Setting, ...]
+    tuning: Tuning | None
+    baseline: str  # the name of a setting, tuned ones included
+
+
+def read_sweep(path: Path, calibrate: Calibrate = lambda sampler: sampler) -> Sweep:
+    """Reads a sweep file.
+
+    Args:
+        calibrate: adds the model's thresholds to a sampler, so that random draws are consistent
+            with them. Called only for random draws and tuning.
+
+    Raises:
+        UserError: the file is invalid; the message names the file and the key.
+    """
+    return _Reader(str(path), read_toml(path), path.parent, calibrate).sweep()
+
+
+def find_sweep(name: str) -> Path:
+    """The path of a sweep file, given its path or the name of a shipped one.
+
+    Raises:
+        UserError: there is no such sweep.
+    """
+    if name.endswith(".toml"):
+        return Path(name)
+    known = sorted(
+        path.stem
+        for path in (resource_folder("configs") / "ablations").glob("*.toml")
+        if path.name != _RANGES.name
+    )
+    if name not in known:
+        raise UserError(f"no sweep '{name}' (a file needs .toml){nearest(name, known)}")
+    return resource_folder("configs") / "ablations" / f"{name}.toml"
+
+
+def list_names(settings: Sequence[Setting], tuning: Tuning | None) -> list[str]:
+    """Lists the names of a study's settings in order, tuned ones included.
+
+    Raises:
+        UserError: two are equal.
+    """
+    names = [setting.name for setting in settings]
+    names += [
+        name_tuned(*of_sampler) for of_sampler in (tuning.candidates if tuning else {}).items()
+    ]
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise UserError(f"two settings are called '{name}'")
+    return names
+
+
+def name_tuned(sampler: str, candidates: Sequence[Setting]) -> str:
+    """Names the best of a sampler's candidates."""
+    return f"{sampler}{TUNED}" if len(candidates) > 1 else sampler
+
+
+def make_tuning(
+    samplers: Sequence[str],
+    *,
+    settings: int,
+    items: int,
+    seeds: Sequence[int],
+    over: Mapping[str, Mapping[str, Any]] | None = None,
+    common: Mapping[str, Any] | None = None,
+    calibrate: Calibrate = lambda sampler: sampler,
+) -> Tuning:
+    """Makes the candidates of each sampler: itself, then random draws from its ranges.
+
+    A sampler file without ranges uses those of the nearest sampler that it extends. A sampler whose
+    arms are all `argmax` has nothing to tune: it is its only candidate.
+
+    Args:
+        samplers: presets or sampler files.
+        settings: number of candidates of each.
+        over: ranges by sampler and key; default: `configs/ablations/ranges.toml`.
+        common: changes to all samplers.
+        calibrate: see `read_sweep`.
+
+    Raises:
+        UserError: an unknown sampler or key, two samplers of one name, or missing, invalid or too
+            small ranges.
+    """
+    over = over or {}
+    shipped = _shipped_ranges()
+    candidates: dict[str, tuple[Setting, ...]] = {}
+    for place in samplers:
+        sampler = calibrate(change_sampler(load_sampler(place), common or {}))
+        name = sampler.name
+        if name in candidates:
+            raise UserError(f"samplers: two are called '{name}'")
+        group = [Setting(f"{name} #1", sampler)]
+        if ranges := over[name] if name in over else _inherited_ranges(sampler, place, shipped):
+            draws = draw_samplers(
+                ranges, Random(f"tuning {name}"), sampler, settings - 1, f"over.{name}"
+            )
+            group += [
+                Setting(f"{name} #{number}", changed, drawn)
+                for number, (drawn, changed) in enumerate(draws, 2)
+            ]
+        candidates[name] = tuple(group)
+    for name in over:
+        if name not in candidates:
+            raise UserError(f"over.{name}: not one of the samplers{nearest(name, [*candidates])}")
+    return Tuning(candidates, items, tuple(seeds))
+
+
+def _shipped_ranges() -> dict[str, dict[str, Any]]:
+    path = resource_folder("configs") / _RANGES
+    return {
+        name: flatten(table) for name, table in read_toml(path).items() if isinstance(table, dict)
+    }
+
+
+def _inherited_ranges(
+    sampler: Sampler, place: str, shipped: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The ranges of a sampler, else of the nearest one that it extends."""
+    if all(sampler.values[f"arms.{regime}"] == "argmax" for regime in REGIMES):
+        return {}
+    for path in lineage(place):
+        if path.stem in shipped:
+            return shipped[path.stem]
+    raise UserError(
+        f"{place}: no ranges to tune it over: give [tuning.over.{sampler.name}] in a sweep file, or"
+        " extend a preset"
+    )
+
+
+class _Reader:
+    """Reads one sweep file; errors name the file."""
+
+    def __init__(self, where: str, raw: dict[str, Any], folder: Path, calibrate: Calibrate) -> None:
+        self._where = where
+        self._raw = raw
+        self._folder = folder
+        self._calibrate = calibrate
+
+    def sweep(self) -> Sweep:
+        raw = self._raw
+        self._check_keys(raw, _KEYS, "")
+        tasks = self._texts("tasks")
+        prompts = self._text("prompts")
+        if bool(tasks) == (prompts is not None):
+            raise self._error("give either 'tasks' or 'prompts'")
+        split = self._text("split") or "test"
+        if split not in get_args(Split):
+            raise self._error(f"split = {split!r}: must be one of {', '.join(get_args(Split))}")
+        tuning = self._tuning()
+        if tuning and prompts is not None:
+            raise self._error("tuning: 'prompts' have no answers to tune by")
+        if tuning and split == "tuning":
+            raise self._error("split = 'tuning': is used for tuning: test on the other one")
+        settings = tuple(self._settings(tuning))
+        try:
+            names = list_names(settings, tuning)
+        except UserError as error:
+            raise self._error(str(error)) from None
+        baseline = self._text("baseline") or names[0]
+        if baseline not in names:
+            raise self._error(f"baseline = '{baseline}': no such setting{nearest(baseline, names)}")
+        budget = None
+        if "max_new_tokens" in raw:
+            budget = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
+        return Sweep(
+            description=self._text("description") or "",
+            tasks=tuple(map(self._task, tasks)),
+            prompts=None if prompts is None else self._file(prompts),
+            items=self._count(raw, "items", "items", default=100, least=0),
+            seeds=self._seeds(raw, ""),
+            split="tuning" if split == "tuning" else "test",
+            max_new_tokens=budget,
+            settings=settings,
+            tuning=tuning,
+            baseline=baseline,
+        )
+
+    def _settings(self, tuning: Tuning | None) -> Iterator[Setting]:
+        raw = self._raw
+        common = self._values(raw.get("set", {}), "set")
+        base = self._sampler(self._text("base") or "entropix", common, "base")
+        named = self._table(raw, "settings", "settings")
+        grid = self._table(raw, "grid", "grid")
+        random = self._table(raw, "random", "random")
+        # The base is a setting if something refers to it, or if there is no other one.
+        changed = any(isinstance(one, dict) and "sampler" not in one for one in named.values())
+        mentioned = not raw.keys().isdisjoint(("base", "grid", "random"))
+        if changed or mentioned or not (named or tuning):
+            yield Setting(base.name, base)
+        for name, changes in named.items():
+            if not isinstance(changes, dict):
+                raise self._error(f"settings.{name}: must be a table, [settings.{name}]")
+            changes = dict(changes)
+            other = changes.pop("sampler", None)
+            if other is not None and not isinstance(other, str):
+                raise self._error(f"settings.{name}.sampler: must be the name of a sampler")
+            sampler = base
+            if other is not None:
+                sampler = self._sampler(other, common, f"settings.{name}")
+            values = self._values(changes, f"settings.{name}")
+            changed_sampler = self._changed(sampler, values, f"settings.{name}")
+            yield Setting(name, changed_sampler, base=base.name if other is None else None)
+        yield from self._grid(base, grid)
+        yield from self._random(base, random)
+
+    def _grid(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
+        axes = flatten(table)
+        if "grid" in self._raw and not axes:
+            raise self._error("grid: has no keys")
+        for key, values in axes.items():
+            if not isinstance(values, list) or not values:
+                raise self._error(f"grid: {key}: must be a list of values")
+            if len({name_setting({key: value}) for value in values}) < len(values):
+                raise self._error(f"grid: {key}: has a value twice")
+        number = math.prod(len(values) for values in axes.values())
+        if number > _MAX_SETTINGS:
+            raise self._error(f"grid: {number} settings: at most {_MAX_SETTINGS} are possible")
+        if axes:
+            for values in itertools.product(*axes.values()):
+                point = dict(zip(axes, values, strict=True))
+                sampler = self._changed(base, point, "grid")
+                yield Setting(name_setting(point), sampler, point, base.name)
+
+    def _random(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
+        if "random" not in self._raw:
+            return
+        self._check_keys(table, ("settings", "seed", "over"), "random: ")
+        number = self._count(table, "settings", "random.settings", 16, 1, _MAX_SETTINGS)
+        rng = Random(self._count(table, "seed", "random.seed", 0, 0))
+        ranges = flatten(self._table(table, "over", "random.over"))
+        if not ranges:
+            raise self._error("random.over: has no keys")
+        try:
+            calibrated = self._calibrate(base)
+            for drawn, sampler in draw_samplers(ranges, rng, calibrated, number, "random.over"):
+                yield Setting(name_setting(drawn), sampler, drawn, base.name)
+        except UserError as error:
+            raise self._error(str(error)) from None
+
+    def _tuning(self) -> Tuning | None:
+        if "tuning" not in self._raw:
+            return None
+        table = self._table(self._raw, "tuning", "tuning")
+        self._check_keys(table, ("samplers", "settings", "items", "seeds", "over"), "tuning: ")
+        over = self._table(table, "over", "tuning.over")
+        samplers = table.get("samplers")
+        if not is_list_of(samplers, str) or not samplers:
+            raise self._error("tuning.samplers: must be a list of samplers")
+        settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
+        items = self._count(table, "items", "tuning.items", 50, 0)
+        seeds = self._seeds(table, "tuning.")
+        ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
+        places = [self._place(name) for name in samplers]
+        try:
+            return make_tuning(
+                places,
+                settings=settings,
+                items=items,
+                seeds=seeds,
+                over=ranges,
+                common=self._values(self._raw.get("set", {}), "set"),
+                calibrate=self._calibrate,
+            )
+        except UserError as error:
+            raise self._error(f"tuning: {error}") from None
+
+    def _sampler(self, name: str, common: Mapping[str, Any], where: str) -> Sampler:
+        try:
+            sampler = load_sampler(self._place(name))
+        except UserError as error:
+            raise self._error(f"{where}: {error}") from None
+        return self._changed(sampler, common, "set")
+
+    def _place(self, name: str) -> str:
+        """The name of a preset, or the path of a sampler file."""
+        return self._file(name) if name.endswith(".toml") else name
+
+    def _task(self, name: str) -> str:
+        """A task's name, with resolved paths."""
+        kind, _, files = name.partition(":")
+        if kind == Gsm8k.name and files:
+            return f"{kind}:{','.join(map(self._file, files.split(',')))}"
+        return self._file(name) if name.rpartition(":")[0].endswith(".py") else name
+
+    def _file(self, name: str) -> str:
+        """A path relative to the sweep's folder, or a URL."""
+        return name if "://" in name else str(self._folder / name)
+
+    def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
+        try:
+            return change_sampler(sampler, values) if values else sampler
+        except UserError as error:
+            raise self._error(f"{where}: {error}") from None
+
+    def _values(self, table: Any, where: str) -> dict[str, Any]:
+        return flatten(self._table({where: table}, where, where))
+
+    def _table(self, raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+        table = raw.get(key, {})
+        if not isinstance(table, dict):
+            raise self._error(f"{where}: must be a table, [{where}]")
+        return table
+
+    def _seeds(self, raw: Mapping[str, Any], within: str) -> tuple[int, ...]:
+        seeds = raw.get("seeds", [0])
+        if (
+            not is_list_of(seeds, int)
+            or not seeds
+            or not 0 <= min(seeds) <= max(seeds) <= _MAX_SEED
+        ):
+            raise self._error(f"{within}seeds: must be a list of integers from 0 to {_MAX_SEED}")
+        if len(set(seeds)) < len(seeds):
+            raise self._error(f"{within}seeds: has a value twice")
+        return tuple(seeds)
+
+    def _count(
+        self,
+        raw: Mapping[str, Any],
+        key: str,
+        where: str,
+        default: int,
+        least: int,
+        most: int = 2**31 - 1,
+    ) -> int:
+        value = raw.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self._error(f"{where} = {value!r}: must be an integer from {least} to {most}")
+        return value
+
+    def _text(self, key: str) -> str | None:
+        value = self._raw.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self._error(f"{key}: must be text")
+        return value
+
+    def _texts(self, key: str) -> tuple[str, ...]:
+        value = self._raw.get(key, [])
+        if not is_list_of(value, str):
+            raise self._error(f"{key}: must be a list of texts")
+        if len(set(value)) < len(value):
+            raise self._error(f"{key}: has a value twice")
+        return tuple(value)
+
+    def _check_keys(self, raw: Mapping[str, Any], known: Sequence[str], within: str) -> None:
+        for key in raw:
+            if key not in known:
+                raise self._error(f"{within}no key '{key}'{nearest(key, known)}")
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{self._where}: {problem}")

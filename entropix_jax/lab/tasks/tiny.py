@@ -1,0 +1,247 @@
+"""Tasks in the tiny world, with answers known by construction.
+
+None needs a stop text: a chat's answer ends with the turn, a fork's is its first word, and a
+document runs to its end or budget. The other budgets fit the longest right answer and an injected
+thought.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from itertools import islice
+from random import Random
+
+from entropix_jax.lab.tasks.judge import PAUSED, WAITED, remove_hesitations, score_possible_share
+from entropix_jax.lab.tasks.task import Item, Prompt, Split, Task, check_split
+from entropix_jax.lab.world import facts
+from entropix_jax.lab.world.chat import list_fact_questions
+from entropix_jax.lab.world.documents import document
+from entropix_jax.lab.world.grammar import Choice, Document, choose, sample, say, uniform, weighted
+from entropix_jax.lab.world.lexicon import END, PAUSE, PEOPLE, WAIT
+from entropix_jax.lab.world.problems import FIRST_OPERANDS, Kind, problems, read_answer
+from entropix_jax.lab.world.prose import LISTS, tell_story, write_diary, write_profile
+
+
+@cache
+def _world() -> facts.World:
+    """The world that the tiny model was trained on."""
+    return facts.create(facts.WORLD_SEED)
+
+
+def _digest(text: str) -> bytes:
+    return sha256(text.encode()).digest()
+
+
+def _choose_split(text: str) -> Split:
+    """A pseudo-random split, each with probability 1/2."""
+    return "test" if _digest(text)[0] % 2 else "tuning"
+
+
+def _as_chat(question: str) -> Prompt:
+    return ({"role": "user", "content": question},)
+
+
+class _Problems(Task):
+    """Sums or word problems. The deciding sum occurs in no training text and in one split only."""
+
+    chat = True
+
+    def __init__(
+        self, name: str, kind: Kind, sizes: Mapping[Split, int], max_new_tokens: int
+    ) -> None:
+        self.name = name
+        self.max_new_tokens = max_new_tokens
+        self._kind = kind
+        self._sizes = sizes
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
+        posed = problems(self._kind, split, self._sizes[split], seed=0)
+        for number, problem in enumerate(posed, 1):
+            yield Item(
+                f"{self.name}-{split}-{number}", _as_chat(problem.question), str(problem.answer)
+            )
+
+    def extract(self, item: Item, text: str) -> str | None:
+        answer = read_answer(self._kind, text)
+        return None if answer is None else str(answer)
+
+
+class _Facts(Task):
+    """Every question of fact in the world's chats.
+
+    The training text has all facts, so the splits divide the questions, by a stable hash.
+    """
+
+    name = "facts"
+    chat = True
+    max_new_tokens = 24
+
+    # `Anna lives in Rome.`, hesitations allowed: the subject and the fact.
+    _STATEMENT = re.compile(r"(\w+) (?:[a-z]+ |\.\.\. )+(\w+)(?:,|\.(?!\.))")
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
+        asked = sorted(list_fact_questions(_world()), key=lambda pair: _digest(pair[0]))
+        kept = (pair for pair in asked if _choose_split(pair[0]) == split)
+        for number, (question, fact) in enumerate(kept, 1):
+            yield Item(f"facts-{split}-{number}", _as_chat(question), fact)
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """The fact in the first statement, if its subject is the question's."""
+        assert not isinstance(item.prompt, str)
+        statement = self._STATEMENT.search(text)
+        subjects = re.findall(r"\w+", item.prompt[-1]["content"])
+        return statement[2] if statement and statement[1] in subjects else None
+
+
+class _Forks(Task):
+    """Stories, diaries and profiles, cut where several continuations are possible.
+
+    Each comes from a separate document; a stable hash of its text chooses the split.
+    """
+
+    name = "forks"
+    chat = False
+    max_new_tokens = 12
+
+    _SIZE = 400  # of each split
+    _FUTURES = range(2, 7)
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
+        rng = Random("forks 0")
+        found: set[str] = set()
+        while len(found) < self._SIZE:
+            prompt, truth = rng.choice(list(self._forks(rng)))
+            if prompt not in found and _choose_split(prompt) == split:
+                found.add(prompt)
+                yield Item(f"forks-{split}-{len(found)}", prompt, "", truth)
+
+    def _forks(self, rng: Random) -> Iterator[tuple[str, dict[str, float]]]:
+        """The forks of a new document, at least one: the text before and the possible futures."""
+        text = ""
+        for position in sample(_write_forked(_world()), rng):
+            futures = _futures(position.choice)
+            if len(futures) in self._FUTURES:
+                yield text, futures
+            text += position.terminal
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """The future at the beginning of a completion, hesitations skipped."""
+        assert item.truth is not None
+        hesitation = rf"(?:{PAUSED}|{WAITED}(?: \w+)*?\.?)*?"
+        future = re.match(rf"{hesitation} ?({'|'.join(item.truth)})\b", text)
+        return future[1] if future else None
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """1 for a possible future."""
+        assert item.truth is not None
+        return float(answer in item.truth)
+
+
+_FIRST_WORD = weighted(
+    "document", {"Once": 0.5, "On": 0.25, **{name: 0.25 / len(PEOPLE) for name in PEOPLE}}
+)
+_FIRST_VERB = uniform("document", (" lives", " is", " has", " trusts"))
+
+
+def _write_forked(world: facts.World) -> Document:
+    """A story, a diary or a profile, in proportions that vary the forks."""
+    first = yield from choose(_FIRST_WORD)
+    if first == "Once":
+        yield from tell_story(world)
+    elif first == "On":
+        yield from write_diary(world)
+    else:
+        verb = yield from choose(_FIRST_VERB)
+        if verb == "has":
+            yield from say(" a")
+        yield from write_profile(world, first, verb)
+
+
+def _futures(choice: Choice) -> dict[str, float]:
+    """Probabilities of the words at a fork, hesitations excluded; empty if it is not a fork of
+    words."""
+    chances = zip(choice.terminals, choice.probabilities, strict=True)
+    futures = {word.lstrip(" "): p for word, p in chances if word not in (PAUSE, WAIT)}
+    if choice.kind != "fork" or not all(word.isalpha() for word in futures):
+        return {}
+    total = math.fsum(futures.values())
+    return {word: p / total for word, p in futures.items()}
+
+
+class _Documents(Task):
+    """Open writing: beginnings of documents, the same number of each kind except chats and word
+    problems.
+
+    Every text that the world's grammar can produce is right, cut anywhere. No beginning could be a
+    whole document, so an empty continuation is wrong. Each comes from a separate document; a stable
+    hash of its text chooses the split.
+    """
+
+    name = "documents"
+    chat = False
+    max_new_tokens = 48
+    votes = False
+
+    _SIZE = 300  # of each split
+    _KINDS = ("list", "diary", "story", "dialogue", "profile", "sums")  # in turn
+    _LONGEST = 12  # terminals of a beginning
+
+    def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
+        check_split(split)
+        rng = Random("documents 0")
+        found: set[str] = set()
+        while len(found) < self._SIZE:
+            kind = self._KINDS[len(found) % len(self._KINDS)]
+            prompt = self._beginning(kind, rng)
+            if prompt and prompt not in found and _choose_split(prompt) == split:
+                found.add(prompt)
+                yield Item(f"documents-{split}-{len(found)}", prompt, "")
+
+    def _beginning(self, kind: str, rng: Random) -> str:
+        """The beginning of the next document of a kind; empty if it hesitates or could end."""
+        count = rng.randint(1, self._LONGEST)
+        while True:
+            positions = list(islice(sample(document(_world()), rng), 1, self._LONGEST + 2))
+            said = [position.terminal for position in positions]
+            if _classify_document(said) == kind:
+                break
+        hesitates = not {PAUSE, WAIT}.isdisjoint(said[:count])
+        if hesitates or len(said) <= count or END in positions[count].choice.terminals:
+            return ""
+        return "".join(said[:count])
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """The text without hesitations."""
+        assert isinstance(item.prompt, str)
+        return remove_hesitations(_world(), item.prompt, text) or None
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """The share of the words before the first impossible one; 0 for no text."""
+        assert isinstance(item.prompt, str)
+        return score_possible_share(_world(), item.prompt, answer or "")
+
+
+def _classify_document(said: Sequence[str]) -> str:
+    """The kind of a document, from its first three terminals."""
+    first, second, third, *_ = said
+    if first in PEOPLE:
+        if second == ":":
+            return "dialogue"
+        return "problem" if second == " has" and third != " a" else "profile"
+    if first in LISTS:
+        return "list"
+    return (
+        "sums" if first in FIRST_OPERANDS else {"On": "diary", "Once": "story"}.get(first, "chat")
+    )
+
+
+SUMS = _Problems("sums", "sum", {"tuning": 184, "test": 191}, 24)  # all that exist
+WORD_PROBLEMS = _Problems("word-problems", "word", {"tuning": 500, "test": 500}, 48)
+FACTS = _Facts()
+FORKS = _Forks()
+DOCUMENTS = _Documents()

@@ -1,0 +1,1 @@
+"""Llama and its close kin: configuration, weights, forward pass. Knows nothing of sampling."""

@@ -1,0 +1,87 @@
+"""The functional key/value cache: a pytree that a step takes and returns.
+
+Each row has its own length, and validity is defined by the length alone: a position at or past it
+may hold anything, NaN included, and never changes a result.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from entropix_jax.model.config import ModelConfig
+
+CACHE_AXES = ("batch", "kv_heads", "positions", "head_dim")  # of each layer's keys and values
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of each row's tokens.
+
+    One array per layer instead of a stacked one, so that a step updates each in place. The head
+    axis comes before positions, so that attention reads a head's positions contiguously.
+    """
+
+    keys: tuple[jax.Array, ...]  # L of [B, K, S, H]
+    values: tuple[jax.Array, ...]  # L of [B, K, S, H]
+    length: jax.Array  # int32 [B], the valid positions of each row
+
+    @property
+    def capacity(self) -> int:
+        """S, the positions of a row."""
+        return self.keys[0].shape[2]
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache of `batch` rows with `capacity` positions each."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    layers = range(config.num_layers)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+        length=jnp.zeros(batch, jnp.int32),
+    )
+
+
+@struct.dataclass
+class Suffixes:
+    """Keys and values of each branch's own tokens, which follow the row's shared cache.
+
+    All branches of a batch grow in lockstep, so a single depth gives the valid positions.
+    """
+
+    keys: tuple[jax.Array, ...]  # L of [B, W, K, R, H]
+    values: tuple[jax.Array, ...]  # L of [B, W, K, R, H]
+
+
+def init_suffixes(cache: KVCache, width: int, depth: int) -> Suffixes:
+    """Empty suffixes of `depth` positions for `width` branches of each row."""
+    batch, kv_heads, _, head_dim = cache.keys[0].shape
+    shape = (batch, width, kv_heads, depth, head_dim)
+    return Suffixes(
+        keys=tuple(jnp.zeros(shape, x.dtype) for x in cache.keys),
+        values=tuple(jnp.zeros(shape, x.dtype) for x in cache.values),
+    )
+
+
+@jax.jit  # traced once for all layers
+def write(
+    cached: jax.Array,
+    new: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    rows: jax.Array | None = None,
+) -> jax.Array:
+    """Writes the first `count[A]` of `new[A, T, K, H]` to `cached[B, K, S, H]`, at positions from
+    `start[A]` on, of the rows `rows[A]` (None: all in order). `start`, `count`, `rows`: int32.
+
+    Positions past the end are dropped, never clamped onto older ones.
+    """
+    if new.shape[:2] == (1, 1):
+        # A second token, which is dropped: XLA fuses a single-position update into every consumer
+        # of the cache, and copies the entire cache for each.
+        new = jnp.pad(new, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    number, tokens = new.shape[:2]
+    steps = jnp.arange(tokens, dtype=jnp.int32)[None, :]
+    target = jnp.where(steps < count[:, None], start[:, None] + steps, cached.shape[2])
+    rows = jnp.arange(number, dtype=jnp.int32) if rows is None else rows
+    return cached.at[rows[:, None], :, target].set(new.astype(cached.dtype), mode="drop")

@@ -1,0 +1,347 @@
+"""Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
+
+Files are memory-mapped, and each tensor is copied straight into a JAX array, or its shards to their
+devices, so that the weights are in memory once. Nothing is unpickled.
+
+An index may name only files beside it. Symbolic links are followed, since the hub's cache consists
+of them; their targets are read as safetensors or refused, and never shown.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Sharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import read_json_object, replacing
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.finite import unsound_entry
+from entropix_jax.model.linear import Columns, Quantized, Weight, arranged, quantized, whole
+from entropix_jax.model.params import Params, ParamSpec, param_specs
+from entropix_jax.model.precision import INT8
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Files that count for a fingerprint, and how much of each end of a file is hashed.
+_FINGERPRINTED = (".gguf", ".json", ".jinja", ".safetensors", ".model")
+_SAMPLED_BYTES = 1 << 20
+
+_PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
+
+_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+
+
+class StoredTensor(ABC):
+    """One tensor of a file, with its name and shape in the Hugging Face layout."""
+
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
+        self.path = path
+        self.name = name
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+
+    @abstractmethod
+    def values(self) -> np.ndarray:
+        """The values, which may alias the file."""
+
+    def check(self, spec: ParamSpec) -> None:
+        """Checks the shape.
+
+        Raises:
+            UserError: it is not the expected one.
+        """
+        if self.shape != spec.shape:
+            raise UserError(
+                f"{self.path}: tensor '{self.name}' has shape {list(self.shape)}, "
+                f"expected {list(spec.shape)}"
+            )
+
+    def read(self, dtype: jnp.dtype, sharding: Sharding | None) -> jax.Array:
+        """The values as an array on the default device, or sharded."""
+        values = self.values()
+        # Always a copy: an array that aliases the file would change, or crash, with it.
+        if sharding is None:
+            return jnp.array(values, dtype=dtype, copy=True)
+        array: jax.Array = jax.device_put(np.array(values, dtype=dtype), sharding)
+        return array
+
+
+def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
+    """The dtype of a folder's weights, by name.
+
+    Raises:
+        UserError: no weights, or a damaged file.
+    """
+    return config.dtype or str(open_tensors(folder, config)[_embedding(config)].dtype)
+
+
+def check_format(folder: Path) -> None:
+    """Refuses weights that exist only as pickles, which can run code when they are loaded.
+
+    Raises:
+        UserError: the line says how to convert them.
+    """
+    if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
+        return
+    if pickled := sorted(p.name for p in folder.glob("*") if p.suffix.lower() in _PICKLED):
+        raise UserError(
+            f"{folder}: weights in {pickled[0]}, which can run code when it is read, so it is not: "
+            "convert them to safetensors where you trust their source, with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+
+
+def load_params(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    shardings: Params | None = None,
+    *,
+    activations: jnp.dtype | None = None,
+    check: bool = False,
+) -> Params:
+    """Loads the weights of a folder; arguments as of `read_params`.
+
+    Raises:
+        UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
+            or of another shape or dtype than the configuration says: named in the message.
+    """
+    return read_params(
+        open_tensors(folder, config),
+        config,
+        dtype,
+        shardings,
+        activations=activations,
+        check=check,
+    )
+
+
+def read_params(
+    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    dtype: str,
+    shardings: Params | None = None,
+    *,
+    activations: jnp.dtype | None = None,
+    check: bool = False,
+) -> Params:
+    """Loads the weights of a model.
+
+    Args:
+        stored: the model's tensors by name.
+        dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
+        shardings: a tree of shardings; each device receives only its own shards. None: the default
+            device.
+        activations: the dtype that the weights will be multiplied with, for which unsharded
+            weights are `arranged`. None: the checkpoint's layout.
+        check: refuse NaN and infinity.
+
+    Raises:
+        UserError: a tensor of another shape than the configuration says, or one with NaN or
+            infinity: named in the message.
+    """
+    # Checked before anything is read.
+    specs, tree = jax.tree.flatten(param_specs(config))
+    for spec in specs:
+        stored[spec.name].check(spec)
+    placed = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
+
+    # Each tensor by itself: read, checked, quantized, arranged.
+    def load(spec: ParamSpec, sharding: Sharding | None) -> Weight:
+        tensor = stored[spec.name]
+        is_matrix = len(spec.shape) == 2
+        stored_dtype = tensor.dtype if is_matrix else np.float32
+        read = tensor.read(jnp.dtype(stored_dtype if dtype == INT8 else dtype), sharding)
+        if check and (entry := unsound_entry(read)) is not None:
+            where = f"{tensor.path}: tensor '{tensor.name}'"
+            raise UserError(f"{where} holds NaN or infinity, first at {list(entry)}")
+        weight = quantized(read) if dtype == INT8 and is_matrix else read
+        if activations is None or sharding is not None:
+            return weight
+        return arranged(weight, activations)
+
+    params: Params = jax.tree.unflatten(tree, map(load, specs, placed))
+    return params
+
+
+def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
+    """Writes float weights to `folder/model.safetensors`, atomically.
+
+    Raises:
+        UserError: int8 weights, which the format of this package cannot hold, or the file cannot
+            be written.
+    """
+    specs = jax.tree.leaves(param_specs(config))
+    weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns | Quantized))
+    if any(isinstance(weight, Quantized) for weight in weights):
+        raise UserError(f"{folder}: weights of 8 bits are not written: save those they came from")
+    tensors = {spec.name: whole(weight) for spec, weight in zip(specs, weights, strict=True)}
+    path = folder / SINGLE_FILE
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise UserError(f"{path}: cannot be written: {error}") from None
+
+
+class _SafeTensor(StoredTensor):
+    """One tensor of a memory-mapped safetensors file."""
+
+    def __init__(self, path: Path, name: str, header: dict[str, Any], body: np.ndarray) -> None:
+        super().__init__(path, name, tuple(header["shape"]))
+        self.kind: str = header["dtype"]
+        self._bytes = body[slice(*header["data_offsets"])]
+
+    @property
+    def dtype(self) -> np.dtype:
+        if self.kind not in _DTYPES:
+            raise UserError(
+                f"{self.path}: tensor '{self.name}' has type {self.kind}, which is not implemented"
+            )
+        return _DTYPES[self.kind]
+
+    def values(self) -> np.ndarray:
+        return self._bytes.view(self.dtype).reshape(self.shape)
+
+
+def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
+    """Memory-maps all tensors of a folder, by name.
+
+    Raises:
+        UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
+            or of another dtype than the configuration says: named in the message.
+    """
+    stored = _open_folder(folder)
+    check_names(folder, stored, config)
+    expected = config.dtype or str(stored[_embedding(config)].dtype)
+    for spec in jax.tree.leaves(param_specs(config)):
+        tensor = stored[spec.name]
+        if str(tensor.dtype) != expected:
+            where = f"{tensor.path}: tensor '{tensor.name}'"
+            raise UserError(f"{where} has type {tensor.dtype}, expected {expected}")
+    return stored
+
+
+def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists():
+        return _open_file(single)
+    check_format(folder)
+    if not index.exists():
+        raise UserError(f"{folder}: {SINGLE_FILE} is missing, and so is {INDEX_FILE}")
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) and Path(shard).name == shard and shard.endswith(".safetensors")
+        for shard in weight_map.values()
+    ):
+        raise UserError(f"{index}: 'weight_map' must map tensors to .safetensors files beside it")
+    stored: dict[str, _SafeTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, tensor in _open_file(folder / shard).items():
+            if name in stored:
+                raise UserError(
+                    f"{tensor.path}: tensor '{name}' is also in {stored[name].path.name}"
+                )
+            if weight_map.get(name) != shard:
+                raise UserError(f"{tensor.path}: tensor '{name}' is not where {INDEX_FILE} says")
+            stored[name] = tensor
+    if lost := sorted(set(weight_map) - set(stored)):
+        raise UserError(f"{folder / weight_map[lost[0]]}: tensor '{lost[0]}' is missing")
+    return stored
+
+
+def _open_file(path: Path) -> dict[str, _SafeTensor]:
+    if path.exists() and not path.is_file():  # a pipe would block
+        raise UserError(f"{path}: not a regular file")
+    try:
+        # The library validates the header: offsets in range, not overlapping, and matching shapes.
+        with safe_open(path, framework="numpy"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise UserError(f"{path.parent}: {path.name} is missing") from None
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UserError(f"{path}: not a valid safetensors file: {error}") from None
+    header.pop("__metadata__", None)
+    start = 8 + length
+    body = np.memmap(path, mode="r", dtype=np.uint8)[start:]
+    return {name: _SafeTensor(path, name, entry, body) for name, entry in header.items()}
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"tensor '{key}' occurs twice")
+        seen[key] = value
+    return seen
+
+
+def _embedding(config: ModelConfig) -> str:
+    """The tensor whose dtype is that of the model; tensors that are ignored may have others."""
+    name: str = param_specs(config).embedding.name
+    return name
+
+
+def check_names(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
+    """Checks that the tensors are those of the model.
+
+    Raises:
+        UserError: a tensor is missing from `path`, or unexpected.
+    """
+    wanted = {spec.name for spec in jax.tree.leaves(param_specs(config))}
+    if missing := sorted(wanted - set(stored)):
+        raise UserError(f"{path}: tensor '{missing[0]}' is missing ({len(missing)} in all)")
+    # Some files store a tied head, and older ones the rotary frequencies.
+    extra = set(stored) - wanted
+    if config.tied_head:
+        extra.discard("lm_head.weight")
+    extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
+    if extra:
+        name = min(extra)
+        raise UserError(f"{stored[name].path}: tensor '{name}' has no place in this model")
+
+
+def fingerprint(path: Path) -> str:
+    """A hash that identifies a model's folder or GGUF file: of the size and both ends of each file,
+    which for small ones is all of it.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    hashed = hashlib.sha256()
+    try:
+        path.stat()  # raises if there is none
+        for one in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if not one.is_file() or one.suffix.lower() not in _FINGERPRINTED:
+                continue
+            size = one.stat().st_size
+            hashed.update(f"{one.name}\0{size}\0".encode())
+            with one.open("rb") as file:
+                hashed.update(file.read(_SAMPLED_BYTES))
+                file.seek(max(size - _SAMPLED_BYTES, 0))
+                hashed.update(file.read())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return hashed.hexdigest()[:16]

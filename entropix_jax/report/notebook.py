@@ -1,0 +1,154 @@
+"""Rows as HTML for a notebook: each token in its regime's style, with its metrics as a tooltip.
+
+The HTML has its own style, follows the notebook's light or dark theme, and is bounded in size.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from itertools import islice
+from typing import Any, Protocol
+
+from entropix_jax.errors import printable
+from entropix_jax.names import MEANINGS, REGIMES
+from entropix_jax.report.templating import html_template
+from entropix_jax.report.tokens import draw, marks
+from entropix_jax.report.tokens import style as token_style
+
+MAX_TOKENS = 2000  # of all rows together: about half a megabyte
+_MAX_ROWS = 50
+_PROMPT = 500  # characters of its end
+_BRANCH = 60  # characters of a branch in a tooltip
+
+
+class Token(Protocol):
+    """What is shown of a token."""
+
+    @property
+    def regime(self) -> str: ...
+
+    @property
+    def forwards(self) -> int: ...
+
+    def to_json(self, *, retracted: bool = ...) -> dict[str, Any]: ...
+
+
+class Shown(Protocol):
+    """What is shown of a row."""
+
+    @property
+    def tokens(self) -> Sequence[Token]: ...
+
+    @property
+    def taken_back(self) -> Sequence[Token]: ...
+
+    finish_reason: str | None
+    error: str | None
+
+    def history(self) -> Iterator[tuple[Token, bool]]: ...
+
+
+def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
+    """Rows as HTML, up to `MAX_TOKENS` tokens in all, each row after the prompt if it is given.
+    All text is escaped."""
+    shown, budget, all_drawn = [], MAX_TOKENS, []
+    for number, row in enumerate(rows[:_MAX_ROWS], 1):
+        if number > 1 and not budget:
+            break
+        drawn = _draw(row, budget)
+        all_drawn += drawn
+        shown.append(
+            {
+                "title": _title(row, f"{number} of {len(rows)}" if len(rows) > 1 else ""),
+                "error": None if row.error is None else printable(row.error),
+                "tokens": drawn,
+                "omitted": len(row.tokens) + len(row.taken_back) - len(drawn),
+            }
+        )
+        budget -= len(drawn)
+    return html_template("rows.html").render(
+        style=style(),
+        rows=shown,
+        rows_omitted=len(rows) - len(shown),
+        prompt=_cut_prompt(prompt),
+        regimes=_shares([token for row in rows for token in row.tokens]),
+        marks=marks(all_drawn),
+    )
+
+
+@functools.cache
+def style() -> str:
+    """The style sheet: tokens as on pages, and the notebook's own rules."""
+    return token_style() + (files("entropix_jax.report") / "rows.css").read_text("utf-8")
+
+
+def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
+    records = [
+        token.to_json(retracted=retracted) for token, retracted in islice(row.history(), most)
+    ]
+    return [
+        {**draw(record, before), "hint": _hint(record)}
+        for before, record in zip([None, *records], records, strict=False)
+    ]
+
+
+def _hint(record: dict[str, Any]) -> str:
+    """A token's tooltip."""
+    retracted = " · retracted" if record["type"] == "retracted" else ""
+    lines = [
+        f"{_quoted(record['text'])} · {record['regime']} · {record['action']}{retracted}",
+        "entropy {entropy:.2f} bits, varentropy {varentropy:.2f} bits²".format_map(record),
+        "agreement {agreement:.2f}, attention {attn_entropy_norm:.2f}".format_map(record),
+        f"p {math.exp(record['logprob']):.3f}, temperature {record['temperature']:.2f}",
+        f"position {record['position']}",
+    ]
+    for branch in record.get("branches", ()):
+        text = _quoted(branch["text"])
+        text = text if len(text) <= _BRANCH else f"{text[:_BRANCH]}…"
+        score = "no score" if branch["score"] is None else f"{branch['score']:.2f}"
+        lines.append(f"{'→' if branch['chosen'] else '  '} {score} {text}")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return repr(printable(text))[1:-1]
+
+
+def _title(row: Shown, number: str) -> str:
+    count = len(row.tokens)
+    parts = [
+        number,
+        f"{count} token" if count == 1 else f"{count} tokens",
+        row.finish_reason or "running",
+        f"{len(row.taken_back)} retracted" if row.taken_back else "",
+        f"{row.tokens[-1].forwards} forward passes" if count else "",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def _shares(records: Sequence[Token]) -> list[dict[str, str]]:
+    counts = Counter(token.regime for token in records)
+
+    def mean(regime: str, name: str, unit: str) -> str:
+        values = [getattr(token, name) for token in records if token.regime == regime]
+        return f"{sum(values) / len(values):.2f} {unit}" if values else "–"
+
+    return [
+        {
+            "name": regime,
+            "meaning": MEANINGS[regime],
+            "tokens": str(counts[regime]),
+            "share": f"{counts[regime] / len(records):.0%}",
+            "entropy": mean(regime, "entropy", "bits"),
+            "varentropy": mean(regime, "varentropy", "bits²"),
+        }
+        for regime in (REGIMES if records else ())
+    ]
+
+
+def _cut_prompt(prompt: str | None) -> str | None:
+    if prompt is None or len(prompt) <= _PROMPT:
+        return prompt and printable(prompt)
+    return f"…{printable(prompt[-_PROMPT:])}"

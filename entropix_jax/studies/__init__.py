@@ -1,1 +1,0 @@
-"""Studies: sampler settings compared on the same items, with confidence intervals."""

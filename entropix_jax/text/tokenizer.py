@@ -1,0 +1,391 @@
+"""The tokenizer of a checkpoint folder: text to ids, ids to text, conversations to ids.
+
+The `tokenizers` library does the work, for `tokenizer.json` as for Meta's `tokenizer.model` (Llama
+3's ranks). It is imported when a tokenizer is loaded, and Jinja when a chat is rendered.
+
+Special tokens are recognised wherever they occur in a text, in prompts as in chat messages, as
+`transformers` does by default: text from a third party can end a turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import check_own_code, read_bytes, read_json_object, read_text
+from entropix_jax.text.detokenizer import BYTE_SYMBOLS, StreamDecoder, token_bytes_of_decoder
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# How Llama 3 splits a text before merging, as Meta publishes it.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The special tokens that follow the ranks; the others of the 256 are reserved.
+_LLAMA3_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Loads the tokenizer of a checkpoint folder.
+
+    `tokenizer.json` wins over `tokenizer.model`. `tokenizer_config.json` and
+    `chat_template.jinja` are optional.
+
+    Raises:
+        UserError: neither file, or a file that is not what its name says.
+    """
+    settings = _Settings.load(folder)
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return Tokenizer(path, read_bytes(path), settings)
+    path = folder / "tokenizer.model"
+    if path.is_file():
+        special = {"bos_token": _LLAMA3_SPECIAL[0], **settings.special_tokens}
+        add_bos = settings.add_bos is not False
+        settings = replace(settings, special_tokens=special, add_bos=add_bos)
+        return Tokenizer(path, _tokenizer_of_ranks(_read_ranks(path)), settings)
+    raise UserError(f"{folder}: no tokenizer: neither tokenizer.json nor tokenizer.model is there")
+
+
+def build_tokenizer(path: Path, tokenizer: bytes, settings: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that the contents of a `tokenizer.json` and of a decoded
+    `tokenizer_config.json` describe; errors name `path`.
+
+    Raises:
+        UserError: they describe none.
+    """
+    return Tokenizer(path, tokenizer, _Settings.parse(settings, path))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `tokenizer_config.json` and `chat_template.jinja` say.
+
+    Attributes:
+        special_tokens: text of `bos_token`, `eos_token` and the like.
+        add_bos: whether a text starts with the beginning-of-text token; None: not said.
+        chat_template: Jinja source.
+        chat_template_origin: the file that it is from.
+    """
+
+    special_tokens: Mapping[str, str]
+    add_bos: bool | None
+    chat_template: str | None
+    chat_template_origin: str
+
+    @classmethod
+    def load(cls, folder: Path) -> _Settings:
+        path = folder / "tokenizer_config.json"
+        settings = cls.parse(read_json_object(path) if path.is_file() else {}, path)
+        template_path = folder / "chat_template.jinja"
+        if not template_path.is_file():
+            return settings
+        template = read_text(template_path)
+        return replace(settings, chat_template=template, chat_template_origin=str(template_path))
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], path: Path) -> _Settings:
+        """Reads a decoded `tokenizer_config.json`; errors name `path`."""
+        check_own_code(raw, path)
+        special_tokens = {}
+        for key, value in raw.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                _check_unicode(text, f"{path}: '{key}'")
+                special_tokens[key] = text
+        add_bos = raw.get("add_bos_token")
+        if not isinstance(add_bos, bool | None):
+            raise UserError(f"{path}: 'add_bos_token' must be true or false, not {add_bos!r}")
+        template = _default_template(raw.get("chat_template"), path)
+        return cls(special_tokens, add_bos, template, str(path))
+
+
+def _default_template(value: Any, path: Path) -> str | None:
+    """A template, or the one named "default" in a list of named templates."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return {entry["name"]: str(entry["template"]) for entry in value}.get("default")
+    except (TypeError, KeyError) as error:
+        raise UserError(
+            f"{path}: 'chat_template' must be text or a list of objects with 'name' and 'template'"
+        ) from error
+
+
+class Tokenizer:
+    """Text to ids and back, for one checkpoint.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        bos_id: the beginning-of-text token that belongs before a text; None where the checkpoint's
+          tokenizer puts none.
+        special_ids: ids of control tokens, which are not part of the text.
+        chat_template: Jinja source, None without one.
+    """
+
+    def __init__(
+        self, path: Path, source: bytes | tokenizers.Tokenizer, settings: _Settings
+    ) -> None:
+        """`source` is what a tokenizer.json holds, or a tokenizer that puts nothing before a text;
+        errors name `path`.
+
+        Raises:
+            UserError: the source is damaged, or its decoder is not implemented.
+        """
+        import tokenizers
+
+        self._path = path
+        self._settings = settings
+        self.chat_template = settings.chat_template
+        with _report_library_errors(f"{path}: not a tokenizer.json"):
+            if isinstance(source, bytes):
+                self._tokenizer = tokenizers.Tokenizer.from_buffer(source)
+                self._tokenizer_within = _without_prefix(self._tokenizer, source)
+            else:
+                self._tokenizer = self._tokenizer_within = source
+            for tokenizer in (self._tokenizer, self._tokenizer_within):
+                tokenizer.no_truncation()  # such files may hold the settings of a training run
+                tokenizer.no_padding()
+            self.bos_id = self._find_bos()
+        decoder = self._tokenizer.decoder
+        try:
+            self._token_bytes = token_bytes_of_decoder(decoder, _rule(decoder))
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        # Not the number of tokens: a file may leave out ids.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        if self.bos_id is not None and self.bos_id >= self.vocab_size:
+            raise UserError(f"{path}: the post-processor puts {self.bos_id}, which is no token")
+
+    def _find_bos(self) -> int | None:
+        if self._settings.add_bos is False:
+            return None
+        if self._settings.add_bos is None:
+            # The file's own post-processor decides: look at what it puts before a text.
+            probe = self._tokenizer.encode("a")
+            return probe.ids[0] if probe.special_tokens_mask[:1] == [1] else None
+        bos_id = self.named_token_id("bos_token")
+        if bos_id is None:
+            raise UserError(f"{self._path}: 'add_bos_token' is set, but 'bos_token' is not a token")
+        return bos_id
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token's own string (of "<|eot_id|>", say), None outside the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
+    def named_token_id(self, name: str) -> int | None:
+        """The id of the token that the checkpoint names so ("bos_token", "eos_token", ...); None
+        where it names none."""
+        return self.token_id(self._settings.special_tokens.get(name, ""))
+
+    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+        """The ids of a text; with `add_bos` they start with `bos_id`, where there is one.
+
+        It is not put again before a text that starts with it.
+
+        Raises:
+            UserError: text with surrogates, which stand for bytes that were not UTF-8.
+        """
+        ids = self._encode(self._tokenizer, text)
+        if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def encode_within(self, text: str) -> list[int]:
+        """The ids of a text that continues another one: with nothing before it, neither `bos_id`
+        nor the space that tokenizers of SentencePiece's kind put before a text.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        return self._encode(self._tokenizer_within, text)
+
+    def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+        _check_unicode(text, "text")
+        with _report_library_errors(f"{self._path}: the tokenizer fails"):
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of some ids: what `stream` gives for them, to the end."""
+        return self.stream(skip_special=skip_special).run(ids)
+
+    def decode_within(self, ids: Iterable[int]) -> str:
+        """The text of ids from the middle of a text, special tokens included. A space before it is
+        kept, which `decode` may drop."""
+        return self._decoder(frozenset(), first=False).run(ids)
+
+    def stream(self, *, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
+        """A decoder that takes one id at a time.
+
+        Args:
+            skip_special: leave special tokens out of the text.
+            after: ids that come before, such as a prompt's. Their text is not given again, but the
+              start of a text, where some tokenizers drop a space, is at theirs.
+        """
+        decoder = self._decoder(self.special_ids if skip_special else frozenset(), first=True)
+        for token_id in after:
+            decoder.push(token_id)
+        return decoder
+
+    def _decoder(self, skip: frozenset[int], *, first: bool) -> StreamDecoder:
+        return StreamDecoder(self._token, self._token_bytes, skip=skip, first=first)
+
+    def _token(self, token_id: int) -> str | None:
+        try:
+            return self._tokenizer.id_to_token(token_id)
+        except OverflowError:
+            return None
+
+    def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation by the checkpoint's chat template.
+
+        Args:
+            messages: a list of objects with at least the texts `role` and `content`.
+            add_generation_prompt: end with the start of the assistant's answer.
+
+        Raises:
+            UserError: no template, messages of another shape, or a template that is wrong or
+              refuses them.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                "this model's tokenizer has no chat template: it takes plain text alone, "
+                "no messages and no system message (--no-chat)"
+            )
+        from entropix_jax.text.chat_template import render_chat
+
+        return render_chat(
+            self.chat_template,
+            messages,
+            origin=self._settings.chat_template_origin,
+            special_tokens=self._settings.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of `render_chat`'s text; `bos_id` is put where the template does not put it."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_bos=True)
+
+
+def _check_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not valid Unicode at character {error.start}") from None
+
+
+@contextmanager
+def _report_library_errors(what: str) -> Iterator[None]:
+    """Turns whatever the library raises over a damaged file into a UserError: it has no narrower
+    class, and its panics are no `Exception`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {error}") from error
+
+
+def _rule(component: Any) -> dict[str, Any] | None:
+    """A tokenizer's normalizer, pre-tokenizer or decoder as tokenizer.json writes it."""
+    # That is its pickled state; reading the file again would take longer.
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _without_prefix(tokenizer: tokenizers.Tokenizer, source: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer without the space that it may put before a text."""
+    rules = {name: _rule(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
+    changed = {name: _drop_prefix(rule) for name, rule in rules.items()}
+    if changed == rules:
+        return tokenizer
+    # From the file again: what the library writes takes memory for each id below the highest.
+    return type(tokenizer).from_str(json.dumps(json.loads(source) | changed))
+
+
+def _drop_prefix(rule: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The rule without what it puts before a text."""
+    if rule is None or rule["type"] == "Prepend":
+        return None
+    changed = dict(rule)
+    if rule["type"] == "Metaspace":
+        changed["prepend_scheme"] = "never"
+    if rule.get("add_prefix_space"):
+        changed["add_prefix_space"] = False
+    for name in {"normalizers", "pretokenizers"} & set(rule):
+        changed[name] = [step for step in map(_drop_prefix, rule[name]) if step is not None]
+    return changed
+
+
+def _tokenizer_of_ranks(ranks: Mapping[bytes, int]) -> tokenizers.Tokenizer:
+    """Llama 3's tokenizer of its byte-pair ranks, with the special tokens after them."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    def spell(token: bytes) -> str:
+        return "".join(BYTE_SYMBOLS[byte] for byte in token)
+
+    merges: list[tuple[str, str]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        # Pairs of one token are equally good; the order only has to be a fixed one.
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(spell(left), spell(right)) for left, right in pairs]
+    vocab = {spell(token): rank for token, rank in ranks.items()}
+    # A word that is a token needs no merge, in Meta's reader as with `ignore_merges`.
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in _LLAMA3_SPECIAL]
+    )
+    return tokenizer
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Reads tiktoken's text format: on each line a token in base64 and its rank, from 0 up."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: line {number} is not a token in base64 and its rank "
+                "(only Llama 3's tokenizer.model is read; others need a tokenizer.json)"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise UserError(f"{path}: the ranks are not the numbers from 0 up, each once")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise UserError(f"{path}: the ranks lack some of the 256 single bytes")
+    return ranks

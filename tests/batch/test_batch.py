@@ -1,0 +1,711 @@
+"""The batch command: a file of prompts in, a file of results out, whatever happens on the way."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from entropix_jax.batch import output as output_module
+from entropix_jax.batch.output import Store
+from entropix_jax.batch.records import BadRecord, Record, read_records
+from entropix_jax.batch.run import BatchRun, Defaults, file_name
+from entropix_jax.cli import batch
+from entropix_jax.cli.options import EXIT_OK, EXIT_USAGE
+from entropix_jax.errors import UserError
+from entropix_jax.model.checkpoint import fingerprint
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.sampler.presets import load_sampler
+from tests.cli.test_main import Json, Result
+from tests.support.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
+from tests.support.folders import poisoned, write_model
+from tests.support.patience import PATIENCE, wait_for
+from tests.support.runs import Spec, run_specs
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> LanguageModel:
+    return load(folder)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
+    """Runs the command in this process, by default with the test's model and four slots."""
+
+    def run(*arguments: object, model: str | None = None, slots: int = 4) -> Result:
+        capsys.readouterr()
+        own = ["--model", model or folder, "--slots", slots]
+        status = batch.main([str(a) for a in (*arguments, *own)])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+def records(number: int) -> list[Json]:
+    """Prompts of several lengths, with budgets, seeds and samplers of their own here and there."""
+    rng = random.Random(3)
+    made = []
+    for i in range(number):
+        record: Json = {"id": f"r{i}", "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))}
+        if i % 3 == 0:
+            record["max_new_tokens"] = rng.randint(1, 20)
+        if i % 4 == 1:
+            record["seed"] = i
+        if i % 5 == 2:
+            record["sampler"] = "greedy"
+        if i % 7 == 3:
+            record["messages"] = [{"role": "user", "content": record.pop("prompt")}]
+        made.append(record)
+    return made
+
+
+def write_input(path: Path, lines: Sequence[Json | str]) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
+    return path
+
+
+def read(path: Path) -> dict[str, Json]:
+    """The results by id, each there once."""
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    by_id = {result["id"]: result for result in results}
+    assert len(by_id) == len(results)
+    return by_id
+
+
+def without_timings(results: dict[str, Json]) -> dict[str, Json]:
+    return {
+        name: {k: v for k, v in result.items() if k != "timings"}
+        for name, result in results.items()
+    }
+
+
+def test_each_record_is_its_row_alone(
+    command: Callable[..., Result], folder: str, tmp_path: Path
+) -> None:
+    wanted = records(15)
+    source = write_input(tmp_path / "in.jsonl", wanted)
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 12)
+    assert (result.status, result.out) == (EXIT_OK, "")
+    found = read(tmp_path / "out.jsonl")
+    assert found.keys() == {record["id"] for record in wanted}
+    model = load(folder)
+    for line, record in enumerate(wanted, 1):
+        if "messages" in record:
+            prompt = model.tokenizer.apply_chat(record["messages"])
+        else:
+            prompt = model.tokenizer.apply_chat([{"role": "user", "content": record["prompt"]}])
+        request = Spec(prompt, record["id"], record.get("max_new_tokens", 12))
+        (row,) = run_specs(
+            model,
+            [request],
+            record.get("sampler", "entropix"),
+            seed=record.get("seed", 0),
+            turn_end=True,
+        ).run()
+        one = found[record["id"]]
+        assert one["line"] == line
+        assert one["token_ids"] == [token.token_id for token in row.tokens]
+        expected = row.to_json()
+        assert {name: one[name] for name in expected} == expected
+        mean = sum(token.entropy for token in row.tokens) / len(row.tokens)
+        assert one["mean_entropy"] == pytest.approx(mean, rel=1e-5)
+        assert 0 <= one["timings"]["first_token"] <= one["timings"]["seconds"]
+
+
+def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_path: Path) -> None:
+    """Through 32 slots, and one by one on two devices: the same tokens."""
+    results = []
+    for slots in (32, 1):
+        output = tmp_path / f"{slots}.jsonl"
+        mesh = ("--mesh", "data=1,model=2") if slots == 1 else ()
+        status = command(
+            *("--input", shared_data / "prompts.csv", "--output", output, "--context", 4096),
+            *("--max-new-tokens", 60, "--ignore-eos", *mesh),
+            model=str(ROOT / "weights" / "tiny"),
+            slots=slots,
+        ).status
+        assert status == EXIT_OK
+        results.append(read(output))
+    together, alone = results
+    assert len(together) == len(alone) > 100
+    for name, result in together.items():
+        assert result.get("token_ids") == alone[name].get("token_ids"), name
+
+
+def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", records(6))
+    arguments = ("--output", tmp_path / "out.jsonl", "--max-new-tokens", 5, "--input", source)
+    assert command(*arguments).status == EXIT_OK
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = command(*arguments)
+    assert again.status == EXIT_OK
+    assert "note: 6 records done already" in again.err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    # More records at the end of the input are taken up.
+    write_input(source, records(9))
+    assert command(*arguments).status == EXIT_OK
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+    assert len(read(tmp_path / "out.jsonl")) == 9
+    # Another record under a known id is refused.
+    write_input(source, [{"id": "r0", "prompt": "Twice"}])
+    refused = command(*arguments)
+    assert refused.status == EXIT_USAGE
+    assert "line 1 (id 'r0') has a result of another record" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (["--seed", "1"], "seed"),
+        (["--max-new-tokens", "6"], "max_new_tokens"),
+        (["--sampler", "greedy"], "sampler."),
+        (["--dtype", "bfloat16"], "precision"),
+        (["--stop", "x"], "stop"),
+    ],
+)
+def test_another_run_under_the_same_output(
+    command: Callable[..., Result], tmp_path: Path, changes: list[str], what: str
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", records(2))
+    output = tmp_path / "out.jsonl"
+    own = ["--max-new-tokens", "1"] if changes[0] != "--max-new-tokens" else []
+    assert command("--input", source, "--output", output, *own).status == EXIT_OK
+    before = output.read_bytes()
+    refused = command("--input", source, "--output", output, *own, *changes)
+    assert refused.status == EXIT_USAGE
+    last = refused.err.splitlines()[-1]
+    assert what in last
+    assert str(output) in last
+    assert output.read_bytes() == before
+    mixed = command("--input", source, "--output", output, *own, *changes, "--mix")
+    assert mixed.status == EXIT_OK
+
+
+BAD = [
+    ('{"id": "torn', "not valid JSON"),
+    ('{"id": "none"}', "prompt"),
+    ('{"id": "r0", "prompt": "again"}', "came before"),
+    ('{"id": "type", "prompt": 7}', "prompt"),
+    ('{"id": "name", "prompt": "x", "sampler": "greedi"}', "no sampler preset 'greedi'"),
+    ('{"id": "count", "prompt": "x", "max_new_tokens": 0}', "max_new_tokens"),
+    ('{"id": "long", "prompt": "%s"}' % ("Berlin " * 200), "positions"),
+    ('{"id": "sampler", "prompt": "x", "sampler": "{pipe}"}', "cannot be read: not a regular file"),
+]
+
+
+def test_bad_records_are_results(command: Callable[..., Result], tmp_path: Path) -> None:
+    good = [{"id": f"r{i}", "prompt": "Once"} for i in range(3)]
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    bad = [text.replace("{pipe}", str(pipe)) for text, _ in BAD]
+    source = write_input(tmp_path / "in.jsonl", [good[0], *bad, *good[1:]])
+    arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2)
+    result = command(*arguments)
+    assert result.status == EXIT_OK
+    assert f"{len(good) + len(BAD)} records done ({len(BAD)} of them with an error)" in result.err
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    errors = {line["line"]: line for line in lines if "error" in line}
+    assert sorted(errors) == list(range(2, 2 + len(BAD)))
+    for number, (_, expected) in enumerate(BAD, 2):
+        assert expected in errors[number]["error"], errors[number]
+        assert "\n" not in errors[number]["error"]
+        assert errors[number]["finish_reason"] == "error"
+    assert {line["id"] for line in lines if "error" not in line} == {"r0", "r1", "r2"}
+    # They are done, too.
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert command(*arguments).status == EXIT_OK
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_strict_ends_at_the_first_bad_record(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
+    """What was complete by then stays."""
+    source = write_input(tmp_path / "in.jsonl", [*records(3), BAD[0][0], {"prompt": "Once"}])
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict", slots=2)
+    assert result.status == EXIT_USAGE
+    assert result.err.splitlines()[-1].startswith(f"error: {source}: line 4: ")
+    found = read(tmp_path / "out.jsonl")
+    assert found
+    assert not any("error" in one for one in found.values())
+
+
+def test_a_row_that_fails_is_told(
+    command: Callable[..., Result],
+    folder: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    end = load(folder).tokenizer.encode("Once", add_bos=False)[-1]
+    broken = str(write_model(tmp_path_factory.mktemp("broken"), poisoned(end)))
+    source = write_input(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Once"}])
+    result = command("--input", source, "--output", tmp_path / "out.jsonl", model=broken)
+    assert result.status == EXIT_OK
+    error = read(tmp_path / "out.jsonl")["a"]["error"]
+    assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
+
+
+def test_traces(command: Callable[..., Result], tmp_path: Path) -> None:
+    source = write_input(
+        tmp_path / "in.jsonl",
+        [{"id": "a/b", "prompt": "Once"}, {"id": "..", "prompt": "upon"}, {"prompt": "a"}],
+    )
+    traces = tmp_path / "traces"
+    result = command(
+        *("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 9),
+        *("--trace", traces, "--trace-top", 2),
+    )
+    assert result.status == EXIT_OK
+    found = read(tmp_path / "out.jsonl")
+    assert sorted(path.name for path in traces.iterdir()) == sorted(
+        f"{file_name(name)}.jsonl" for name in found
+    )
+    for name, one in found.items():
+        header, *lines, footer = (
+            json.loads(line)
+            for line in (traces / f"{file_name(name)}.jsonl").read_text().splitlines()
+        )
+        tokens = [line for line in lines if line["type"] == "token"]
+        assert header["type"] == "header"
+        assert [token["token_id"] for token in tokens] == one["token_ids"]
+        assert {token["row"] for token in tokens} == {0}
+        assert all(len(token["top"]) == 2 for token in tokens)
+        assert footer["rows"][0]["text"] == one["text"]
+
+
+def test_names_of_files() -> None:
+    ids = ["a", "A b", "a/b", "a%2Fb", "..", ".", ".a", "x" * 400, "x" * 401, "é", "\0", "a\nb"]
+    names = [file_name(name) for name in ids]
+    assert len(set(names)) == len(ids)
+    assert names[:2] == ["a", "A b"]
+    for name in names:
+        assert not set(name) & set("/\\\0\n")
+        assert not name.startswith(".")
+        assert len(name.encode()) < 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--slots", "0"], "--slots must be at least 1, not 0"),
+        (["--context", "999"], "--context 999: the model has 120 positions"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
+        (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
+        (["--stop", ""], "--stop: an empty text ends nothing"),
+        (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
+        (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
+        (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
+        (["--distributed", "--input", "-"], "each process reads all of --input"),
+        (["--distributed"], "--distributed: the processes do not meet: "),
+        (
+            ["--distributed", "--coordinator", "nonsense"],
+            "--coordinator nonsense: must be HOST:PORT",
+        ),
+        (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
+        (
+            ["--distributed", "--processes", "2", "--process", "2"],
+            "--process must be at least 0 and under --processes 2, not 2",
+        ),
+        (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
+        (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
+        (["--sampler", "greedi"], "no sampler preset 'greedi'"),
+        (["--input", "missing.jsonl"], "missing.jsonl"),
+        (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
+        (
+            ["--trace", "s3://b/traces"],
+            "--trace s3://b/traces: traces need a folder on this machine",
+        ),
+        (["--trace", "."], "--trace .: in.jsonl lies there, whose name a record's trace could"),
+        (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
+        (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
+        (["--no-chat", "--system", "x"], "a system message needs a chat"),
+        (["--slots", "100000000"], "do not fit into a device: at least"),
+    ],
+)
+def test_mistakes(
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if (output := arguments[-1]).endswith(("link", "link.jsonl")):
+        (tmp_path / "elsewhere").mkdir()
+        leads_to = "elsewhere/data" if output == "link.jsonl" else "../data.jsonl"
+        (tmp_path / output).symlink_to(leads_to)
+    before = {path.name for path in tmp_path.iterdir()} | {"in.jsonl"}
+    own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
+    write_input(tmp_path / "in.jsonl", records(1))
+    given = [part for name, value in own.items() if name not in arguments for part in (name, value)]
+    assert batch.main([*given, *arguments]) == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert expected in last
+    assert "Traceback" not in captured.err
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("what", ["header", "compressed", "strict", "traces"])
+def test_a_run_that_is_refused_leaves_nothing(
+    command: Callable[..., Result], tmp_path: Path, what: str
+) -> None:
+    source, more = tmp_path / "in.jsonl", []
+    write_input(source, [BAD[0][0], *records(1)])
+    if what == "header":
+        source = tmp_path / "in.csv"
+        source.write_text("text,id\nOnce,a\n")
+    elif what == "compressed":
+        source = tmp_path / "in.jsonl.gz"
+        source.write_bytes(gzip.compress(b"{}\n" * 99)[:-9])
+    elif what == "strict":
+        more = ["--strict"]
+    else:
+        (tmp_path / "file").write_text("")
+        more = ["--trace", str(tmp_path / "file" / "traces")]
+    before = set(tmp_path.iterdir())
+    refused = command("--input", source, "--output", tmp_path / "out.jsonl", *more)
+    assert refused.status == EXIT_USAGE
+    assert refused.err.splitlines()[-1].startswith("error: ")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_path: Path) -> None:
+    """Its new values are not mixed with the old ones."""
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "greedy"\n')
+    lines = [{"id": i, "prompt": "Once", "sampler": str(own)} for i in "ab"]
+    source = write_input(tmp_path / "in.jsonl", lines[:1])
+    output = tmp_path / "out.jsonl"
+    arguments = ("--input", source, "--output", output, "--max-new-tokens", 1)
+    assert command(*arguments).status == EXIT_OK
+    before = output.read_bytes()
+    own.write_text('extends = "greedy"\n[base]\ntemperature = 0.5\n')
+    assert command(*arguments).status == EXIT_OK  # nothing is left to run
+    write_input(source, lines)
+    refused = command(*arguments)
+    assert refused.status == EXIT_USAGE
+    told = f"{output}: line 2 (id 'b'): sampler '{own}' is not what it was for earlier results"
+    assert told in refused.err
+    assert output.read_bytes() == before
+    assert command(*arguments, "--mix").status == EXIT_OK
+    assert len({result["sampler_digest"] for result in read(output).values()}) == 2
+
+
+def test_a_model_s_fingerprint(tmp_path: Path) -> None:
+    """Whatever is read of its folder counts."""
+    found = set()
+    for name in ("", "config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
+        if name:
+            (tmp_path / name).write_text("some")
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 5
+    (tmp_path / "README.md").write_text("some")
+    assert fingerprint(tmp_path) in found
+
+
+# Ends
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A cache for compiled programs whose processes may be killed while they write to it."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
+
+
+@pytest.fixture
+def start(
+    folder: str, tmp_path: Path, own_cache: dict[str, str]
+) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the command in a process of its own, in the test's folder."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: object, slots: int = 4) -> subprocess.Popen[bytes]:
+        own = ["--output", "out.jsonl", "--model", folder, "--slots", slots]
+        if "--input" not in arguments:
+            own += ["--input", "in.jsonl"]
+        command = [sys.executable, "-m", "entropix_jax.batch", *own, *arguments]
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **own_cache},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        running.append(process)
+        return process
+
+    yield popen
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+LONG = ("--ignore-eos", "--max-new-tokens", "60")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_a_signal_ends_the_run_with_what_is_complete(
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    """Meanwhile no other run writes there."""
+    write_input(tmp_path / "in.jsonl", records(2000))
+    output = tmp_path / "out.jsonl"
+    process = start(*LONG)
+    wait_for(output, 3, process)
+    with pytest.raises(UserError, match="another run is writing to it"):
+        Store(str(output), {})
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == status
+    assert out == b""
+    assert b"Traceback" not in err
+    found = read(output)
+    assert f"\n{len(found)} records done | ".encode() in err
+    assert err.endswith(b"interrupted: the same command goes on from here\n")
+    assert 3 <= len(found) < 2000
+    assert all(result["finish_reason"] in ("length", "context") for result in found.values())
+
+
+def test_a_run_that_is_killed_goes_on(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Each id once, and each result as if nothing had happened, to the last digit."""
+    write_input(tmp_path / "in.jsonl", records(60))
+    output = tmp_path / "out.jsonl"
+    rng = random.Random(1)
+    done = 0
+    for _ in range(3):
+        process = start(*LONG)
+        wait_for(output, done + rng.randint(1, 12), process)
+        time.sleep(rng.random() / 10)
+        process.kill()
+        process.communicate()
+        done = output.read_bytes().count(b"\n")
+    assert 0 < done < 60
+    process = start(*LONG)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    resumed = without_timings(read(output))
+    output.unlink()
+    (tmp_path / "out.jsonl.run.json").unlink()
+    process = start(*LONG)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert resumed == without_timings(read(output))
+
+
+@pytest.mark.parametrize("what", ["waiting", "refused", "done"])
+def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
+    """As it waits for one that does not come, and among many that run nothing."""
+    own = Defaults(load_sampler("greedy"), max_new_tokens=9, chat=False, ignore_eos=True)
+    run, looks, left = BatchRun(model, own, slots=2, capacity=64), 0, 0
+    reading, writing = os.pipe()
+    signal.signal(signal.SIGALRM, lambda number, frame: run.stop())
+
+    def looked() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 50:
+            run.stop()
+
+    def source() -> Iterator[Record | BadRecord]:
+        if what == "waiting":
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            yield from read_records(f"/dev/fd/{reading}")
+        for number in range(10_000):
+            record = Record(number, f"r{number}", str(number), prompt="Once upon a time")
+            yield record if what == "done" else BadRecord(number, None, "", "bad")
+
+    def is_done(record: Record | BadRecord) -> bool:
+        nonlocal left
+        left += 1
+        return what == "done"
+
+    run.run(source(), lambda record, result: None, is_done, looked)
+    os.close(reading)
+    os.close(writing)
+    assert left < 50
+    assert looks < 60
+
+
+# Buckets
+
+
+def test_from_a_bucket_to_a_bucket(
+    command: Callable[..., Result],
+    s3: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Ended on the way, and gone on with: the same results as from a file to a file."""
+    source = write_input(tmp_path / "in.jsonl", [*records(20), BAD[0][0]])
+    files = fsspec.filesystem("s3")
+    files.put_file(source, f"{s3}/in.jsonl")
+    monkeypatch.setattr(output_module, "PART_RECORDS", 4)
+    write, written = Store.write, 0
+
+    def ended_after_nine(*arguments: Any) -> None:
+        nonlocal written
+        write(*arguments)
+        written += 1
+        if written == 9:
+            signal.raise_signal(signal.SIGTERM)
+
+    run = ("--input", f"{s3}/in.jsonl", "--output", f"{s3}/out.jsonl", "--max-new-tokens", 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", ended_after_nine)
+        assert command(*run).status == 143
+    files.invalidate_cache()
+    assert not files.exists(f"{s3}/out.jsonl")
+    assert len(files.ls(f"{s3}/out.jsonl.parts")) == 3
+    assert "note: 9 records done already" in command(*run).err
+    files.invalidate_cache()
+    assert not files.exists(f"{s3}/out.jsonl.parts")
+    files.get_file(f"{s3}/out.jsonl", tmp_path / "theirs.jsonl")
+    alone = tmp_path / "out.jsonl"
+    assert command("--input", source, "--output", alone, *run[4:]).status == EXIT_OK
+    results = without_timings(read(tmp_path / "theirs.jsonl"))
+    assert len(results) == 21
+    assert results == without_timings(read(alone))
+    refused = command("--input", f"{s3}/none.jsonl", *run[2:])
+    assert (refused.status, refused.err.count("\n")) == (EXIT_USAGE, 1)
+
+
+# Several hosts
+
+
+def meeting() -> tuple[str, ...]:
+    """Options of two processes that meet on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return "--distributed", "--coordinator", address, "--processes", "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_wait_for_others_ends_at_once(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, number: signal.Signals
+) -> None:
+    """And leaves nobody behind."""
+    write_input(tmp_path / "in.jsonl", records(1))
+    process = start(*meeting(), "--process", 0)
+    end = time.monotonic() + PATIENCE
+    tasks = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (children := tasks.read_text().split()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(number)
+    status = process.wait(10)
+    assert status == (128 + number if number != signal.SIGKILL else -number)
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_two_processes_do_what_one_does(
+    command: Callable[..., Result],
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", [*records(9), BAD[0][0]])
+    shared = ("--input", source, "--max-new-tokens", 8, *meeting())
+    processes = [start(*shared, "--process", i) for i in range(2)]
+    for process in processes:
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+    parts = sorted(tmp_path.glob("out.part-*.jsonl"))
+    assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]
+    output = tmp_path / "out.jsonl"
+    assert not output.exists()
+    joined = command("--input", source, "--output", output, "--merge", 2)
+    assert joined == Result(EXIT_OK, "", f"{output}: 10 records of 2 parts joined\n")
+    alone = tmp_path / "alone.jsonl"
+    assert command("--input", source, "--output", alone, "--max-new-tokens", 8).status == EXIT_OK
+    assert without_timings(read(output)) == without_timings(read(alone))
+    # Told its number and how many there are, a process meets nobody and runs alone.
+    place = ("--distributed", "--processes", 2, "--process", 1)
+    again = command("--input", source, "--output", output, "--max-new-tokens", 8, *place)
+    assert "note: 5 records done already" in again.err
+    # A part that lacks a result is not joined.
+    parts[1].write_bytes(b"".join(parts[1].read_bytes().splitlines(keepends=True)[:-1]))
+    output.unlink()
+    torn = command("--input", source, "--output", output, "--merge", 2)
+    assert torn.status == EXIT_USAGE
+    assert "1 of 10 records" in torn.err
+    assert not output.exists()
+
+
+def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a gcloud that says what it was asked for: one command, and no other."""
+    fake = tmp_path / "gcloud"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    script = ROOT / "scripts" / "tpu_vm_batch.sh"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        return subprocess.run(
+            [script, *arguments],
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    own = ["--input", "gs://b/in.jsonl", "--output", "gs://b/o.jsonl", "--stop", "it's; rm -rf"]
+    asked = run("pod", "us-central1-a", *own)
+    assert asked.returncode == 0, asked.stderr
+    *words, command = asked.stdout.splitlines()
+    assert words == [
+        *("compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "us-central1-a"),
+        *("--worker=all", "--command"),
+    ]
+    assert shlex.split(command) == [
+        *("cd", "entropix_jax", "&&", ".venv/bin/python", "-m", "entropix_jax.batch"),
+        *("--distributed", *own),
+    ]
+    elsewhere = {"~/x y": "x y", "/opt/x": "/opt/x"}
+    for given, wanted in elsewhere.items():
+        monkeypatch.setenv("ENTROPIX_DIR", given)
+        assert shlex.split(run("pod", "z").stdout.splitlines()[-1])[1] == wanted
+    usage = run("pod")
+    assert usage.returncode == 2
+    assert "scripts/tpu_vm_batch.sh NAME ZONE --input" in usage.stderr

@@ -1,0 +1,846 @@
+"""The output of a batch: nothing lost and nothing doubled, wherever a run ends and wherever it
+writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import fsspec
+import pytest
+import s3fs
+
+from entropix_jax.batch import output as output_module
+from entropix_jax.batch.merge import merge, part_address
+from entropix_jax.batch.output import Store, check_output
+from entropix_jax.batch.records import BadRecord, Record, read_records
+from entropix_jax.errors import UserError
+from tests.support.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
+
+RUN = {"model": "tiny", "sampler": {"name": "entropix", "seed": 0}, "input": "in.jsonl"}
+
+
+def record(number: int) -> Record:
+    return Record(line=number, id=f"r{number}", digest=f"{number:015x}", prompt="a")
+
+
+def bad(number: int) -> BadRecord:
+    return BadRecord(line=number, id=None, digest=f"{number:015x}", error="bad")
+
+
+def result(number: int) -> dict[str, Any]:
+    return {"text": f"caf\u00e9 \u2028\n{number}", "tokens": [number] * 3}
+
+
+def run(address: str, numbers: range, *, finish: bool = False, **options: Any) -> int:
+    """One run that writes what is not done of some records; how many it wrote."""
+    written = 0
+    with Store(address, RUN, **options) as store:
+        for number in numbers:
+            if not store.is_done(record(number)):
+                store.write(record(number), result(number))
+                written += 1
+            assert store.is_done(record(number))
+        if finish:
+            store.finish()
+    return written
+
+
+def put(address: str, data: bytes | str) -> None:
+    raw = data if isinstance(data, bytes) else data.encode()
+    with fsspec.open(address, "wb") as file:
+        file.write(raw)
+
+
+def get(address: str) -> bytes:
+    fsspec.core.url_to_fs(address)[0].invalidate_cache()
+    with fsspec.open(address, "rb") as file:
+        data: bytes = file.read()
+    return data
+
+
+def exists(address: str) -> bool:
+    fs, path = fsspec.core.url_to_fs(address)
+    fs.invalidate_cache()
+    return bool(fs.exists(path))
+
+
+def lines_of(address: str) -> list[dict[str, Any]]:
+    """The objects of an output, all of whose lines must be whole."""
+    data = get(address)
+    assert not data or data.endswith(b"\n")
+    return [json.loads(line) for line in data.split(b"\n")[:-1]]
+
+
+def ids(address: str) -> list[str]:
+    return [line["id"] for line in lines_of(address)]
+
+
+def parts(address: str) -> list[str]:
+    """The names of an output's parts."""
+    fs, path = fsspec.core.url_to_fs(f"{address}.parts")
+    fs.invalidate_cache()
+    names = fs.ls(path, detail=False) if fs.exists(path) else []
+    return sorted(name.rpartition("/")[2] for name in names)
+
+
+def names(numbers: range) -> list[str]:
+    return [f"r{number}" for number in numbers]
+
+
+@pytest.fixture
+def memory() -> str:
+    """The address of an empty folder of memory."""
+    fs = fsspec.filesystem("memory")
+    if fs.exists("/store"):
+        fs.rm("/store", recursive=True)
+    return "memory://store"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def remote(request: pytest.FixtureRequest) -> str:
+    """Where output cannot be appended to."""
+    folder: str = request.getfixturevalue(request.param)
+    return folder
+
+
+@pytest.fixture(params=["local", "memory"])
+def nearby(request: pytest.FixtureRequest) -> str:
+    """The same without S3, where it would add nothing but time."""
+    found: str = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def folder(request: pytest.FixtureRequest) -> str:
+    """Where output may be."""
+    found: str = request.getfixturevalue(request.param)
+    return found
+
+
+# What is written
+
+
+def test_what_is_written(folder: str) -> None:
+    address = f"{folder}/out.jsonl"
+    with Store(address, RUN) as store:
+        store.write(record(7), {"id": "x", "text": "caf\u00e9\n", "half": "\ud800", "digest": 1})
+        store.write(bad(2), {"error": "bad"})
+        store.finish()
+    assert lines_of(address) == [
+        {
+            "id": "r7",
+            "line": 7,
+            "digest": "000000000000007",
+            "text": "caf\u00e9\n",
+            "half": "\ud800",
+        },
+        {"id": None, "line": 2, "digest": "000000000000002", "error": "bad"},
+    ]
+    assert "caf\u00e9".encode() in get(address)
+    assert json.loads(get(f"{address}.run.json"))["identity"] == RUN
+    assert parts(address) == []
+
+
+def test_a_restart_writes_the_rest(folder: str) -> None:
+    address = f"{folder}/out.jsonl"
+    assert run(address, range(3)) == 3
+    assert run(address, range(2, 6)) == 3
+    assert run(address, range(6), finish=True) == 0
+    assert ids(address) == names(range(6))
+    before = get(address)
+    assert run(address, range(6), finish=True) == 0  # after the end
+    assert get(address) == before
+    assert run(address, range(8), finish=True) == 2  # a longer input
+    assert ids(address) == names(range(8))
+    assert parts(address) == []
+    with Store(address, RUN) as store:
+        assert store.done == 8
+
+
+def test_no_records(nearby: str) -> None:
+    address = f"{nearby}/out.jsonl"
+    for _ in range(2):
+        assert run(address, range(0), finish=True) == 0
+        assert get(address) == b""
+
+
+def test_what_a_record_is_known_by(nearby: str) -> None:
+    """Its id, or its line and digest. Another record under the same id is refused."""
+    address = f"{nearby}/out.jsonl"
+    written = [BadRecord(1, None, "5", "bad"), BadRecord(2, None, "5", "bad")]
+    written += [BadRecord(1, None, "6", "bad"), BadRecord(3, "a", "5", "bad")]
+    for left in (4, 0):
+        with Store(address, RUN) as store:
+            for one in written:
+                if not store.is_done(one):
+                    store.write(one, {"error": "bad"})
+                    left -= 1
+            assert not store.is_done(BadRecord(3, None, "5", "bad"))
+            assert store.is_done(Record(line=9, id="a", digest="5"))  # moved
+            with pytest.raises(
+                UserError, match=r"line 1 \(id 'a'\) has a result of another record"
+            ):
+                store.is_done(Record(line=1, id="a", digest="6"))
+            store.finish()
+        assert left == 0
+    with Store(address, RUN, mix=True) as store:
+        assert store.is_done(Record(line=1, id="a", digest="6"))
+
+
+def test_a_result_that_is_no_json(local: str) -> None:
+    address = f"{local}/out.jsonl"
+    with Store(address, RUN) as store:
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            store.write(record(1), {"logprob": float("nan")})
+        assert not store.is_done(record(1))
+        store.write(record(1), {})
+    assert ids(address) == ["r1"]
+
+
+# Ends of all kinds, on this machine
+
+
+def test_torn_at_every_byte(tmp_path: Path) -> None:
+    """Whatever is left of the last two lines, the restart makes the output whole."""
+    path = tmp_path / "out.jsonl"
+    run(str(path), range(4))
+    whole = path.read_bytes()
+    ends = [n + 1 for n, byte in enumerate(whole) if byte == ord("\n")]
+    for size in range(ends[1], len(whole) + 1):
+        path.write_bytes(whole[:size])
+        with Store(str(path), RUN) as store:
+            kept = sum(size >= end for end in ends)
+            assert store.done == kept
+            assert path.read_bytes() == whole[: ends[kept - 1]]
+            assert [store.is_done(record(n)) for n in range(4)] == [n < kept for n in range(4)]
+        assert run(str(path), range(4)) == 4 - kept
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 100, b"\0" * 100 + b"\n", b'{"id": "\xe9"}\n', b'{"a": 1\n', b"[" * 10**5]
+)
+def test_a_last_line_that_is_not_json(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    run(str(path), range(2))
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert run(str(path), range(2)) == 0
+    assert path.read_bytes() == whole
+    path.write_bytes(tail + (b"" if tail.endswith(b"\n") else b"\n") + whole)
+    with pytest.raises(UserError) as error:
+        run(str(path), range(2))
+    assert str(error.value) == f"{path}: line 1 is torn, or not JSON"
+    assert path.read_bytes().endswith(whole)
+
+
+def test_killed(tmp_path: Path) -> None:
+    """In a process of its own, in the middle of writing."""
+    path = tmp_path / "out.jsonl"
+    code = f"""if True:
+        from entropix_jax.batches.output import Record, Store
+        with Store({str(path)!r}, {RUN!r}) as store:
+            for number in range(10**9):
+                record = Record(line=number, id=f"r{{number}}", digest=f"{{number:015x}}")
+                store.write(record, {{"text": "x" * 100}})
+                if number == 20:
+                    print(flush=True)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UserError) as error:  # while it lives
+            run(str(path), range(1))
+        assert str(error.value) == f"{path}: another run is writing to it"
+        with pytest.raises(UserError, match="another run is writing to it"):
+            run(str(path), range(1), mix=True)
+        process.send_signal(signal.SIGKILL)
+    count = path.read_bytes().count(b"\n")
+    assert count > 20
+    assert run(str(path), range(count + 1)) <= 1
+    assert ids(str(path)) == names(range(count + 1))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit of the file's size, which takes a part of the line as a full disk does."""
+    path = tmp_path / "out.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Store(str(path), RUN) as store:
+        store.write(record(1), result(1))
+        whole = path.read_bytes()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, hard))
+            with pytest.raises(UserError) as error:
+                store.write(record(2), result(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert str(error.value) == f"{path}: cannot be written: File too large"
+        assert path.read_bytes() == whole
+        assert not store.is_done(record(2))
+        store.write(record(2), result(2))  # there is space again
+    assert ids(str(path)) == ["r1", "r2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("fcntl.flock", OSError(38, "Function not implemented"), ""),
+        (
+            "os.fsync",
+            OSError(122, "Disk quota exceeded"),
+            "out.jsonl: cannot be written: Disk quota",
+        ),
+        ("os.replace", OSError(28, "No space left"), "run.json: cannot be written: No space left"),
+    ],
+)
+def test_file_systems(
+    local: str, monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, told: str
+) -> None:
+    """Without locks, over a quota, and full as the sidecar is written."""
+
+    def refuse(*args: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(name, refuse)
+    if not told:
+        assert run(f"{local}/out.jsonl", range(2)) == 2
+        return
+    with pytest.raises(UserError, match=told):
+        run(f"{local}/out.jsonl", range(1))
+    assert name == "os.fsync" or os.listdir(local) == []
+
+
+# Whose output it is
+
+
+def other_run(**changes: Any) -> dict[str, Any]:
+    return {**RUN, **changes}
+
+
+@pytest.mark.parametrize(
+    ("identity", "difference"),
+    [
+        (other_run(model="b", input="c"), 'model was "tiny" and is now "b"'),
+        (
+            other_run(sampler={"name": "entropix", "seed": 1}, input="c"),
+            "sampler.seed was 0 and is now 1",
+        ),
+        (other_run(sampler=None), "sampler was absent and is now null"),
+        ({"model": "tiny", "input": "in.jsonl"}, 'sampler.name was "entropix" and is now absent'),
+        (other_run(model="x" * 500), f'model was "tiny" and is now "{"x" * 76}...;'),
+        (other_run(sampler={"name": "entropix", "seed": False}), "sampler.seed was 0 and is now"),
+    ],
+)
+def test_another_run(local: str, identity: dict[str, Any], difference: str) -> None:
+    address = f"{local}/out.jsonl"
+    run(address, range(2))
+    before = get(address), get(f"{address}.run.json")
+    with pytest.raises(UserError) as error:
+        Store(address, identity)
+    assert str(error.value).startswith(f"{address}: holds another run's results: {difference}")
+    assert (get(address), get(f"{address}.run.json")) == before
+    assert run(address, range(3)) == 1  # nor is it locked
+
+
+def test_mixing(nearby: str) -> None:
+    """From then on the output is the new run's."""
+    address = f"{nearby}/out.jsonl"
+    run(address, range(2))
+    other = other_run(model="b")
+    with Store(address, other, mix=True) as store:
+        assert store.is_done(record(1))
+        store.write(record(2), result(2))
+    with pytest.raises(UserError, match='model was "b" and is now "tiny"'):
+        run(address, range(3))
+    with Store(address, other) as store:
+        assert store.done == 3
+        store.finish()
+    assert ids(address) == names(range(3))
+    assert json.loads(get(f"{address}.run.json"))["identity"] == other
+    # With an empty one there is nothing to mix.
+    Store(f"{nearby}/empty", other).__exit__(None, None, None)
+    assert run(f"{nearby}/empty", range(1)) == 1
+
+
+def sampled(number: int) -> Record:
+    return replace(record(number), sampler="own.toml")
+
+
+def test_a_sampler_that_has_changed(nearby: str) -> None:
+    """Is refused; each that a record names is held on to beside the output."""
+    address = f"{nearby}/out.jsonl"
+    with Store(address, RUN) as store:
+        store.write(sampled(1), {"sampler_digest": "a"})
+        store.write(record(2), {})
+    assert json.loads(get(f"{address}.run.json"))["samplers"] == {"own.toml": "a"}
+    with Store(address, RUN) as store:
+        store.write(sampled(3), {"sampler_digest": "a"})
+        with pytest.raises(UserError, match=r"sampler 'own\.toml' is not what it was"):
+            store.write(sampled(4), {"sampler_digest": "b"})
+    with Store(address, RUN, mix=True) as store:
+        assert store.done == 3
+        store.write(sampled(4), {"sampler_digest": "b"})
+    assert json.loads(get(f"{address}.run.json"))["samplers"] == {"own.toml": "b"}
+
+
+def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
+    address = f"{nearby}/out.jsonl"
+
+    def fail(*numbers: int) -> NoReturn:
+        with Store(address, RUN) as store:
+            for number in numbers:
+                store.write(record(number), result(number))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not exists(address)
+    assert not exists(f"{address}.run.json")
+    for numbers in ((1,), ()):  # one that holds something, or did before, stays
+        with pytest.raises(KeyError):
+            fail(*numbers)
+        assert exists(f"{address}.run.json")
+    with Store(address, RUN) as store:
+        assert store.done == 1
+
+
+def test_an_output_of_nobody(nearby: str) -> None:
+    address = f"{nearby}/out.jsonl"
+    data = '{"id": 1, "text": "mine"}\n[2]\n\n'
+    put(address, data)
+    with pytest.raises(UserError) as error:
+        run(address, range(1))
+    assert str(error.value) == (
+        f"{address}: holds something, but no run's results (there is no {address}.run.json):"
+        " choose another output"
+    )
+    assert get(address) == data.encode()
+    assert not exists(f"{address}.run.json")
+    assert run(address, range(2), mix=True, finish=True) == 2
+    assert run(address, range(3), finish=True) == 1
+    assert get(address).startswith(data.encode())
+    assert get(address).count(b"\n") == 6
+    for tail in (b"hello", b'{"a": 1}', b"12"):  # nothing of it is dropped
+        put(f"{nearby}/torn", b'{"a": 0}\n' + tail)
+        with pytest.raises(UserError, match="torn: line 2 is torn, or not JSON"):
+            run(f"{nearby}/torn", range(1), mix=True)
+        assert get(f"{nearby}/torn") == b'{"a": 0}\n' + tail
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "not valid JSON: "),
+        (b"[]", "not the description of a run"),
+        (b'{"identity": {}, "samplers": 3}', "not the description of a run"),
+    ],
+)
+def test_a_broken_sidecar(nearby: str, data: bytes, message: str) -> None:
+    address = f"{nearby}/out.jsonl"
+    run(address, range(1))
+    put(f"{address}.run.json", data)
+    with pytest.raises(UserError) as error:
+        run(address, range(1))
+    assert str(error.value).startswith(f"{address}.run.json: {message}")
+
+
+# Object stores
+
+
+def test_parts(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number of records, by time, and what is left on closing."""
+    address = f"{remote}/a/out.jsonl"
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(output_module, "PART_RECORDS", 5)
+    seen = []
+    with Store(address, RUN) as store:
+        for number in range(20):
+            now += 25.0 if number >= 12 else 0.0
+            store.write(record(number), result(number))
+            seen.append(len(parts(address)))
+        assert not exists(address)
+    #                       5 records              10     60 seconds from record 10 on, and so on
+    assert seen == [0] * 4 + [1] * 5 + [2] * 5 + [3] * 4 + [4] * 2
+    counts = [len(lines_of(f"{address}.parts/{name}")) for name in parts(address)]
+    assert parts(address) == [f"{number:06}.jsonl" for number in range(5)]
+    assert counts == [5, 5, 5, 4, 1]
+    assert run(address, range(22), finish=True) == 2
+    assert ids(address) == names(range(22))
+    assert parts(address) == []
+
+
+def test_killed_runs(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had not been uploaded is done again."""
+    monkeypatch.setattr(output_module, "PART_RECORDS", 3)
+    address = f"{remote}/out.jsonl"
+    for written in (5, 4, 3, 9):
+        store = Store(address, RUN)
+        for number in range(12):
+            if not store.is_done(record(number)) and written:
+                store.write(record(number), result(number))
+                written -= 1
+        del store  # without a word
+    assert run(address, range(12), finish=True) == 0
+    assert ids(address) == names(range(12))
+
+
+@pytest.mark.parametrize("removed", [0, 1, 4])
+def test_joining_cut_short(remote: str, monkeypatch: pytest.MonkeyPatch, removed: int) -> None:
+    """After so many of four parts have been removed; a run that resumes may also go on."""
+    monkeypatch.setattr(output_module, "PART_RECORDS", 2)
+    address = f"{remote}/out.jsonl"
+    put(f"{address}.parts/notes.txt", b"mine")
+    fs, _ = fsspec.core.url_to_fs(address)
+    remove = fs.rm
+
+    def rm(paths: list[str]) -> NoReturn:
+        for part in paths[:removed]:
+            remove(part)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "rm", rm)
+        with pytest.raises(KeyboardInterrupt):
+            run(address, range(7), finish=True)
+    assert ids(address) == names(range(7))  # the object is whole
+    assert len(parts(address)) == 1 + 4 - removed
+    assert run(address, range(8), finish=True) == 1
+    assert ids(address) == names(range(8))
+    assert parts(address) == ["notes.txt"]
+
+
+def test_joining_that_fails(remote: str) -> None:
+    """The output is as before. A torn part, which some stores allow, is written again."""
+    address = f"{remote}/out.jsonl"
+    run(address, range(3), finish=True)
+    before = get(address)
+    run(address, range(5))
+    put(f"{address}.parts/999999.jsonl", b"{\n{}\n")
+    with pytest.raises(UserError, match=r"999999.jsonl: line 1 is torn, or not JSON"):
+        run(address, range(5), finish=True)
+    assert get(address) == before
+    put(f"{address}.parts/999999.jsonl", b"")
+    put(f"{address}.parts/000000.jsonl", get(f"{address}.parts/000000.jsonl")[:-10])
+    assert run(address, range(5), finish=True) == 1
+    assert sorted(ids(address)) == names(range(5))
+
+
+def test_two_runs_at_once_in_a_store(remote: str) -> None:
+    """They cannot be told before both write."""
+    address = f"{remote}/out.jsonl"
+    with Store(address, RUN) as first:
+        second = Store(address, RUN)
+        first.write(record(1), result(1))
+        second.write(record(1), result(1))
+    with pytest.raises(UserError, match=r"another run is writing to it: .*000000.jsonl is there$"):
+        second.__exit__(None, None, None)
+    assert run(address, range(1, 3), finish=True) == 1
+    assert ids(address) == ["r1", "r2"]
+
+
+def test_an_upload_that_fails(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_module, "PART_RECORDS", 2)
+    address = f"{remote}/out.jsonl"
+    fs, _ = fsspec.core.url_to_fs(address)
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise ConnectionError("no route")
+
+    with Store(address, RUN) as store:
+        store.write(record(0), result(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(fs, "pipe_file", refuse)
+            with pytest.raises(UserError) as error:
+                store.write(record(1), result(1))
+    assert str(error.value) == f"{address}: cannot be written: no route"
+    assert ids(f"{address}.parts/000000.jsonl") == ["r0", "r1"]  # closing tried again
+
+
+def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined by an upload in pieces, which S3 has from 5 MiB on."""
+    monkeypatch.setattr(s3fs.S3FileSystem, "default_block_size", 5 * 2**20)
+    fs = s3fs.S3FileSystem(default_block_size=5 * 2**20)
+    monkeypatch.setattr(output_module, "resolve", lambda address: (fs, address[5:]))
+    address = f"{s3}/out.jsonl"
+    with Store(address, RUN) as store:
+        for number in range(13):
+            store.write(record(number), {"text": "x" * 2**20})
+        store.finish()
+    assert ids(address) == names(range(13))
+    assert fs.info(address)["ETag"].endswith('-3"')  # pieces
+
+
+def test_input_from_a_store(s3: str) -> None:
+    fs, _ = fsspec.core.url_to_fs(s3)
+    with fs.open(f"{s3}/in.csv.gz", "wb", compression="gzip") as file:
+        file.write(b"prompt,id\n" + b"".join(b"p,%d\n" % n for n in range(5000)))
+    assert [record.id for record in read_records(f"{s3}/in.csv.gz")] == [
+        str(number) for number in range(5000)
+    ]
+    for address, message in (
+        (f"{s3}/nothing.jsonl", "no such file or folder"),
+        ("s3://no-bucket-of-this-name/in.jsonl", "no such file or folder"),
+        (s3, "Is a directory"),
+        ("s3://bucket", "Is a directory"),
+    ):
+        with pytest.raises(UserError) as error:
+            next(read_records(address))
+        assert str(error.value) == f"{address}: cannot be read: {message}"
+    put(f"{s3}/folder/a", b"a")
+    with pytest.raises(UserError, match=r"folder: cannot be read: Is a directory$"):
+        next(read_records(f"{s3}/folder"))
+
+
+# Parts of several processes
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("out.jsonl", "out.part-00001-of-00004.jsonl"),
+        ("s3://b/c.d/out.v1.jsonl", "s3://b/c.d/out.v1.part-00001-of-00004.jsonl"),
+        ("a.b/out", "a.b/out.part-00001-of-00004"),
+        ("/a/.hidden", "/a/.hidden.part-00001-of-00004"),
+    ],
+)
+def test_part_addresses(address: str, expected: str) -> None:
+    assert part_address(address, 1, 4) == expected
+
+
+def shared_run(folder: str, count: int) -> str:
+    """An input, and the outputs of `count` processes; gives the address of what is to be merged."""
+    lines = [json.dumps({"prompt": "a", "id": f"i{n}"}) for n in range(10)]
+    lines[3:3] = ["{", lines[0], "{"]
+    put(f"{folder}/in.jsonl", "\n".join(lines))
+    for index in range(count):
+        with Store(part_address(f"{folder}/out.jsonl", index, count), RUN) as store:
+            for record in read_records(f"{folder}/in.jsonl", share=(index, count)):
+                store.write(record, {"process": index})
+            store.finish()
+    return f"{folder}/out.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("place", "count"), [("local", 1), ("local", 3), ("local", 20), ("memory", 3), ("s3", 3)]
+)
+def test_merging(request: pytest.FixtureRequest, place: str, count: int) -> None:
+    folder: str = request.getfixturevalue(place)
+    address = shared_run(folder, count)
+    for _ in range(2):  # the second time over the first
+        merge(address, count, input=f"{folder}/in.jsonl")
+        pieces = [get(part_address(address, index, count)) for index in range(count)]
+        assert get(address) == b"".join(pieces)
+    assert sorted(line["line"] for line in lines_of(address)) == list(range(1, 14))
+    assert parts(address) == []
+    # It is the run's own output.
+    with Store(address, RUN) as store:
+        assert all(store.is_done(record) for record in read_records(f"{folder}/in.jsonl"))
+    with pytest.raises(UserError, match="holds another run's results"):
+        Store(address, other_run(model="b"))
+
+
+def part(address: str, index: int) -> str:
+    return part_address(address, index, 3)
+
+
+def append(address: str, data: bytes) -> None:
+    put(address, get(address) + data)
+
+
+def remove(address: str) -> None:
+    fs, path = fsspec.core.url_to_fs(address)
+    fs.rm(path)
+
+
+def edit_sidecars(address: str, **changes: Any) -> None:
+    """Changes those of the parts 0, 1 and 2 by name."""
+    for index in range(3):
+        sidecar = f"{part(address, index)}.run.json"
+        own = {name: values[index] for name, values in changes.items()}
+        put(sidecar, json.dumps({**json.loads(get(sidecar)), **own}))
+
+
+SPOILED: dict[str, tuple[Callable[[str], object], str]] = {
+    "second result": (
+        lambda out: append(part(out, 2), get(part(out, 0)).split(b"\n")[0] + b"\n"),
+        "{part}: line 5 is a second result of its record",
+    ),
+    "torn": (
+        lambda out: put(part(out, 2), get(part(out, 2))[:-1]),
+        "{part}: line 4 is torn, or not JSON",
+    ),
+    "no result": (
+        lambda out: append(part(out, 2), b'{"a": 1}\n'),
+        "{part}: line 5 is not a result",
+    ),
+    "no part": (
+        lambda out: remove(part(out, 2)),
+        "{part}: missing or not finished: run this part to its end",
+    ),
+    "no sidecar": (
+        lambda out: remove(f"{part(out, 2)}.run.json"),
+        "{part}: no run's results: no {part}.run.json",
+    ),
+    "another run": (
+        lambda out: edit_sidecars(out, identity=[RUN, RUN, other_run(model="huge")]),
+        '{part}: another run than {first}: model was "tiny" and is now "huge"',
+    ),
+    "another sampler": (
+        lambda out: edit_sidecars(out, samplers=[{"own.toml": digest} for digest in "aab"]),
+        "{part}: another run than earlier parts: sampler 'own.toml' differs",
+    ),
+    "missing results": (
+        lambda out: put(part(out, 2), get(part(out, 2)).split(b"\n")[0] + b"\n"),
+        (
+            "{input}: 3 of 13 records have no result in the 3 parts, the first one in line 6:"
+            " run all parts to their end"
+        ),
+    ),
+    "changed record": (
+        lambda out: put(
+            out.replace("out", "in"),
+            get(out.replace("out", "in")).replace(b'"i9"', b'"i9", "seed": 1'),
+        ),
+        (
+            "{input}: 1 of 13 records have no result in the 3 parts, the first one in line 13"
+            " (id 'i9'): run all parts to their end"
+        ),
+    ),
+    "shorter input": (
+        lambda out: put(
+            out.replace("out", "in"), get(out.replace("out", "in")).rpartition(b"\n")[0]
+        ),
+        (
+            "{input}: 1 of 13 results in the 3 parts are of no record of it: is it the input that"
+            " they were made from?"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_parts_that_cannot_be_merged(nearby: str, what: str) -> None:
+    address = shared_run(nearby, 3)
+    spoil, message = SPOILED[what]
+    spoil(address)
+    with pytest.raises(UserError) as error:
+        merge(address, 3, input=f"{nearby}/in.jsonl")
+    names = {"part": part(address, 2), "first": part(address, 0), "input": f"{nearby}/in.jsonl"}
+    assert str(error.value) == message.format(**names)
+    assert not exists(address)
+    assert not exists(f"{address}.run.json")
+
+
+def test_a_part_that_is_not_joined(memory: str) -> None:
+    address = shared_run(memory, 3)
+    put(f"{part(address, 1)}.parts/000000.jsonl", b"")
+    with pytest.raises(UserError, match="missing or not finished: run this part to its end"):
+        merge(address, 3, input=f"{memory}/in.jsonl")
+
+
+def test_merging_onto_something_else(nearby: str) -> None:
+    address = shared_run(nearby, 2)
+    put(address, b'{"mine": 1}\n')
+    with pytest.raises(UserError, match="holds something, but no run's results"):
+        merge(address, 2, input=f"{nearby}/in.jsonl")
+    assert get(address) == b'{"mine": 1}\n'
+    other = f"{nearby}/other.jsonl"
+    with Store(other, other_run(model="b")) as store:
+        store.write(record(1), {})
+        store.finish()
+    for suffix in ("", ".run.json"):
+        put(f"{address}{suffix}", get(f"{other}{suffix}"))
+    with pytest.raises(UserError, match='model was "b" and is now "tiny"'):
+        merge(address, 2, input=f"{nearby}/in.jsonl")
+    assert get(address) == get(other)
+
+
+def test_merging_that_fails_in_the_middle(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = shared_run(folder, 2)
+
+    def refuse(source: Any, out: Any, *args: object) -> NoReturn:
+        out.write(source.read(10))
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", refuse)
+        with pytest.raises(UserError, match="No space left on device"):
+            merge(address, 2, input=f"{folder}/in.jsonl")
+    assert not exists(address)
+    merge(address, 2, input=f"{folder}/in.jsonl")
+    assert len(lines_of(address)) == 13
+
+
+# Before the model is loaded
+
+
+def test_an_output_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
+    put(f"{folder}/in.jsonl", b"{}\n")
+    put(f"{folder}/folder.jsonl/a", b"") if "://" in folder else Path(
+        folder, "folder.jsonl"
+    ).mkdir()
+    for address, options, message in (
+        (f"{folder}/in.jsonl", {"input": f"{folder}/in.jsonl"}, "it is the input"),
+        (f"{folder}/folder.jsonl", {}, "it is a folder"),
+    ):
+        with pytest.raises(UserError) as error:
+            check_output(address, **options)
+        assert str(error.value) == f"{address}: cannot be written: {message}"
+    for address, message in (
+        ("-", "the output cannot be standard output"),
+        ("", "'': the output must be a file, not a folder"),
+        (f"{folder}/new/", "new/': the output must be a file, not a folder"),
+        (f"{folder}/out.jsonl.gz", "a compressed output cannot grow: choose a name in .jsonl"),
+        (f"{folder}/out.zst", "a compressed output cannot grow: choose a name in .jsonl"),
+        ("nonsense://out.jsonl", "ValueError: Protocol not known: nonsense"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_output(address)
+        with pytest.raises(UserError, match=message):
+            Store(address, RUN)
+
+
+def test_local_outputs_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_text("")
+    Path("link").symlink_to("file")
+    os.mkfifo("pipe")
+    for address, message in (
+        ("no/out.jsonl", "no/out.jsonl: cannot be written: no folder .*/no"),
+        ("file/out.jsonl", "file/out.jsonl: cannot be written: no folder .*/file"),
+        ("folder", "folder: cannot be written: it is a folder"),
+        ("pipe", "pipe: cannot be written: not a regular file"),
+        ("/dev/null", "/dev/null: cannot be written: not a regular file"),
+        ("a\0b", r"'a\\x00b': not a file name"),
+    ):
+        for look in (check_output, lambda address: Store(address, RUN)):
+            with pytest.raises(UserError, match=rf"^(.*/)?{message}$"):
+                look(address)
+    for same in ("file", "link", f"file://{tmp_path}/file", f"{tmp_path}/folder/../file"):
+        with pytest.raises(UserError, match="it is the input"):
+            check_output("file", input=same)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as it is to others than root
+    with pytest.raises(UserError, match="out: cannot be written: no permission"):
+        check_output("out")
+    assert sorted(os.listdir()) == ["file", "folder", "link", "pipe"]

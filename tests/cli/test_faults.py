@@ -1,0 +1,470 @@
+"""What goes wrong around a command: full disks, readers that leave, pipes that nobody reads, runs
+that are killed. What is left is whole, and what is said is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax._src.lru_cache import LRUCache
+
+from entropix_jax.batch.output import Store, check_output
+from entropix_jax.cli import batch
+from entropix_jax.cli.options import run_command
+from entropix_jax.engine.trace import TraceWriter
+from entropix_jax.errors import UserError
+from entropix_jax.host.compile_cache import drop_torn_programs
+from entropix_jax.host.files import is_standard_output, replacing
+from entropix_jax.lab.tables import write_tables
+from entropix_jax.report.page import write_report
+from entropix_jax.sampler.thresholds import write_text
+from tests.cli.test_main import Result, one_error, read_trace, short
+from tests.support.patience import PATIENCE
+
+Command = Callable[..., Result]
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a program of its own that knows the package."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **{"stderr": subprocess.PIPE, **options},
+    )
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes, as on a disk that is full. What is run here should be
+    compiled: the tests' cache of programs is on that disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+# Files that take another's place.
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from entropix_jax.files import replacing
+with replacing(Path(sys.argv[1])) as scratch:
+    scratch.write_text("half of")
+    if sys.argv[2:]:
+        print("there", flush=True)
+        sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    """But not what one that lives has there, and nobody else's files."""
+    output = tmp_path / "page[1].html"
+    output.write_text("before")
+    other = tmp_path / ".page[1].html.settings"
+    other.mkdir()
+    assert python(KILLED, output).wait(60) == -signal.SIGKILL
+    (left,) = (path for path in tmp_path.glob(".page*") if path != other)
+    assert left.suffix == ".part"
+    assert output.read_text() == "before"
+    alive = python(KILLED, output, "waits", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert alive.stdout is not None
+    assert alive.stdout.readline() == b"there\n"
+    assert not left.exists()
+    with replacing(output) as scratch:
+        scratch.write_text("after")
+    assert output.read_text() == "after"
+    assert len(list(tmp_path.iterdir())) == 3
+    alive.communicate(timeout=PATIENCE)
+    with replacing(output) as scratch:
+        scratch.write_text("at last")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, output.name]
+
+
+def test_many_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
+    output, errors = tmp_path / "out", []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(40):
+                with replacing(output) as scratch:
+                    scratch.write_text(str(number) * 1000)
+                assert len(set(output.read_text())) == 1
+        except (AssertionError, UserError, OSError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_still_leads_to_what_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "latest.html"
+    link.symlink_to("there/page.html")
+    with replacing(link) as scratch:
+        scratch.write_text("page")
+    assert link.is_symlink()
+    assert (tmp_path / "there" / "page.html").read_text() == "page"
+
+
+def test_a_folder_that_takes_nothing(tmp_path: Path) -> None:
+    """Not even root makes a folder in /proc."""
+    with (
+        pytest.raises(UserError, match=r"^/proc/page.html: cannot be written: "),
+        replacing(Path("/proc/page.html")),
+    ):
+        pass
+
+
+# A full disk.
+
+
+def _row(number: int) -> dict[str, Any]:
+    empty: dict[str, Any] = {"regimes": {}, "actions": {}, "timings": {"seconds": 0.1}}
+    return {**empty, "varied": {}, "item": str(number), "text": "word " * 20}
+
+
+@pytest.mark.parametrize("size", [0, 1, 700])
+@pytest.mark.parametrize("kind", ["page", "calibration", "tables", "sidecar"])
+def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
+    tmp_path: Path, small_trace: Path, kind: str, size: int
+) -> None:
+    """And one line, no half of a file, and nothing temporary."""
+    names = {
+        "page": ["page.html"],
+        "calibration": ["mine.toml"],
+        "tables": ["results.csv", "results.parquet"],
+        "sidecar": [],
+    }[kind]
+    for name in names:
+        (tmp_path / name).write_text("before")
+    output = tmp_path / (names or ["out.jsonl"])[0]
+    rows: Any = [_row(number) for number in range(50)]
+    write = {
+        "page": lambda: write_report(small_trace, output),
+        "calibration": lambda: write_text(output, "x = 1\n" * 200),
+        "tables": lambda: write_tables(rows, [], tmp_path, "results"),
+        "sidecar": lambda: Store(str(output), {"model": "m" * 1000}),
+    }[kind]
+    with full_disk(size), pytest.raises(UserError) as error:
+        write()
+    assert "cannot be written: " in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert all((tmp_path / name).read_text() == "before" for name in names)
+
+
+@pytest.fixture(scope="module")
+def small_trace(tmp_path_factory: pytest.TempPathFactory, folder: str) -> Path:
+    """A trace of a short run."""
+    from entropix_jax.cli import generate as main
+
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    assert main.main([*map(str, recorded("--trace", path)), "--model", folder]) == 0
+    return path
+
+
+def recorded(*arguments: object) -> list[object]:
+    """A short run that records what a page shows, so that all of them have one program."""
+    return short(*arguments, "--trace-top", 5, "--trace-layers")
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_a_page_of_a_run_on_a_full_disk(
+    command: Command,
+    tmp_path: Path,
+    small_trace: Path,
+    size: int,
+) -> None:
+    """Whether its trace or the page itself has no room."""
+    assert 100 < small_trace.stat().st_size < 100_000
+    output = tmp_path / "page.html"
+    with full_disk(size):
+        result = command(*recorded("--report", output))
+    assert result.status == 2
+    assert "cannot be written: File too large" in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def batch_arguments(tmp_path_factory: pytest.TempPathFactory, folder: str) -> list[str]:
+    """Options of a batch whose programs are compiled."""
+    own = ["--model", folder, "--slots", "4", "--max-new-tokens", "3", "--ignore-eos"]
+    place = tmp_path_factory.mktemp("batch")
+    (place / "in.jsonl").write_text('{"prompt": "Once"}\n')
+    run = ["--input", str(place / "in.jsonl"), "--output", str(place / "out.jsonl")]
+    assert batch.main([*run, *own]) == 0
+    return own
+
+
+def test_traces_of_a_batch_on_a_full_disk(
+    tmp_path: Path, batch_arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends; what has a trace has a result, and the next run makes the rest."""
+    records = [{"id": name, "prompt": "Once"} for name in "ab"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    arguments += ["--trace", str(tmp_path / "traces"), *batch_arguments]
+    with full_disk(1500):
+        assert batch.main(arguments) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith("cannot be written: File too large")
+    assert batch.main(arguments) == 0
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(result["id"] for result in results) == ["a", "b"]
+    ends = [read_trace(tmp_path / "traces" / f"{name}.jsonl")[-1]["type"] for name in "ab"]
+    assert ends == ["footer", "footer"]
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    traces = ["traces", "traces/a.jsonl", "traces/b.jsonl"]
+    assert names == ["in.jsonl", "out.jsonl", "out.jsonl.run.json", *traces]
+
+
+# Standard streams.
+
+SAYS = """
+import sys
+from entropix_jax.commandline import run_command
+from entropix_jax.errors import UserError
+
+def command():
+    print("line\\n" * int(sys.argv[1]))
+    if sys.argv[2:]:
+        raise UserError(sys.argv[2])
+    return 0
+
+sys.exit(run_command(command))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionError("Couldn't reach the hub"), "Couldn't reach the hub"),
+        (FileNotFoundError("Config file not found: a.yaml"), "Config file not found: a.yaml"),
+        (FileNotFoundError(2, "No such file or directory", "a"), "a: No such file or directory"),
+        (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
+        (OSError(), "OSError"),
+        (SystemExit("too few tokens"), "too few tokens"),
+    ],
+)
+def test_errors_of_the_system_and_of_libraries(
+    error: BaseException, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each says what it says itself, and blames no output that had no part in it."""
+
+    def fails() -> int:
+        raise error
+
+    assert run_command(fails) == 2
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_streams_that_take_nothing(lines: int) -> None:
+    """A full disk is told; a reader that has gone is no reason for a word; nor is Python's own
+    last attempt to write what is left."""
+    with open("/dev/full", "wb") as full:
+        to_full = python(SAYS, lines, stdout=full)
+        silent = python(SAYS, lines, "wrong", stdout=subprocess.DEVNULL, stderr=full)
+        _, err = to_full.communicate(timeout=PATIENCE)
+        silent.wait(60)
+    assert (to_full.returncode, err) == (
+        2,
+        b"error: the output cannot be written: No space left on device\n",
+    )
+    assert silent.returncode == 2
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = python(SAYS, lines, stdout=writer)
+    os.close(writer)
+    assert (gone.communicate(timeout=PATIENCE)[1], gone.returncode) == (b"", 0)
+    for number in (0, 1, 2):
+        shell = f'exec "$@" {number}<&- >/dev/null' if number == 0 else f'exec "$@" {number}>&-'
+        closed = subprocess.run(
+            ["sh", "-c", shell, "sh", sys.executable, "-c", SAYS, str(lines)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            check=False,
+            timeout=PATIENCE,
+        )
+        assert (closed.returncode, closed.stderr) == (0, b"")
+
+
+# Traces.
+
+
+def test_a_trace_is_not_mixed_with_the_text(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with out.open("w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        for path in (Path("/proc/self/fd") / str(stdout.fileno()), out):
+            assert is_standard_output(path)
+        assert not is_standard_output(tmp_path / "another.jsonl")
+        with pytest.raises(UserError, match="the output cannot be standard output"):
+            check_output(str(out))
+    with open(os.devnull, "w") as null, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", null)
+        assert not is_standard_output(Path(os.devnull))
+    monkeypatch.setattr("entropix_jax.cli.generate.is_standard_output", lambda path: True)
+    one_error(command(*short("--trace", out)), "it is standard output, which is for the text")
+
+
+def test_two_runs_with_one_trace(
+    command: Command,
+    tmp_path: Path,
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with TraceWriter(trace) as first:
+        first.write({"type": "header"})
+        result = command(*short("--trace", trace))
+        first.write({"type": "footer"})
+    assert result.status == 2
+    assert result.err == f"error: {trace}: cannot be written: another run is writing to it\n"
+    assert [line["type"] for line in read_trace(trace)] == ["header", "footer"]
+    with TraceWriter(Path(os.devnull)), TraceWriter(Path(os.devnull)):  # there is room for all
+        pass
+    with TraceWriter(trace) as last:
+        last.write({"type": "header"})
+    assert len(read_trace(trace)) == 1
+
+
+def test_a_pipe_waits_for_its_reader_until_ctrl_c(
+    command: Command,
+    tmp_path: Path,
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    special = "not a regular file: --report reads the trace again"
+    one_error(command(*short("--trace", pipe, "--report", tmp_path / "page.html")), special)
+    one_error(command(*short("--trace", os.devnull, "--report", tmp_path / "a.html")), special)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert command(*recorded("--trace", pipe)).status == 0
+    reader.join()
+    kinds = [json.loads(line)["type"] for line in read[0].splitlines()]
+    assert (kinds[0], kinds[-1], kinds.count("token")) == ("header", "footer", 12)
+
+    opened = os.open
+
+    def pressed(path: Any, *rest: Any, **options: Any) -> int:
+        if Path(path) == pipe:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return opened(path, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", pressed)
+        result = command(*recorded("--trace", pipe))
+    note = f"note: {pipe}: a pipe, which waits for its reader\n"
+    assert (result.status, result.out, result.err) == (130, "", note)
+
+
+# Inputs.
+
+
+def test_an_input_that_shrinks_while_it_is_read(
+    tmp_path: Path,
+    batch_arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is still there is run; the rest is not invented."""
+    source = tmp_path / "in.jsonl"
+    lines = [json.dumps({"id": f"r{i}", "prompt": "Once"}) + "\n" for i in range(3000)]
+    source.write_text("".join(lines))
+    write = Store.write
+
+    def shrinking(*arguments: Any) -> None:
+        write(*arguments)
+        os.truncate(source, 0)
+
+    monkeypatch.setattr(Store, "write", shrinking)
+    arguments = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
+    assert batch.main([*arguments, *batch_arguments]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    whole = [result for result in found if "text" in result]
+    assert 0 < len(whole) < 3000
+    assert len(found) - len(whole) <= 1  # the line that was cut off
+    assert {result["id"] for result in whole} == {f"r{i}" for i in range(len(whole))}
+
+
+# Compiled programs that are kept.
+
+COMPILES = """
+import sys
+from entropix_jax.programs import use_compilation_cache
+use_compilation_cache()
+import jax, jax.numpy as jnp
+print(jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((4, 4))).sum())
+"""
+
+
+def test_a_program_that_was_half_written_is_made_again(tmp_path: Path) -> None:
+    """JAX itself complains of it for ever."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    environment.pop("JAX_COMPILATION_CACHE_MAX_SIZE", None)
+
+    def start() -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILES],
+            env=environment,
+            capture_output=True,
+            check=False,
+            timeout=PATIENCE,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+    start()
+    kept = tmp_path / "entropix_jax" / "xla"
+    programs = {path: path.read_bytes() for path in kept.glob("*-cache")}
+    assert len(programs) >= 2
+    time.sleep(0.02)
+    drop_torn_programs(kept, sized=False)
+    assert {path: path.read_bytes() for path in kept.glob("*-cache")} == programs
+    for number, path in enumerate(programs):
+        path.write_bytes(programs[path][: len(programs[path]) - 1 if number else 0])
+    start()
+    assert set(kept.glob("*-cache")) == set(programs)
+    assert all(len(path.read_bytes()) > 100 for path in programs)
+
+
+def test_a_program_without_its_time_of_use(tmp_path: Path) -> None:
+    """Of a cache with a largest size: where a kill came between the two JAX 0.10 keeps no other."""
+    kept = tmp_path / "xla"
+    cache = LRUCache(str(kept), max_size=2**20)
+    cache.put("one", zlib.compress(b"program"))
+    (kept / "one-atime").unlink()
+    drop_torn_programs(kept, sized=False)
+    assert not (kept / "one-atime").exists()
+    drop_torn_programs(kept, sized=True)  # older than the last look, too
+    assert (kept / "one-atime").exists()
+    cache.put("two", zlib.compress(b"program"))
+    assert cache.get("one") == cache.get("two") == zlib.compress(b"program")

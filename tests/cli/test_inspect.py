@@ -1,0 +1,313 @@
+"""A given text, token by token: the numbers, long texts, and the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.cli import inspect as command_module
+from entropix_jax.engine import scoring
+from entropix_jax.engine.preparation import PREFILL_WINDOW
+from entropix_jax.engine.scoring import ScoredToken, measure_entropies, score_tokens
+from entropix_jax.engine.state import Recording
+from entropix_jax.errors import UserError
+from entropix_jax.model import cache
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+from tests.cli.test_main import Result
+from tests.cli.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
+from tests.support import reference
+from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.runs import Spec, calibrated, run_specs
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+ENTROPIX = load_sampler("entropix")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> LanguageModel:
+    return load(folder)
+
+
+def text_of(number: int, seed: int = 0) -> list[int]:
+    """A text of random tokens after the beginning."""
+    ids = np.random.default_rng(seed).integers(0, 300, number - 1)
+    return [token_ids()["<|begin_of_text|>"], *ids.tolist()]
+
+
+def scored(
+    model: LanguageModel, tokens: list[int], sampler: Sampler, **options: Any
+) -> Iterator[ScoredToken]:
+    return score_tokens(model, tokens, calibrated(model, sampler), **options)
+
+
+def entropies(
+    model: LanguageModel, texts: list[list[int]], sampler: Sampler, **options: Any
+) -> np.ndarray:
+    return measure_entropies(model, texts, calibrated(model, sampler), **options)
+
+
+def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
+    """Every metric of every token in float64, from a pass over the whole text at once."""
+    tokens = text_of(90)
+    logits, attention = reference.forward(model.params, model.config, np.array(tokens))
+    found = list(scored(model, tokens, ENTROPIX))
+    assert [token.position for token in found] == list(range(1, 90))
+    entropies: list[float] = []
+    for token in found:
+        before = token.position - 1
+        log_probs = reference.log_softmax(logits[before])
+        probs = np.exp(log_probs)
+        entropies.append(reference.entropy_bits(probs))
+        expected = attention[before].metrics(np.ones(model.config.num_layers)) | {
+            "entropy": entropies[-1],
+            "varentropy": reference.varentropy_bits(probs),
+            "logprob": log_probs[tokens[token.position]],
+            "sequence_varentropy": np.var(entropies),
+        }
+        for name, value in expected.items():
+            assert getattr(token, name) == pytest.approx(value, rel=1e-4, abs=1e-4), name
+        assert token.token_id == tokens[token.position]
+        assert token.context == token.position
+    text = model.tokenizer.stream(after=tokens[:1]).run(tokens[1:])
+    assert "".join(token.text for token in found) == text
+
+
+def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
+    """Regimes and all, with the very bounds of the run."""
+    sampler = load_sampler("temperature")
+    (row,) = run_specs(model, [Spec(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
+    tokens = [*row.request.prompt, *(token.token_id for token in row.tokens)]
+    found = {token.position: token for token in scored(model, tokens, sampler)}
+    assert len({token.regime for token in row.tokens}) > 1
+    for token in row.tokens:
+        same = found[token.position]
+        assert (same.regime, same.text) == (token.regime, token.text)
+        assert same.logprob == pytest.approx(token.logprob, abs=1e-4)
+        assert same.entropy == pytest.approx(token.entropy, abs=1e-4)
+        assert same.agreement == pytest.approx(token.agreement, abs=1e-4)
+
+
+@pytest.mark.parametrize(("length", "context"), [(2, 40), (40, 40), (41, 40), (100, 40), (97, 7)])
+def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, context: int) -> None:
+    """Each token once, after at least half the context, and as a text of its own would say."""
+    tokens = text_of(length)
+    found = list(scored(model, tokens, ENTROPIX, context=context))
+    assert [token.position for token in found] == list(range(1, length))
+    for token in found:
+        assert token.context < context
+        assert token.context >= min(token.position, context - context // 2)
+    for token in found[:: max(len(found) // 6, 1)]:
+        alone = tokens[token.position - token.context : token.position + 1]
+        again = list(scored(model, alone, ENTROPIX))[-1]
+        assert token.entropy == pytest.approx(again.entropy, abs=1e-4)
+        assert token.logprob == pytest.approx(again.logprob, abs=1e-4)
+        assert token.attn_entropy == pytest.approx(again.attn_entropy, abs=1e-4)
+
+
+def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = text_of(100)
+    expected = [token.entropy for token in scored(model, tokens, ENTROPIX)]
+    monkeypatch.setattr(scoring, "chunk_size", lambda *arguments: 16)
+    found = [token.entropy for token in scored(model, tokens, ENTROPIX)]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_memory_does_not_grow_with_the_text(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest cache that is ever made holds the context and no more."""
+    made: list[int] = []
+    init = cache.init_cache
+
+    def record(*arguments: object) -> object:
+        new = init(*arguments)  # type: ignore[arg-type]
+        made.append(new.capacity)
+        return new
+
+    monkeypatch.setattr(scoring, "init_cache", record)
+    list(scored(model, text_of(700), ENTROPIX, context=64))
+    assert len(made) > 10
+    assert max(made) == PREFILL_WINDOW
+    entropies(model, [text_of(700)], ENTROPIX, context=64)
+    assert max(made) == PREFILL_WINDOW
+
+
+def test_texts_side_by_side(model: LanguageModel) -> None:
+    """What calibration reads: the same numbers, text by text."""
+    texts = [text_of(n, seed=n) for n in (30, 2, 75, 1, 12, 130, *range(20, 34))]
+    points = entropies(model, texts, ENTROPIX, context=50)
+    expected = [
+        (token.entropy, token.varentropy)
+        for text in texts
+        if len(text) > 1
+        for token in scored(model, text, ENTROPIX, context=50)
+    ]
+    np.testing.assert_allclose(points, expected, atol=1e-4)
+
+
+def test_what_is_recorded(model: LanguageModel) -> None:
+    recording = Recording(top=3, layers=True)
+    for token in scored(model, text_of(12), ENTROPIX, recording=recording):
+        assert token.top is not None
+        probs = [p for *_, p in token.top]
+        assert probs == sorted(probs, reverse=True)
+        for token_id, text, p in token.top:
+            assert text == model.tokenizer.decode_within([token_id])
+            if token_id == token.token_id:
+                assert math.log(p) == pytest.approx(token.logprob, abs=1e-4)
+        assert token.layers is not None
+        layers = np.array(token.layers)
+        assert layers.shape == (model.config.num_layers, model.config.num_heads)
+        assert layers.mean() == pytest.approx(token.attn_entropy, abs=1e-5)
+
+
+def test_what_cannot_be_inspected(model: LanguageModel) -> None:
+    with pytest.raises(UserError, match="too short"):
+        list(scored(model, text_of(1), ENTROPIX))
+    with pytest.raises(UserError, match=f"2 to {MAX_POSITIONS} tokens, not 121"):
+        list(scored(model, text_of(5), ENTROPIX, context=MAX_POSITIONS + 1))
+    with pytest.raises(UserError, match="likeliest tokens are asked for"):
+        list(scored(model, text_of(5), ENTROPIX, recording=Recording(top=10**6)))
+    with pytest.raises(UserError, match="no text has two tokens"):
+        entropies(model, [[1], []], ENTROPIX)
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    tokens = text_of(20)
+    bad = load(str(write_model(tmp_path / "bad", poisoned(tokens[12]))))
+    first = tokens.index(tokens[12])
+    found: list[ScoredToken] = []
+    with pytest.raises(UserError, match=f"NaN or infinity in the embedding at position {first}"):
+        found.extend(scored(bad, tokens, ENTROPIX))
+    sound = [token for token in tokens if token != tokens[12]]
+    told = f"^text 2: NaN or infinity in the embedding at position {first}$"
+    with pytest.raises(UserError, match=told):
+        entropies(bad, [sound, tokens], ENTROPIX)
+
+
+def test_positions_past_the_end_are_no_errors(model: LanguageModel, tmp_path: Path) -> None:
+    """The weights of a padding token do not count."""
+    tokens = [t for t in text_of(20) if t != 0]
+    bad = load(str(write_model(tmp_path / "bad", poisoned(0))))
+    assert len(list(scored(bad, tokens, ENTROPIX))) == len(tokens) - 1
+
+
+# The command line
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
+    def run(*arguments: object) -> Result:
+        capsys.readouterr()
+        status = command_module.main([*map(str, arguments), "--model", folder])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+TEXT = "Once upon a time Anna lived in Paris."
+
+
+def test_json(command: Callable[..., Result], model: LanguageModel) -> None:
+    result = command("--text", TEXT, "--format", "json", "--top", 2, "--layers")
+    assert result.status == 0
+    header, *tokens, footer = map(json.loads, result.out.splitlines())
+    ids = model.tokenizer.encode(TEXT, add_bos=True)
+    assert header["type"] == "header"
+    assert header["seed"] is None
+    assert header["prompt_tokens"] == ids[:1]
+    assert [token["token_id"] for token in tokens] == ids[1:]
+    assert all(token["type"] == "token" and len(token["top"]) == 2 for token in tokens)
+    assert "".join(token["text"] for token in tokens) == TEXT
+    assert footer["tokens"] == len(ids) - 1 == sum(footer["regimes"].values())
+    nats = [token["logprob"] for token in tokens]
+    assert footer["bits_per_token"] == pytest.approx(-np.mean(nats) / math.log(2))
+    assert footer["entropy"] == pytest.approx(np.mean([token["entropy"] for token in tokens]))
+
+
+def test_a_table(command: Callable[..., Result], model: LanguageModel) -> None:
+    result = command("--text", TEXT)
+    head, *lines = result.out.splitlines()
+    assert head.split()[:3] == ["position", "regime", "logprob"]
+    ids = model.tokenizer.encode(TEXT, add_bos=True)
+    assert len(lines) == len(ids) - 1
+    assert [int(line.split()[0]) for line in lines] == list(range(1, len(ids)))
+    assert lines[-1].endswith("'.'")
+    *_, summary = result.err.splitlines()
+    assert summary.startswith(f"{len(lines)} tokens | ")
+
+
+def test_a_text(
+    command: Callable[..., Result], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("--text", TEXT, "--format", "text").out == TEXT + "\n"
+    screen = Screen(monkeypatch)
+    arguments = ["--text", TEXT, "--format", "text", "--model", folder]
+    assert command_module.main(arguments) == 0
+    coloured = screen.read()
+    assert ESCAPE.search(coloured)
+    assert TEXT in ESCAPE.sub("", coloured)
+
+
+def test_a_file_and_standard_input(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = command("--text", TEXT).out
+    (tmp_path / "text").write_text(TEXT + "\n")
+    assert command("--text-file", tmp_path / "text").out == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert command("--text-file", "-").out == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "give the text with --text or --text-file"),
+        (("--text", "a", "--text-file", "b"), "only one of them"),
+        (("--text", ""), "the text is empty"),
+        (("--text", "ab", "--context", -1), "--context must be at least 0"),
+        (("--text", "ab", "--context", 1), "the context must be 2 to"),
+        (("--text", "ab", "--top", 3), "need --format json"),
+        (("--text", "ab", "--sampler", "entropic"), "did you mean 'entropix'"),
+        (("--text-file", "/no/such/file"), "/no/such/file: no such file"),
+    ],
+)
+def test_bad_input(
+    command: Callable[..., Result], arguments: tuple[object, ...], complaint: str
+) -> None:
+    result = command(*arguments)
+    assert (result.status, result.out) == (2, "")
+    (line,) = [line for line in result.err.splitlines() if not line.startswith("note: ")]
+    assert line.startswith("error: ")
+    assert complaint in line
+
+
+def test_the_same_regimes_as_generation_for_a_noise_floor(model: LanguageModel) -> None:
+    """What the sampler would hear is what is measured."""
+    quiet = ENTROPIX.with_values({"metrics.noise_floor": True})
+    loud = list(scored(model, text_of(40), ENTROPIX))
+    heard = list(scored(model, text_of(40), quiet))
+    assert [t.logprob for t in loud] == [t.logprob for t in heard]
+    sharp = load_sampler("entropix").with_values({"metrics.layers": "last"})
+    last = list(scored(model, text_of(40), sharp))
+    assert [t.attn_entropy for t in last] != [t.attn_entropy for t in loud]
+    assert replace(last[0], text="") != replace(loud[0], text="")
+    assert jnp.isfinite(jnp.asarray([t.entropy for t in heard])).all()

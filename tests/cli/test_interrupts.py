@@ -1,0 +1,114 @@
+"""Ctrl-C: these tests send real signals to themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from entropix_jax.host import interrupts
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    own: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_is_noted_and_the_second_strikes() -> None:
+    calls: list[int] = []
+    with interrupts.deferred_interrupts(lambda: calls.append(1)):
+        press()
+        assert calls == [1]
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    assert calls == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_each_signal_is_deferred_or_ignored_by_itself() -> None:
+    """SIGTERM comes through in the background of a script, where Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    calls: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    with interrupts.deferred_interrupts(lambda: calls.append(1), signals) as pressed:
+        press()
+        assert calls == []
+        signal.raise_signal(signal.SIGTERM)
+        assert (calls, pressed) == ([1], [signal.SIGTERM])
+        with pytest.raises(SystemExit) as end:
+            signal.raise_signal(signal.SIGTERM)
+    assert end.value.code == 143
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_elsewhere_than_in_the_main_thread() -> None:
+    done = []
+
+    def work() -> None:
+        interrupts.exit_at_once()
+        with interrupts.deferred_interrupts(lambda: None), interrupts.announce_interrupts(work):
+            done.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [signal.default_int_handler]
+
+
+def test_an_interrupt_is_announced_while_the_main_thread_is_elsewhere() -> None:
+    """Soon, though no handler has run; not where the block ends before."""
+    announced = threading.Event()
+    with interrupts.deferred_interrupts(lambda: None):
+        before = signal.set_wakeup_fd(-1)
+        with interrupts.announce_interrupts(announced.set, delay=0.01):
+            # Announced while a handler waits: Python runs handlers one after the other.
+            signal.signal(signal.SIGINT, lambda *_: announced.wait(60))
+            press()
+            assert announced.is_set()
+        announced.clear()
+        with interrupts.announce_interrupts(announced.set, delay=60):
+            press_without_waiting()
+        assert not announced.is_set()
+        with interrupts.announce_interrupts(announced.set, delay=0.0):
+            pass
+        assert not announced.is_set()
+        assert signal.set_wakeup_fd(before) == -1
+
+
+def press_without_waiting() -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)
+    press()
+
+
+def test_ignored_interrupts_stay_ignored() -> None:
+    """As under nohup, or in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.exit_at_once()
+    with interrupts.deferred_interrupts(lambda: None):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        press()
+
+
+def test_a_program_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    interrupts.exit_at_once()
+    press()
+    signal.raise_signal(signal.SIGTERM)
+    assert ends == [130, 143]

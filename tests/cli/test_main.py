@@ -1,0 +1,993 @@
+"""The command line: what it prints where, its exit status, its trace, and every bad input."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import entropix_jax
+from entropix_jax import __main__ as cli
+from entropix_jax.cli import generate as main
+from entropix_jax.engine.engine import Engine
+from entropix_jax.model import loading
+from entropix_jax.model.loading import load
+from tests.cli.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
+from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.patience import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "Once upon a time"
+
+Json = dict[str, Any]
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
+    """Runs the command in this process, by default with the test's model."""
+
+    def run(*arguments: object, model: str | None = None) -> Result:
+        capsys.readouterr()
+        status = main.main([*map(str, arguments), "--model", model or folder])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+def short(*arguments: object, tokens: int = 12) -> list[object]:
+    """A plain prompt and a few tokens, whatever they are."""
+    return ["--prompt", PROMPT, "--no-chat", "--ignore-eos", "--max-new-tokens", tokens, *arguments]
+
+
+def read_trace(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# What is printed.
+
+
+def test_text_goes_to_standard_output_and_nothing_else_does(command: Callable[..., Result]) -> None:
+    result = command(*short())
+    assert result.status == 0
+    (row,) = command_rows(command, *short())
+    assert result.out == row["text"] + "\n"
+    (summary,) = result.err.splitlines()
+    assert summary.startswith("12 tokens (")
+    assert summary.endswith("| length")
+
+
+def command_rows(command: Callable[..., Result], *arguments: object) -> list[Json]:
+    result = command("--format", "json", *arguments)
+    assert result.status == 0
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+def test_samples_come_one_after_the_other(command: Callable[..., Result]) -> None:
+    rows = command_rows(command, *short("--samples", 3))
+    assert [row["row"] for row in rows] == [0, 1, 2]
+    assert len({row["text"] for row in rows}) == 3
+    result = command(*short("--samples", 3))
+    assert result.out == "".join(row["text"].removesuffix("\n") + "\n" for row in rows)
+
+
+def test_json(command: Callable[..., Result], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    (row,) = command_rows(command, *short("--trace", trace))
+    header, *objects, footer = read_trace(trace)
+    tokens = [token for token in objects if token["type"] == "token"]
+    assert row["token_records"] == tokens
+    assert row["retracted"] == len(objects) - len(tokens) > 0
+    assert row["prompt_tokens"] == header["prompt_tokens"]
+    assert footer["rows"] == [
+        {key: row[key] for key in row if key not in ("token_records", "prompt_tokens")}
+    ]
+    assert row["finish_reason"] == "length"
+    assert row["tokens"] == len(tokens) == 12
+
+
+def test_an_encoding_that_lacks_characters(
+    folder: str, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
+) -> None:
+    rows = command_rows(command, *short(tokens=40))
+    assert not rows[0]["text"].isascii()
+    for form in ("json", "text"):
+        out = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
+        arguments = map(str, short("--model", folder, "--format", form, tokens=40))
+        assert main.main(list(arguments)) == 0
+        if form == "json":
+            assert json.loads(out.getvalue())["text"] == rows[0]["text"]
+        else:
+            text = rows[0]["text"].encode("ascii", "replace").decode()
+            assert out.getvalue().decode() == text + "\n"
+
+
+COLOUR = re.compile(r"\x1b\[(?=[^m]*[34]\d)[\d;]+m")
+ERASED = "\x1b[2K"
+
+
+@pytest.mark.parametrize("option", [[], ["--verbose", "--samples", 3]])
+def test_a_terminal(
+    command: Callable[..., Result],
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    option: list[object],
+) -> None:
+    """The text is the same, with or without colours and status lines."""
+    arguments = [str(a) for a in short(*option, "--model", folder, tokens=40)]
+    plain = command(*arguments[:-2]).out
+    for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+        screen = Screen(monkeypatch, **environment)
+        assert main.main(arguments) == 0
+        written = screen.read()
+        screen.close()
+        assert bool(COLOUR.search(written)) == colours
+        assert ("lelv certain  helv" in ESCAPE.sub("", written)) == colours
+        for line in ("loading the model", "compiling and reading"):
+            assert (line in written) == ("TERM" not in environment)
+        text = ESCAPE.sub("", written.rpartition(ERASED)[2])
+        assert text.startswith(plain)
+        assert text.removeprefix(plain).count("\n") == (3 if option else 1), "the summary"
+
+
+def test_metrics_in_a_log(command: Callable[..., Result]) -> None:
+    """Nothing of them in the text."""
+    plain, told = command(*short(tokens=70)), command(*short("--verbose", tokens=70))
+    assert told.out == plain.out
+    line, means, actions, _ = told.err.splitlines()
+    assert re.search(r"h \d+\.\d\d bits  u \d+\.\d\d bits²", line)
+    assert means.startswith("mean entropy")
+    counts = actions.split()[1::2]
+    assert sum(map(int, counts)) == 70
+    assert command(*short("--verbose", "--format", "json")).out.startswith('{"row": 0')
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for option in main.Arguments.__dataclass_fields__:
+        assert f"--{option.replace('_', '-')}" in text
+    assert "None" not in text
+
+
+# Prompts.
+
+
+def prompt_of(trace: Path) -> str:
+    return read_trace(trace)[0]["prompt"]
+
+
+def test_prompts_from_files(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, trace = tmp_path / "prompt.txt", tmp_path / "trace.jsonl"
+    options = ["--no-chat", "--max-new-tokens", 1, "--trace", trace]
+    for content, prompt in (("né\n", "né"), ("a\n\n", "a\n"), ("a", "a"), ("a\r\n", "a\r")):
+        path.write_bytes(content.encode())
+        assert command("--prompt-file", path, *options).status == 0
+        assert prompt_of(trace) == "<|begin_of_text|>" + prompt
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode()), "ascii"))
+        assert command("--prompt-file", "-", *options).status == 0
+        assert prompt_of(trace) == "<|begin_of_text|>" + prompt
+
+
+@pytest.mark.parametrize("prompt", ["None", "-5 degrees", "--", "🙂"])
+def test_prompts_that_look_like_something_else(
+    command: Callable[..., Result], tmp_path: Path, prompt: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    options = ["--no-chat", "--max-new-tokens", 1, "--trace", trace]
+    assert command(f"--prompt={prompt}", *options).status == 0
+    assert prompt_of(trace) == "<|begin_of_text|>" + prompt
+
+
+def test_chats(
+    command: Callable[..., Result], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    base = shutil.copytree(folder, tmp_path / "base")
+    end = token_ids()["<|end_of_text|>"]
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+
+    def prompt(*arguments: object, model: str = folder) -> str:
+        options = ["--max-new-tokens", 1, "--trace", trace]
+        assert command(*arguments, *options, model=model).status == 0
+        return prompt_of(trace)
+
+    plain = "<|begin_of_text|>Hi"
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    answer = head.format("assistant")
+    turn = head.format("user") + "Hi<|eot_id|>"
+    assert prompt("--prompt", "Hi") == f"<|begin_of_text|>{turn}{answer}"
+    assert prompt("--prompt", "Hi", "--no-chat") == plain
+    assert prompt("--prompt", "Hi", model=str(base)) == plain
+    assert prompt("--prompt", "Hi", "--chat", model=str(base)) == f"<|begin_of_text|>{turn}{answer}"
+    system = head.format("system") + "Be brief.<|eot_id|>"
+    assert (
+        prompt("--prompt", "Hi", "--system", "Be brief.")
+        == f"<|begin_of_text|>{system}{turn}{answer}"
+    )
+    messages = tmp_path / "messages.json"
+    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Hi")]
+    messages.write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
+    said = head.format("assistant") + "Yes?<|eot_id|>"
+    expected = f"<|begin_of_text|>{system}{turn}{said}{turn}{answer}"
+    assert prompt("--messages", messages) == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(messages.read_bytes()), "ascii"))
+    assert prompt("--messages", "-") == expected
+
+
+# Options.
+
+
+def test_settings(command: Callable[..., Result], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+
+    def sampler(*arguments: object) -> tuple[str, Json]:
+        assert command(*short("--trace", trace, *arguments, tokens=1)).status == 0
+        header = read_trace(trace)[0]
+        return header["sampler"], header["sampler_parameters"]
+
+    name, values = sampler()
+    assert name == "entropix"
+    changes = ["sampler.base.temperature=0.25", "sampler.base.top_k=3", "sampler.arms.mid=sample"]
+    changed = {**values, "base.temperature": 0.25, "base.top_k": 3, "arms.mid": "sample"}
+    assert sampler("--set", *changes) == (name, changed)
+    assert sampler(*[part for change in changes for part in ("--set", change)]) == (name, changed)
+    assert sampler("--sampler", "greedy")[0] == "greedy"
+
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "entropix"\n[base]\ntemperature = 0.25\ntop_k = 3\n')
+    assert sampler("--sampler", path, "--set", changes[2]) == ("mine", changed)
+
+
+def test_a_calibrated_model_needs_no_note(
+    command: Callable[..., Result], folder: str, tmp_path: Path
+) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    thresholds = {"h1": 0.5, "h2": 1.5, "u1": 0.25, "u2": 2.0}
+    (own / "calibration.json").write_text(json.dumps({"thresholds": thresholds}))
+    trace = tmp_path / "trace.jsonl"
+    arguments = short("--trace", trace, "--set", "sampler.thresholds.h2=1.75", tokens=1)
+    result = command(*arguments, model=str(own))
+    assert len(result.err.splitlines()) == 1
+    values = read_trace(trace)[0]["sampler_parameters"]
+    found = {name: values[f"thresholds.{name}"] for name in thresholds}
+    assert found == {**thresholds, "h2": 1.75}, "the command line wins over the calibration"
+
+
+def test_stop_strings(command: Callable[..., Result], tmp_path: Path) -> None:
+    (whole,) = command_rows(command, *short(tokens=40))
+    stop = whole["text"][20:26]
+    before = whole["text"][: whole["text"].index(stop)]
+    for options in (["never", stop], ["never", "--stop", stop]):
+        result = command(*short("--stop", *options, tokens=40))
+        assert result.out == before.removesuffix("\n") + "\n"
+        assert result.err.rstrip().endswith("| stop")
+
+
+def test_end_tokens_can_be_ignored(
+    command: Callable[..., Result], folder: str, tmp_path: Path
+) -> None:
+    (whole,) = command_rows(command, *short())
+    ids = [record["token_id"] for record in whole["token_records"]]
+    ending = shutil.copytree(folder, tmp_path / "ending")
+    (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[5]}))
+    at = ids.index(ids[5])
+    arguments = [argument for argument in short() if argument != "--ignore-eos"]
+    result = command(*arguments, model=str(ending))
+    assert result.err.rstrip().endswith("| eos")
+    assert result.err.startswith(f"{at + 1} token")
+    assert command(*short(), model=str(ending)).out == whole["text"] + "\n"
+
+
+def test_a_budget_beyond_the_models_positions(command: Callable[..., Result]) -> None:
+    result = command(*short(tokens=10**12))
+    assert result.status == 0
+    assert result.err.rstrip().endswith("| context")
+
+
+def test_narrow_weights(command: Callable[..., Result], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    options = ["--weights", "int8", "--sampler", "greedy", "--trace", trace]
+    assert command(*short(*options, tokens=2)).status == 0
+    assert read_trace(trace)[0]["precision"]["weights"] == "int8"
+
+
+# The trace.
+
+
+def without_timings(path: Path) -> bytes:
+    *lines, footer = path.read_bytes().splitlines()
+    rest = {key: value for key, value in json.loads(footer).items() if key != "timings"}
+    return b"\n".join([*lines, json.dumps(rest).encode()])
+
+
+def test_the_same_run_gives_the_same_bytes(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl"
+
+    def trace(*arguments: object) -> bytes:
+        assert command(*short("--trace", path, "--samples", 3, *arguments, tokens=40)).status == 0
+        return without_timings(path)
+
+    expected = trace()
+    assert trace() == expected
+    assert trace("--format", "json") == expected
+    assert trace("--seed", 1) != expected
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)  # a step at a time
+    assert trace() == expected
+
+
+@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+def test_the_trace(
+    command: Callable[..., Result], tmp_path: Path, folder: str, sampler: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    result = command(*short("--trace", path, "--samples", 3, "--seed", 7, "--sampler", sampler))
+    header, *objects, footer = read_trace(path)
+    model = load(folder)
+    prompt = model.tokenizer.encode(PROMPT, add_bos=True)
+    assert header["type"] == "header"
+    assert header["format_version"] == 1
+    assert header["model"] == folder
+    assert header["model_config"]["vocab_size"] == model.config.vocab_size
+    assert header["seed"] == 7
+    assert header["prompt"] == "<|begin_of_text|>" + PROMPT
+    assert header["prompt_tokens"] == prompt
+    assert header["versions"]["entropix_jax"] == entropix_jax.__version__
+    assert header["versions"]["jax"] == jax.__version__
+
+    assert {token["type"] for token in objects} <= {"token", "retracted"}
+    assert footer["type"] == "footer"
+    assert set(footer["timings"]) == {"first_token", "total"}
+    assert 0 < footer["timings"]["first_token"] <= footer["timings"]["total"]
+    for index, row in enumerate(footer["rows"]):
+        own = [token for token in objects if token["row"] == index]
+        for taken_back, instead in pairwise(own):
+            if taken_back["type"] == "retracted":
+                assert instead["position"] == taken_back["position"]
+                assert instead["token_id"] != taken_back["token_id"]
+                assert instead["action"] == "backspace"
+        tokens = [token for token in own if token["type"] == "token"]
+        assert [token["position"] for token in tokens] == [len(prompt) + i for i in range(12)]
+        forwards = [token["forwards"] for token in own]
+        assert forwards == sorted(forwards)
+        assert "".join(token["text"] for token in tokens) == row["text"]
+        assert row["row"] == index
+        assert row["finish_reason"] == "length"
+        assert row["tokens"] == 12
+        assert row["forwards"] == forwards[-1]
+        assert row["retracted"] == len(own) - len(tokens)
+        if sampler == "document-001":
+            assert forwards == list(range(12))
+    assert result.out == "".join(f"{row['text']}\n" for row in footer["rows"])
+    kinds = {(token["type"], token["action"]) for token in objects}
+    if sampler == "entropix":
+        assert {("token", "branch"), ("token", "backspace")} <= kinds
+        assert {"retracted"} < {kind for kind, _ in kinds}
+        for token in objects:
+            assert ("branches" in token) == ("ambiguous" in token)
+            assert "branches" not in token or token["action"] == "branch"
+        branches = [branch for token in objects for branch in token.get("branches", ())]
+        assert {frozenset(branch) for branch in branches} == {
+            frozenset(("tokens", "text", "score", "chosen"))
+        }
+    else:
+        assert [(t["position"], t["row"]) for t in objects] == sorted(
+            (t["position"], t["row"]) for t in objects
+        ), "step by step, all rows of a step together"
+
+
+def test_more_in_the_trace(command: Callable[..., Result], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    options = ["--sampler", "greedy", "--trace-top", 2, "--trace-layers"]
+    assert command(*short("--trace", path, *options)).status == 0
+    for token in read_trace(path)[1:-1]:
+        assert [len(entry) for entry in token["top"]] == [3, 3]
+        assert [len(heads) for heads in token["layers"]] == [4, 4]
+
+
+THINKING = [
+    "sampler.regimes.helv=['entropy > 1.5']",
+    "sampler.arms.lehv=explore",
+    "sampler.inject.thought=Hm.",
+]
+
+
+def test_passages_are_injected(command: Callable[..., Result], tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    passage = "Once upon a time Anna lived in Graz."
+    (notes / "a.md").write_text(passage)
+    trace = tmp_path / "trace.jsonl"
+
+    def injected(*arguments: object) -> str:
+        options = short("--trace", trace, "--set", *THINKING, *arguments, tokens=40)
+        assert command(*options).status == 0
+        tokens = read_trace(trace)[1:-1]
+        return "".join(token["text"] for token in tokens if token["action"] == "inject")
+
+    text = injected("--retrieve", notes)
+    assert text.startswith(f"\n{passage}\nHm."), "once, and then the sampler's own thought"
+    assert passage not in injected()
+
+
+def test_without_a_terminal_nobody_is_asked(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    options = short("--set", "sampler.branch.margin=1000", tokens=20)
+    assert command(*options, "--ask").out == command(*options).out
+
+
+def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is shown the text so far, then the question; the answer decides how it goes on."""
+    settings = ["sampler.branch.margin=1000", "sampler.branch.min_p=0", "sampler.branch.top_p=1"]
+    arguments = [str(a) for a in short("--model", folder, "--set", *settings, tokens=20)]
+    shown = {}
+    for typed in ("", "1\n" * 99, "2\n" * 99):
+        screen = Screen(monkeypatch, TERM="dumb")  # which has no status line
+        keyboard = io.StringIO(typed)
+        monkeypatch.setattr(keyboard, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        assert main.main([*arguments, *["--ask"] * bool(typed)]) == 0
+        parts = re.fullmatch(r"([^|]*\n)20 tokens.*\n", ESCAPE.sub("", screen.read()))
+        assert parts
+        shown[typed[:1]] = parts[1]
+        screen.close()
+    question = re.compile(
+        r"\nTwo ways to go on, too close to call:\n  1  (.*)\n  2  (.*)\n"
+        r"1, 2, or Enter for the model's choice \(1\): "
+    )
+    assert not question.search(shown[""])
+    for answer in (1, 2):
+        before, *rest = question.split(shown[str(answer)])
+        assert shown[""].startswith(before)
+        assert len(rest) >= 6, "it was asked more than once"
+        for *texts, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            chosen = ast.literal_eval(texts[answer - 1])
+            assert after.startswith(chosen) or chosen.startswith(after.rstrip("\n"))
+        same = question.sub("", shown[str(answer)]) == shown[""]
+        assert same == (answer == 1), "the first one is what nobody would have been asked about"
+
+
+# What goes wrong.
+
+
+def one_error(result: Result, message: str) -> None:
+    assert result.status == 2
+    assert result.out == ""
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+BAD: list[tuple[list[object], str]] = [
+    ([], "the prompt is empty: give --prompt, --prompt-file or --messages"),
+    (["--prompt", ""], "the prompt is empty"),
+    (["--prompt", "a", "--prompt-file", "b"], "only one of --prompt, --prompt-file and --messages"),
+    (["--prompt", "a", "--messages", "b"], "only one of --prompt, --prompt-file and --messages"),
+    (["--prompt-file", "missing.txt"], "missing.txt: no such file"),
+    (["--prompt-file", "."], "Is a directory"),
+    (["--prompt-file", "empty.txt"], "the prompt is empty"),
+    (["--prompt-file", "bytes.bin"], "bytes.bin: not UTF-8 at byte 1"),
+    (["--prompt", os.fsdecode(b"a\xff")], "text is not valid Unicode at character"),
+    (["--prompt", "a " * 200, "--no-chat"], f"tokens, the model {MAX_POSITIONS} positions"),
+    (["--prompt"], "Missing value for argument '--prompt'"),
+    (
+        ["--prompt", "a", "--max-new-tokens", 0],
+        "--max-new-tokens must be at least 1, not 0",
+    ),
+    (["--prompt", "a", "--max-new-tokens", "many"], "Error parsing --max-new-tokens: invalid"),
+    (short("--samples", 0), "--samples must be at least 1, not 0"),
+    (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),
+    (short("--dtype", "int4"), "invalid choice 'int4' for argument '--weights/--dtype'"),
+    (short("--format", "xml"), "invalid choice 'xml' for argument '--format'"),
+    (short("--promt", "a"), "unknown options: --promt a, did you mean --prompt? (see"),
+    (short("--Max-new", 3), "unknown options: --Max-new 3 (see"),
+    (short("stray"), "unknown options: stray"),
+    (short("--stop", ""), "--stop: an empty text ends nothing"),
+    (short("--report", "-"), "--report -: standard output is for the text"),
+    (short("--trace", "-"), "--trace -: standard output is for the text"),
+    (short("--stop"), "--stop: nothing follows it"),
+    (short("--set"), "--set: nothing follows it"),
+    (short("--set", ""), "--set: an empty text sets nothing: expected sampler.KEY=VALUE"),
+    (short("--retrieve", ""), "--retrieve: an empty text is no folder"),
+    (short("--chat"), "only one of --chat and --no-chat"),
+    (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
+    (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
+    (["--messages", "messages.json", "--system", "a"], "does not go with --system"),
+    (["--messages", "missing.json"], "missing.json: no such file"),
+    (["--messages", "empty.txt"], "empty.txt: not valid JSON"),
+    (["--messages", "deep.json"], "deep.json: not valid JSON"),
+    (["--messages", "object.json"], "messages must be a non-empty list"),
+    (["--messages", "contentless.json"], "message 1 has no 'content'"),
+    (
+        short("--sampler", "entropy"),
+        "no sampler preset 'entropy' (a file's name ends in .toml), did you mean 'entropix'?",
+    ),
+    (short("--sampler", "missing.toml"), "missing.toml: no such file"),
+    (short("--sampler", "bad.toml"), "bad.toml: not valid TOML"),
+    (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
+    (short("--set", "base.temperature=1"), "expected sampler.KEY=VALUE"),
+    (short("--set", "sampler.base.temperature=hot"), "must be a number"),
+    (short("--set", "sampler.base.top_k=1.5"), "must be an integer"),
+    (short("--set", "sampler.base.top_p=1.5"), "must lie in"),
+    (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
+    (short("--set", "sampler.draw.bans=[99999]"), "draw.bans holds 99999, which is no token"),
+    (short("--trace-top", 99999), "the 99999 likeliest tokens are asked for"),
+    (short("--trace-top", -1), "--trace-top must be at least 0, not -1"),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that bad inputs name."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "empty.txt": "",
+        "deep.json": "[" * 100_000,
+        "messages.json": '[{"role": "user", "content": "Hi"}]',
+        "object.json": '{"role": "user", "content": "Hi"}',
+        "contentless.json": '[{"role": "user"}]',
+        "bad.toml": "a = ",
+    }.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "bytes.bin").write_bytes(b"a\xffb")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input(
+    command: Callable[..., Result], workplace: Path, arguments: list[object], message: str
+) -> None:
+    trace = [] if "--trace" in arguments else ["--trace", "trace.jsonl"]
+    one_error(command(*arguments, *trace), message)
+    assert not (workplace / "trace.jsonl").exists()
+
+
+def test_trace_options_without_a_trace(command: Callable[..., Result]) -> None:
+    one_error(command(*short("--trace-layers")), "--trace-top and --trace-layers need --trace FILE")
+
+
+@pytest.mark.parametrize("given", ["--prompt-file", "--messages"])
+@pytest.mark.parametrize("written", ["--trace", "--report"])
+def test_a_prompt_is_not_replaced(
+    command: Callable[..., Result], workplace: Path, given: str, written: str
+) -> None:
+    path = workplace / "messages.json"
+    before = path.read_text()
+    message = f"{path}: would take the place of its own source"
+    one_error(command(given, path, written, path), message)
+    assert path.read_text() == before
+
+
+def test_standard_input_that_is_not_utf8(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"))
+    one_error(command("--prompt-file", "-"), "standard input: not UTF-8 at byte 2")
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of `<&-`
+    one_error(command("--prompt-file", "-"), "standard input is closed")
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ("missing/trace.jsonl", "no folder missing"),
+        (".", "it is a folder"),
+        ("/dev/full", "No space left on device"),
+    ],
+)
+def test_traces_that_cannot_be_written(
+    command: Callable[..., Result], workplace: Path, trace: str, message: str
+) -> None:
+    result = command(*short("--trace", trace))
+    one_error(result, f"{trace}: cannot be written: {message}")
+
+
+def test_a_trace_that_ends_on_a_full_disk(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from entropix_jax.engine.trace import TraceWriter
+
+    write = TraceWriter.write
+
+    def until_full(self: TraceWriter, record: Json) -> None:
+        if record.get("position", 0) > 10 or record["type"] == "footer":
+            raise self._failure(OSError(28, "No space left on device"))
+        write(self, record)
+
+    monkeypatch.setattr(TraceWriter, "write", until_full)
+    result = command(*short("--trace", tmp_path / "trace.jsonl", tokens=40))
+    assert result.status == 2
+    (line,) = result.err.splitlines()
+    assert line.endswith("cannot be written: No space left on device")
+    assert result.out.endswith("\n"), "the text so far, and the error on a line of its own"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: shutil.rmtree(f), "no such model"),
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x"), "not a valid safetensors file"),
+        (lambda f: (f / "tokenizer_config.json").write_text("["), "not valid JSON"),
+        (lambda f: (f / "calibration.json").write_text("{}"), "'thresholds' must hold"),
+    ],
+)
+def test_bad_models(
+    command: Callable[..., Result],
+    folder: str,
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    message: str,
+) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    change(broken)
+    trace = tmp_path / "trace.jsonl"
+    arguments = ["--prompt", "Hi", "--chat", "--trace", trace]
+    one_error(command(*arguments, model=str(broken)), message)
+    assert not trace.exists()
+
+
+HINT = " (--check names the tensor, or the layer)"
+
+
+def test_weights_that_are_not_numbers(command: Callable[..., Result], tmp_path: Path) -> None:
+    everywhere = write_model(
+        tmp_path / "nan", lambda p: replace(p, final_norm=p.final_norm.at[0].set(jnp.nan))
+    )
+    trace = tmp_path / "trace.jsonl"
+    result = command(*short("--trace", trace), model=str(everywhere))
+    header, footer = read_trace(trace)
+    position = len(header["prompt_tokens"])
+    error = f"NaN or infinite logits at position {position}"
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.splitlines()[-1] == f"error: {error}{HINT}"
+    assert footer["rows"][0]["finish_reason"] == "error"
+    assert footer["rows"][0]["error"] == error
+    assert set(footer["timings"]) == {"total"}, "there was no first token"
+
+
+def test_one_samples_error_leaves_the_others_alone(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
+    whole = command_rows(command, *short("--samples", 3))
+    ids = [[record["token_id"] for record in row["token_records"]] for row in whole]
+    # In the first row, whose text is on the screen while the others wait.
+    at, token = next(
+        (i, t) for i, t in enumerate(ids[0]) if t not in ids[1] + ids[2] + ids[0][:i] and 2 < i < 11
+    )
+    broken = str(write_model(tmp_path / "broken", poisoned(token)))
+    result = command(*short("--samples", 3), model=broken)
+    assert result.status == 2
+    position = whole[0]["token_records"][at]["position"] + 1
+    error = f"error: row 0: NaN or infinite logits at position {position}{HINT}"
+    assert [line for line in result.err.splitlines() if line.startswith("error")] == [error]
+    cut = "".join(record["text"] for record in whole[0]["token_records"][: at + 1])
+    assert result.out == f"{cut}\n{whole[1]['text']}\n{whole[2]['text']}\n"
+
+    # In the last step: no other token comes after it.
+    late = next(i for i, t in enumerate(ids[0]) if i == at) + 1
+    result = command(*short("--samples", 3, tokens=late + 1), model=broken)
+    texts = ["".join(r["text"] for r in row["token_records"][: late + 1]) for row in whole]
+    assert result.out == f"{cut}\n{texts[1]}\n{texts[2]}\n"
+
+
+def test_too_little_memory(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
+
+        def allocate(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("entropix_jax.engine.engine.empty_slots", allocate)
+        result = command(*short())
+        assert result.status == 2
+        assert result.err.splitlines()[0].startswith("error: not enough memory")
+
+
+def test_a_defect_of_ours_is_not_hidden(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(loading, "read_params", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        command(*short())
+
+
+# Interrupts, and streams that fail.
+
+
+def test_an_interrupt_while_loading(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "read_params", interrupted)
+    assert command(*short("--trace", tmp_path / "t")) == Result(130, "", "")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_strangers_key_does_not_steer_the_terminal(
+    command: Callable[..., Result], folder: str, tmp_path: Path
+) -> None:
+    strange = shutil.copytree(folder, tmp_path / "strange")
+    raw = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps({**raw, "\x1b[2J": 1}))
+    result = command(*short(), model=str(strange))
+    assert result.status == 0
+    assert "taken to change nothing: '\ufffd[2J'\n" in result.err
+
+
+@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+def test_an_interrupt_between_two_tokens(
+    command: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    sampler: str,
+) -> None:
+    """Ctrl-C in the middle of writing a token: the token is written whole, then the run ends."""
+    from entropix_jax.engine.trace import TraceWriter
+
+    options = short("--samples", 3, "--sampler", sampler, tokens=40)
+    whole = command_rows(command, *options)
+    pressed = whole[1]["token_records"][4]
+    write = TraceWriter.write
+
+    def press(self: TraceWriter, record: Json) -> None:
+        if record == pressed:
+            os.kill(os.getpid(), signal.SIGINT)
+        write(self, record)
+
+    monkeypatch.setattr(TraceWriter, "write", press)
+    trace = tmp_path / "trace.jsonl"
+    result = command(*options, "--trace", trace)
+    assert result.status == 130
+    _, *objects, footer = read_trace(trace)
+    tokens = [token for token in objects if token["type"] == "token"]
+    assert [row["finish_reason"] for row in footer["rows"]] == ["interrupt"] * 3
+    assert sum(row["tokens"] for row in footer["rows"]) == len(tokens)
+    if sampler == "document-001":  # a step a token, and none is held back
+        assert [row["tokens"] for row in footer["rows"]] == [5, 5, 4]
+        assert objects[-1] == pressed
+    later = objects[objects.index(pressed) + 1 :]
+    assert len({token["row"] for token in later}) == len(later), "what was held back, no more"
+    texts = [row["text"] for row in footer["rows"]]
+    assert result.out == "".join(f"{text}\n" for text in texts if text)
+    for index, full in enumerate(whole):
+        own = [token for token in tokens if token["row"] == index]
+        held = index in {token["row"] for token in later}
+        sure = own[:-1] if held else own  # what was held back might have been taken back
+        assert sure == full["token_records"][: len(sure)]
+    assert result.err.rstrip().endswith("| interrupt")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose positions last for a long run."""
+    path = write_model(tmp_path_factory.mktemp("long"))
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 100_000}))
+    return str(path)
+
+
+@pytest.fixture
+def start(long_model: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a run that does not end by itself soon, in a process of its own."""
+    running = []
+
+    def popen(
+        *arguments: object,
+        tokens: int = 90_000,
+        before: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        **options: Any,
+    ) -> subprocess.Popen[bytes]:
+        # The sampler that takes least to compile.
+        own = ["-m", "entropix_jax.main", "--model", long_model, "--sampler", "temperature"]
+        command = [*before, sys.executable, *flags, *own]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+        # Unbuffered: what a reader here held back would be lost to `communicate`.
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0, **options}
+        process = subprocess.Popen(
+            [*command, *map(str, short(*arguments, tokens=tokens))], env=environment, **options
+        )
+        running.append(process)
+        return process
+
+    yield popen
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_ends_with_the_text_so_far(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    process = start("--trace", trace)
+    assert process.stdout is not None
+    first = process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert err.rstrip().endswith(b"| interrupt")
+    _, *lines, footer = read_trace(trace)
+    (row,) = footer["rows"]
+    kinds = [line["type"] for line in lines]
+    assert row["finish_reason"] == "interrupt"
+    assert row["tokens"] == kinds.count("token") > 0
+    assert row["retracted"] == kinds.count("retracted")
+    assert (first + rest).decode() == row["text"].removesuffix("\n") + "\n"
+
+
+@pytest.mark.parametrize("module", [b" rich", b" jax._src.core"])
+def test_ctrl_c_while_importing(
+    start: Callable[..., subprocess.Popen[bytes]], module: bytes, tmp_path: Path
+) -> None:
+    """Interrupted imports fail in strange ways: none of them is to be seen."""
+    trace = tmp_path / "trace.jsonl"
+    process = start("--trace", trace, flags=["-X", "importtime"])
+    assert process.stderr is not None
+    for line in process.stderr:
+        if module in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert out == b""
+    assert all(line.startswith(b"import time:") for line in err.splitlines()[:-1])
+    assert not trace.exists()
+
+
+def test_ctrl_c_while_compiling(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    far, near = pty.openpty()
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty"), "TERM": "xterm"}
+    process = start("--trace", trace, env=cache, stderr=near)
+    deadline = time.monotonic() + PATIENCE
+    while not (trace.exists() and trace.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=PATIENCE)
+    os.close(near)
+    err = b""
+    with contextlib.suppress(OSError):  # the end
+        while part := os.read(far, 1 << 16):
+            err += part
+    os.close(far)
+    assert process.returncode == 130
+    assert out == b""
+    assert b"Traceback" not in err
+    assert b"stopping as soon as the compiler is done" in err
+    _, footer = read_trace(trace)
+    assert footer["rows"][0]["finish_reason"] == "interrupt"
+
+
+def test_a_reader_that_has_enough(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    process = start()
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert err == b""
+
+
+def test_a_full_disk(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    with open("/dev/full", "w") as full:
+        process = start(tokens=3, stdout=full)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2
+    assert err.splitlines() == [b"error: the output cannot be written: No space left on device"]
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_streams(start: Callable[..., subprocess.Popen[bytes]], closed: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}>&-', "sh"]
+    out, err = start(tokens=3, before=command).communicate(timeout=PATIENCE)
+    if closed == 1:
+        assert b"3 tokens" in err
+        assert b"Traceback" not in err
+    else:
+        assert out
+        assert b"3 tokens" not in out, "what is meant for standard error does not land here"
+
+
+# The installed command.
+
+
+def test_the_installed_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    def run(*arguments: str) -> Result:
+        return Result(cli.main(arguments), *capsys.readouterr())
+
+    arguments = [str(argument) for argument in short("--model", folder)]
+    assert main.main(arguments) == 0
+    expected = capsys.readouterr().out
+    assert run("generate", *arguments)[:2] == (0, expected)
+    unknown = run("generate", "--nonsense")
+    one_error(unknown, "unknown options: --nonsense (see entropix-jax generate --help)")
+    for name, message in (("x", "no command 'x'"), ("", "no command given")):
+        one_error(run(name), message)
+    one_error(run(), "no command given")
+    help_text = run("--help")
+    assert help_text.status == 0
+    assert "entropix-jax COMMAND" in help_text.out
+    version = f"entropix-jax {entropix_jax.__version__}\n"
+    module = [sys.executable, "-m", "entropix_jax", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout == version
+    monkeypatch.setattr(sys, "argv", ["entropix-jax", "--version"])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert cli.main() == 0
+        assert signal.getsignal(signal.SIGINT) is not before, "Ctrl-C ends the program"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().out == version
+
+
+# The package as a library.
+
+
+def test_the_public_names() -> None:
+    assert {*dir(entropix_jax)} == {*entropix_jax.__all__, "__version__"}
+    for name in entropix_jax.__all__:
+        assert getattr(entropix_jax, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = entropix_jax.nothing
+
+
+def test_importing_the_package_is_cheap() -> None:
+    script = (
+        "import sys, entropix_jax, entropix_jax.main, entropix_jax.__main__\n"
+        "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), 'imported too early'\n"
+        "from entropix_jax import terminal\n"
+        "assert callable(entropix_jax.generate) and callable(entropix_jax.load)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

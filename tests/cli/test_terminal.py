@@ -1,0 +1,265 @@
+"""How text looks: on a terminal of its own (a pseudo-terminal), and where there is none."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from rich.color import ColorSystem
+from rich.style import Style
+
+from entropix_jax.cli.terminal import TextScreen, ask_person, print_legend, style_of, summary
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.host.interrupts import deferred_interrupts
+from entropix_jax.names import REGIMES
+from tests.engine.test_trace import record
+from tests.support.runs import unrun
+
+ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
+
+
+def token(regime: str, action: str = "sample") -> TokenRecord:
+    return replace(record(), regime=regime, action=action)
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a terminal says of itself is for each test to choose."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Screen:
+    """The far end of a pseudo-terminal that is standard output and standard error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            monkeypatch.setenv(name, value)
+        Style.parse.cache_clear()  # a style keeps the codes of the first terminal it was for
+        self._far, near = pty.openpty()
+        self.file = os.fdopen(near, "w", encoding="utf-8")
+        monkeypatch.setattr(sys, "stdout", self.file)
+        monkeypatch.setattr(sys, "stderr", self.file)
+
+    def read(self) -> str:
+        """What was written so far; the terminal's own line ends are undone."""
+        end = b"\x1d"  # what is written takes its time to get here
+        self.file.write(end.decode())
+        self.file.flush()
+        shown = b""
+        while not shown.endswith(end):
+            shown += os.read(self._far, 1 << 16)
+        return shown.removesuffix(end).decode().replace("\r\n", "\n")
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self._far)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Screen]]:
+    screens = []
+
+    def make(**environment: str) -> Screen:
+        screens.append(Screen(monkeypatch, **environment))
+        return screens[-1]
+
+    yield make
+    for screen in screens:
+        screen.close()
+
+
+def show_all() -> TextScreen:
+    screen = TextScreen()
+    for text, one in (
+        ("Once", token("lelv")),
+        (" upon\n", token("mid")),
+        (" Wait...", token("helv", "inject")),
+        (" a", token("lehv")),
+        (" time ", token("hehv")),
+    ):
+        screen.show(text, one)
+    screen.end_text()
+    return screen
+
+
+PLAIN = "Once upon\n Wait... a time \n"
+
+
+def test_colours_on_a_terminal(terminal: Callable[..., Screen]) -> None:
+    screen = terminal(COLORTERM="truecolor")
+    assert show_all().coloured
+    shown = screen.read()
+    assert ESCAPE.sub("", shown) == PLAIN
+    assert shown.startswith("Once\x1b["), "what is certain has the terminal's own colour"
+    assert "\x1b[38;2;0;144;104m upon\n\x1b[0m" in shown
+    assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
+    assert "\x1b[38;2;184;72;138m a\x1b[0m" in shown
+    assert "\x1b[1;38;2;213;94;0m time \x1b[0m" in shown
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "xterm-16color", "linux"])
+def test_fewer_colours_still_tell_the_regimes_apart(
+    terminal: Callable[..., Screen], term: str
+) -> None:
+    screen = terminal(TERM=term)
+    for regime in REGIMES:
+        TextScreen().show("x", token(regime))
+    shown = screen.read()
+    assert ESCAPE.sub("", shown) == "x" * len(REGIMES)
+    colours = [code for code in ESCAPE.findall(shown) if code != "0"]
+    assert len(set(colours)) == len(REGIMES) - 1
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colours_where_none_are_wanted(
+    terminal: Callable[..., Screen], environment: dict[str, str]
+) -> None:
+    screen = terminal(**environment)
+    assert not show_all().coloured
+    assert screen.read() == PLAIN
+
+
+def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert not show_all().coloured
+    TextScreen().show("\x1b[2J\r", token("mid"))
+    assert out.getvalue() == PLAIN + "\x1b[2J\r", "a file holds what the model wrote"
+
+
+@pytest.mark.parametrize("regime", ["lelv", "mid"])
+def test_a_model_does_not_steer_the_terminal(terminal: Callable[..., Screen], regime: str) -> None:
+    screen = terminal()
+    TextScreen().show("a\x1b[2Jb\x07\r\x9bc\x7f\x00é\u200d\n", token(regime))
+    shown = ESCAPE.sub("", screen.read())
+    assert shown == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd\ufffdé\u200d\n"
+
+
+@pytest.mark.parametrize("regime", ["lelv", "mid"])
+@pytest.mark.parametrize("text", ["[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"])
+def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str, text: str) -> None:
+    """No markup, no emoji names, no wrapping, no space lost."""
+    screen = terminal(COLUMNS="20")
+    TextScreen().show(text, token(regime))
+    assert ESCAPE.sub("", screen.read()) == text
+
+
+def test_one_line_break_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    for texts, expected in (([], ""), (["a"], "a\n"), (["a\n"], "a\n"), (["a\n", ""], "a\n")):
+        screen = TextScreen()
+        for text in texts:
+            screen.show(text, token("mid"))
+        screen.end_text()
+        screen.end_text()
+        assert capsys.readouterr().out == expected
+
+
+def test_the_legend_fits_a_line_and_names_all_regimes(terminal: Callable[..., Screen]) -> None:
+    screen = terminal()
+    print_legend()
+    legend = ESCAPE.sub("", screen.read())
+    assert legend.count("\n") == 1
+    assert len(legend.rstrip("\n")) <= 80
+    assert [word for word in legend.split() if word in REGIMES] == list(REGIMES)
+
+
+def test_no_legend_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    print_legend()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer", "questions"),
+    [
+        ("1\n", 0, 1),
+        (" 2 \n", 1, 1),
+        ("\n", None, 1),
+        ("", None, 1),  # the end of standard input
+        ("3\nyes\n12\n2\n", 1, 4),
+        ("no\n\n2\n", None, 2),
+    ],
+)
+def test_a_person_is_asked_until_the_answer_is_one(
+    typed: str,
+    answer: int | None,
+    questions: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing of it goes to standard output, where the text is."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert ask_person(3, [" a [bold]\x1b[2J", "\nb"]) == answer
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "\x1b" not in err
+    assert "' a [bold]\ufffd[2J'" in err
+    assert "'\\nb'" in err
+    assert err.count("Enter for the model's choice") == questions
+
+
+def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stops: list[int] = []
+
+    class Keyboard:
+        def readline(self) -> str:
+            os.kill(os.getpid(), signal.SIGINT)
+            return "2\n"
+
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    with deferred_interrupts(lambda: stops.append(1)):
+        before = signal.getsignal(signal.SIGINT)
+        assert ask_person(0, ["a", "b"]) is None
+        assert stops == [1]
+        assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt):  # the second one strikes, there as everywhere
+            ask_person(0, ["a", "b"])
+
+
+def test_the_summary_fits_a_line() -> None:
+    def row(regimes: list[str], reason: str) -> Row:
+        tokens = [token(r) for r in regimes]
+        return Row(unrun([1], "0", 9), tokens, retracted=3, finish_reason=reason)
+
+    rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
+    assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (
+        "4 tokens (4 tok/s) | lelv 50% helv 0% lehv 0% hehv 25% mid 25% | length, eos"
+    )
+    # The first step's tokens waited for the compiler: alone they say nothing of the speed.
+    assert summary([row(["mid"], "eos")], {"first_token": 2.0, "total": 2.0}) == (
+        "1 token | lelv 0% helv 0% lehv 0% hehv 0% mid 100% | eos"
+    )
+    assert summary([row([], "interrupt")], {"total": 1.0}).startswith("0 tokens | lelv 0%")
+    long = summary([row(["mid"] * 12345, "interrupt")], {"first_token": 1.0, "total": 20.0})
+    assert len(long) <= 80
+
+
+def test_every_regime_has_a_style() -> None:
+    styles = [style_of(token(regime)) for regime in REGIMES]
+    assert len(set(styles)) == len(REGIMES)
+    assert all(style_of(token(regime, "inject")) not in styles for regime in REGIMES)
+
+
+@pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
+@pytest.mark.parametrize("background", [0.0, 1.0])
+def test_colours_stand_out(background: float, system: ColorSystem) -> None:
+    """Contrast by WCAG 2.1: the ratio of relative luminances, 3 for large or bold text."""
+    for regime in REGIMES:
+        colour = Style.parse(style_of(token(regime))).color
+        if colour is None:
+            continue
+        parts = [part / 255 for part in colour.downgrade(system).get_truecolor()]
+        linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        dark, light = sorted([luminance, background])
+        assert (light + 0.05) / (dark + 0.05) >= 3.0, regime

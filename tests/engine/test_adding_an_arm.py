@@ -1,0 +1,148 @@
+"""Mechanisms of one's own: the example of docs/adding-an-arm.md, and one that ends the row."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import entropix_jax
+from entropix_jax.engine.decode import decode
+from entropix_jax.errors import UserError
+from entropix_jax.names import BOXES
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.proposal import Proposal, RowView, draw
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import Step
+from tests.support.samplers import EPSILON, NUM_LAYERS, Job, encode, generate, tiny_model
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "change_course.py"
+MODEL = tiny_model()
+# Every step is HEHV, and nothing loops.
+LOST = {f"regimes.{box}": ["entropy < -1"] for box in BOXES} | {
+    "regimes.hehv": ["entropy > -1"],
+    "thresholds.calibrated": False,
+    "loop.max_period": 0,
+}
+
+
+def load_example() -> Mechanism:
+    spec = importlib.util.spec_from_file_location("change_course", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mechanism: Mechanism = module.CHANGE_COURSE
+    return mechanism
+
+
+def end(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
+    return replace(step, ends=step.ends | acts)
+
+
+def give_up(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    return draw("give_up", settings, temperature=0.0)
+
+
+SAMPLER = (
+    load_sampler("entropix")
+    .with_mechanism(load_example())
+    .with_mechanism(Mechanism("give_up", give_up, apply=end))
+    .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": "abc"})
+)
+
+
+def job_of(row_id: str = "0", **changes: Any) -> Job:
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    settings = SAMPLER.with_values(values).settings(
+        num_layers=NUM_LAYERS, epsilon=EPSILON, encode=encode
+    )
+    return Job([5, 6, 7], settings, budget=12, row_id=row_id)
+
+
+def actions_of(steps: Sequence[Any]) -> str:
+    """r for `resample`, c for `change_course`, and so on."""
+    return "".join(step.action[0] for step in steps)
+
+
+JOBS = [
+    job_of(),
+    job_of("1", change_course__patience=1),
+    job_of("2", change_course__patience=5, change_course__words="xy"),
+    job_of("3", arms__hehv="give_up"),
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[Any]]:
+    return generate(MODEL, JOBS)
+
+
+def test_a_text_after_so_many_lost_tokens(rows: list[list[Any]]) -> None:
+    assert [actions_of(steps) for steps in rows[:3]] == [
+        "rrrcccrrrccc",
+        "rcccrcccrccc",
+        "rrrrrccrrrrr",
+    ]
+    for steps, words in zip(rows, ("abc", "abc", "xy"), strict=False):
+        written = [step.token for step in steps if step.action == "change_course"]
+        assert written == [*words.encode()] * (len(written) // len(words))
+
+
+def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
+    """With the token of the step that acts; the rows beside it go on."""
+    (step,) = rows[3]
+    assert (step.action, step.position) == ("give_up", 3)
+    greedy = job_of(arms__hehv="argmax")
+    assert step.token == generate(MODEL, [greedy])[0][0].token
+    assert [len(steps) for steps in rows[:3]] == [12, 12, 12]
+
+
+def test_a_row_is_itself_whatever_runs_beside_it(rows: list[list[Any]]) -> None:
+    for job, steps in zip(JOBS, rows, strict=True):
+        (again,) = generate(MODEL, [job])
+        assert [(s.token, s.action) for s in again] == [(s.token, s.action) for s in steps]
+
+
+def test_its_settings_are_traced(rows: list[list[Any]]) -> None:
+    jitted: Any = decode
+    programs = jitted._cache_size()
+    generate(MODEL, [*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
+    assert jitted._cache_size() == programs
+
+
+def test_its_settings_are_checked() -> None:
+    assert SAMPLER.values["change_course.patience"] == 3
+    for key, value, words in (
+        ("patience", 0, r"must lie in \[1, 1000\]"),
+        ("words", ["a", "b"], "at most 1 texts"),
+        ("patients", 1, "did you mean 'change_course.patience'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            SAMPLER.with_values({f"change_course.{key}": value})
+    with pytest.raises(UserError, match="there is an arm 'change_course' already"):
+        SAMPLER.with_mechanism(load_example())
+
+
+def test_as_a_user_sees_it(tmp_path: Path) -> None:
+    """Its action has its name in results, traces and pages."""
+    sampler: Sampler = SAMPLER.with_values({"change_course.words": " is"})
+    model = entropix_jax.load("tiny")
+    rows = entropix_jax.generate(model, "Tom", sampler, max_new_tokens=8, ignore_eos=True)
+    counts = rows[0].to_json()["actions"]
+    assert [*counts] == ["resample", "change_course"]
+    assert counts["resample"] + counts["change_course"] == 8
+    written = [token.token_id for token in rows[0].tokens if token.action == "change_course"]
+    ids = model.tokenizer.encode_within(" is")
+    np.testing.assert_array_equal(written, [*ids] * (len(written) // len(ids)))
+    rows.save_trace(tmp_path / "run.jsonl")
+    assert '"action": "change_course"' in (tmp_path / "run.jsonl").read_text()
+    rows.save_report(tmp_path / "run.html")
+    assert "change_course" in (tmp_path / "run.html").read_text()

@@ -1,0 +1,332 @@
+"""Thresholds that are made for a model on first use: when, how often, and where they lie."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from entropix_jax.cli import batch
+from entropix_jax.cli import generate as main
+from entropix_jax.engine import api, own_text
+from entropix_jax.engine import calibrated as automatic
+from entropix_jax.engine.calibrated import May, fit_thresholds
+from entropix_jax.engine.own_text import least_seconds, measure_own_text, start_of_text
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.model.config import load_model_config
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.mesh import parse_mesh
+from entropix_jax.model.precision import choose_precision
+from entropix_jax.names import REGIMES, THRESHOLDS
+from entropix_jax.sampler.presets import load_sampler, preset_names
+from entropix_jax.sampler.sampler import Sampler
+from tests.support.folders import PUBLISHED, poisoned, token_ids, write_model
+from tests.support.models import write_config
+from tests.support.runs import Spec, run_specs
+
+ENTROPIX = load_sampler("entropix")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), calibrated=False)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where calibrations are kept in a test; there is as much time as it takes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(automatic, "_PATIENCE", 600.0)
+    return tmp_path / "cache" / "entropix_jax" / "calibrations"
+
+
+@pytest.fixture
+def measured(kept: Path, monkeypatch: pytest.MonkeyPatch) -> list[LanguageModel]:
+    """The models that were measured."""
+    models = []
+
+    def measure(model: LanguageModel, seconds: float) -> np.ndarray | None:
+        models.append(model)
+        return np.random.default_rng(0).exponential(0.8, (500, 2)).astype(np.float32)
+
+    monkeypatch.setattr(automatic, "measure_own_text", measure)
+    return models
+
+
+def thresholds_of(sampler: Sampler) -> dict[str, float]:
+    return {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS}
+
+
+def test_made_on_first_use_and_kept(folder: Path, kept: Path) -> None:
+    """From the model's own text, in a file that is a calibration.json; the same each time."""
+    sampler = fit_thresholds(ENTROPIX, load(str(folder)))
+    (path,) = kept.iterdir()
+    stored = json.loads(path.read_text())
+    assert stored["thresholds"] == thresholds_of(sampler) != PUBLISHED
+    assert stored["source"] == "4144 tokens of the model's own text"
+    (note,) = sampler.notes
+    assert note.startswith("the model has no calibration.json: thresholds were fitted to 4144")
+    assert note.endswith(f"kept in {path}")
+
+    again = fit_thresholds(ENTROPIX, load(str(folder)))
+    assert (thresholds_of(again), again.notes) == (stored["thresholds"], ())
+    for damaged in ("{", "[]", '{"thresholds": {"h1": 1}}', json.dumps({"too_slow_on": "another"})):
+        path.write_text(damaged)
+        anew = fit_thresholds(ENTROPIX, load(str(folder)))
+        assert thresholds_of(anew) == stored["thresholds"]
+        assert len(anew.notes) == 1
+        assert json.loads(path.read_text()) == stored
+
+
+def test_what_is_measured_is_the_models_text(folder: Path) -> None:
+    """As the reader of texts measures it: a model that is sure of what follows has no entropy."""
+    model = load(str(folder))
+    points = measure_own_text(model, 600.0)
+    assert points is not None
+    assert points.shape == (4144, 2)
+    assert np.isfinite(points).all()
+    # All texts begin alike, and go on each its own way.
+    rows = points.reshape(7, 16, 37, 2)
+    assert np.ptp(rows[0, 0], axis=0).max() < 1e-4
+    assert np.ptp(rows[0, 1], axis=0).min() > 0.01
+    start = model.tokenizer.encode("", add_bos=True)
+    (row,) = run_specs(model, [Spec(start)], "greedy").run()
+    assert rows[0, 0, 0, 0] == pytest.approx(row.tokens[0].entropy, abs=1e-4)
+    assert rows[0, 0, 0, 1] == pytest.approx(row.tokens[0].varentropy, abs=1e-4)
+
+
+def test_one_run_makes_them_once(measured: list[LanguageModel], folder: Path) -> None:
+    model = load(str(folder))
+    with pytest.warns(UserWarning, match="thresholds were fitted"):
+        (row,) = api.stream(model, "Once", max_new_tokens=1).rows
+    sampler = row.request.sampler.sampler
+    other = fit_thresholds(sampler, model)
+    assert thresholds_of(other) == thresholds_of(sampler) != PUBLISHED
+    fit_thresholds(load_sampler("document-004"), model)
+    assert measured == [model]
+
+
+def test_another_model_and_another_type_have_their_own(
+    measured: list[LanguageModel], kept: Path, folder: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", lambda p: replace(p, head=2 * p.head), calibrated=False)
+    for place, dtype in ((folder, None), (folder, "bfloat16"), (other, None), (folder, "float32")):
+        fit_thresholds(ENTROPIX, load(str(place), dtype))
+    assert len(measured) == 3
+    assert len([*kept.iterdir()]) == 3
+
+
+def test_too_slow_is_remembered(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On that machine alone."""
+    tried = []
+    monkeypatch.setattr(automatic, "measure_own_text", lambda *_: tried.append(0))
+    for _ in range(3):
+        sampler = fit_thresholds(ENTROPIX, load(str(folder)))
+        assert thresholds_of(sampler) == PUBLISHED
+        assert "never calibrated, the published thresholds are used" in sampler.notes[0]
+    assert len(tried) == 1
+    monkeypatch.setattr(automatic, "_machine", lambda: "another")
+    fit_thresholds(ENTROPIX, load(str(folder)))
+    assert len(tried) == 2
+
+
+def test_a_deadline_is_held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    write = own_text._write
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        steps.append(0)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(own_text, "_write", slow)
+    clock = iter(range(100))
+    monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    # A second a chunk; there are seven. After two it is known that ten will not do for all.
+    assert measure_own_text(load(str(folder)), 8.0) is None
+    assert len(steps) == 2
+
+
+def test_what_has_no_hope_is_not_tried(
+    measured: list[LanguageModel],
+    kept: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(automatic, "_PATIENCE", 9.0)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    config = load_model_config(write_config(tmp_path))
+    large: Any = SimpleNamespace(config=config, precision=choose_precision("bfloat16"), rules=None)
+    assert least_seconds(large) > 60
+    model = load(str(folder))
+    assert least_seconds(model) < 9
+    monkeypatch.setattr(automatic, "least_seconds", lambda _: least_seconds(large))
+    sampler = fit_thresholds(ENTROPIX, model)
+    assert "published thresholds are used" in sampler.notes[0]
+    assert (measured, [*kept.iterdir()]) == ([], [])
+
+
+def test_without_a_cache_folder_they_last_as_long_as_the_model(
+    measured: list[LanguageModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    model = load(str(folder))
+    for _ in range(2):
+        (note,) = fit_thresholds(ENTROPIX, model).notes
+        assert note.endswith("are not kept")
+    assert len(measured) == 1
+
+
+def test_a_cache_that_others_could_write_to_is_not_read(
+    measured: list[LanguageModel], kept: Path, folder: Path
+) -> None:
+    fit_thresholds(ENTROPIX, load(str(folder)))
+    kept.chmod(0o777)
+    (note,) = fit_thresholds(ENTROPIX, load(str(folder))).notes
+    assert note.endswith("are not kept")
+    assert len(measured) == 2
+
+
+def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:
+    start = token_ids()["<|begin_of_text|>"]
+    model = load(str(write_model(tmp_path / "model", poisoned(start), calibrated=False)))
+    sampler = fit_thresholds(ENTROPIX, model)
+    assert thresholds_of(sampler) == PUBLISHED
+    assert [*kept.iterdir()] == []
+
+
+# Who needs them.
+
+
+def test_who_follows_thresholds() -> None:
+    """What has one arm for all regimes does not, unless that arm looks at the regimes itself."""
+    following = {name for name in preset_names() if load_sampler(name).follows_thresholds}
+    assert following == {"entropix", "document-004"}
+    greedy = load_sampler("greedy")
+    assert greedy.with_values({"arms.hehv": "resample"}).follows_thresholds
+    for arm, follows in (("sample", False), ("inject", True), ("branch", True)):
+        all_alike = ENTROPIX.with_values({f"arms.{regime}": arm for regime in REGIMES})
+        assert all_alike.follows_thresholds is follows
+    bounds = {f"thresholds.{name}": value for name, value in PUBLISHED.items()}
+    assert not ENTROPIX.with_values(bounds).follows_thresholds
+    numbers = {f"regimes.{regime}": ["entropy < 1"] for regime in REGIMES[:-1]}
+    assert not ENTROPIX.with_values(numbers).follows_thresholds
+
+
+def test_a_baseline_takes_what_is_there_and_makes_nothing(
+    measured: list[LanguageModel], kept: Path, folder: Path
+) -> None:
+    """Its trace tells regimes by the thresholds that a sampler that follows them would have."""
+    baseline = load_sampler("min-p")
+    model = load(str(folder))
+    sampler = fit_thresholds(baseline, model)
+    assert (thresholds_of(sampler), sampler.notes, measured) == (PUBLISHED, (), [])
+    made = thresholds_of(fit_thresholds(ENTROPIX, model))
+    for one in (model, load(str(folder))):
+        sampler = fit_thresholds(baseline, one)
+        assert (thresholds_of(sampler), sampler.notes) == (made, ())
+
+
+def test_the_models_own_file_comes_first(measured: list[LanguageModel], tmp_path: Path) -> None:
+    model = load(str(write_model(tmp_path / "own", calibrated=False)))
+    made = fit_thresholds(ENTROPIX, model)
+    own = {"h1": 0.5, "h2": 1.5, "u1": 0.25, "u2": 2.0}
+    model.calibration_file.write_text(json.dumps({"thresholds": own}))
+    assert thresholds_of(fit_thresholds(made, model)) == own
+
+
+def test_thresholds_that_nobody_asked_for_stand_in_nobodys_way(
+    measured: list[LanguageModel], folder: Path
+) -> None:
+    model = load(str(folder))
+    made = thresholds_of(fit_thresholds(ENTROPIX, model))
+    own = (made["h2"] + PUBLISHED["h2"]) / 2
+    assert made["h2"] < own
+    sampler = fit_thresholds(ENTROPIX.with_values({"thresholds.h1": own}), model)
+    assert thresholds_of(sampler) == {**PUBLISHED, "h1": own}
+    (note,) = sampler.notes
+    assert "is above thresholds.h2" in note
+    assert note.endswith("the published thresholds are used")
+
+
+def test_processes_of_one_run_read_the_models_file_alone(
+    measured: list[LanguageModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(str(folder))
+    fit_thresholds(ENTROPIX, model)
+    assert thresholds_of(fit_thresholds(ENTROPIX, model, "read")) == PUBLISHED
+    seen = []
+
+    class Stopped(Exception):
+        pass
+
+    def calibrate(sampler: Sampler, model: LanguageModel, may: May) -> CalibratedSampler:
+        seen.append(may)
+        raise Stopped
+
+    monkeypatch.setattr("entropix_jax.batch.run.calibrate_sampler", calibrate)
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "Once"}\n')
+    own = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--model", str(folder))
+    with pytest.raises(Stopped):
+        batch.main([*own, "--distributed", "--processes", "1", "--process", "0"])
+    assert seen == ["read"]
+
+
+@pytest.mark.parametrize(("sampler", "lines"), [("entropix", 2), ("greedy", 1), ("edt", 1)])
+def test_the_command_says_it_in_one_line(
+    measured: list[LanguageModel],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    sampler: str,
+    lines: int,
+) -> None:
+    arguments = ["--prompt", "Once", "--model", str(folder), "--sampler", sampler]
+    assert main.main([*arguments, "--max-new-tokens", "1", "--no-chat"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert [line.startswith("note: the model has no") for line in said] == [True, False][-lines:]
+
+
+# Where a text begins.
+
+
+def test_the_start_of_a_text(folder: Path) -> None:
+    ids = token_ids()
+    model = load(str(folder))
+    assert start_of_text(model) == [ids["<|begin_of_text|>"]]
+
+    def without_bos(named: dict[str, int], eos: tuple[int, ...], line: list[int]) -> Any:
+        return SimpleNamespace(
+            tokenizer=SimpleNamespace(
+                encode=lambda text, add_bos: [],
+                encode_within=lambda text: line,
+                named_token_id=named.get,
+            ),
+            generation=SimpleNamespace(eos_ids=eos),
+        )
+
+    both = {"bos_token": 3, "eos_token": 4}
+    assert start_of_text(without_bos(both, (5, 6), [7])) == [3]
+    assert start_of_text(without_bos({"eos_token": 4}, (5, 6), [7])) == [4]
+    assert start_of_text(without_bos({}, (5, 6), [7])) == [5]
+    assert start_of_text(without_bos({}, (), [7, 8])) == [7]
+    assert start_of_text(without_bos({}, (), [])) == [0]
+    assert model.tokenizer.named_token_id("bos_token") == ids["<|begin_of_text|>"]
+    assert model.tokenizer.named_token_id("mask_token") is None
+
+
+def test_on_several_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_text, "TOKENS", 64)
+    alone, spread = load(str(folder)), load(str(folder), mesh=parse_mesh("model=2", jax.devices()))
+    points = [measure_own_text(model, 600.0) for model in (alone, spread)]
+    assert points[0] is not None
+    assert points[1] is not None
+    np.testing.assert_allclose(points[1], points[0], atol=1e-3)

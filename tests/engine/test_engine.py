@@ -1,0 +1,362 @@
+"""Rows through slots: each is itself whatever runs beside it, and no slot stands empty for long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropix_jax.engine import engine as module
+from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.running import check_request
+from entropix_jax.engine.slots import insert
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+from tests.support.comparison import difference
+from tests.support.folders import poisoned
+from tests.support.runs import Spec, calibrated, requests
+
+CAPACITY = 512
+SLOTS = 4  # one number for all, so that few programs are compiled
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return load("tiny")
+
+
+def of(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    row_id: str,
+    budget: int,
+    sampler: Sampler | str = "greedy",
+    **options: Any,
+) -> Request:
+    (request,) = requests(
+        model, [Spec(prompt, row_id, budget)], sampler, ignore_eos=True, **options
+    )
+    return request
+
+
+def run(
+    model: LanguageModel, wanted: Sequence[Request], slots: int = SLOTS
+) -> tuple[Engine, list[Row], list[Event]]:
+    """Runs requests; an engine that is asked for chunks without end is stuck."""
+    engine = Engine(model, slots=slots, capacity=CAPACITY)
+    dispatch, chunks = engine._dispatch, itertools.count()
+
+    def counted() -> Any:
+        assert next(chunks) < 1000, "stuck"
+        return dispatch()
+
+    engine._dispatch = counted  # type: ignore[method-assign]
+    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
+    return engine, rows, list(engine.run(rows))
+
+
+def again(row: Row, slots: int, model: LanguageModel) -> Row:
+    """The row once more, from the beginning, in one of so many slots."""
+    _, (same,), _ = run(model, [row.request], slots)
+    return same
+
+
+def records(row: Row) -> list[dict[str, Any]]:
+    return [{**token.to_json(), "row": 0} for token in row.tokens]
+
+
+def ids(row: Row) -> list[int]:
+    return [token.token_id for token in row.tokens]
+
+
+def texts(model: LanguageModel) -> list[list[int]]:
+    world = (
+        "Once upon a time",
+        "Question: Mia has 12 apples and buys 7. How many apples does Mia have?",
+        "There Adam met Rita. Rita was happy and sang. Then Adam went to the market. " * 6,
+        "The capital of",
+        "On Sunday",
+    )
+    return [model.tokenizer.encode(text, add_bos=True) for text in world]
+
+
+PRESETS = ("entropix", "greedy", "document-001", "top-p", "mirostat")
+
+
+def mixed(model: LanguageModel, number: int) -> list[Request]:
+    """Requests of all sorts: lengths, budgets, samplers, seeds."""
+    rng = np.random.default_rng(5)
+    prompts = texts(model)
+    return [
+        of(
+            model,
+            prompts[i % len(prompts)],
+            f"row {i}",
+            int(rng.integers(1, 60)),
+            PRESETS[i % len(PRESETS)] if i % 3 else "entropix",
+            seed=i % 2,
+        )
+        for i in range(number)
+    ]
+
+
+def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
+    """More rows than slots, each with its own sampler, seed and budget."""
+    engine, together, events = run(tiny, mixed(tiny, 14))
+    assert [row.finish_reason for row in together] == ["length"] * 14
+    actions = {token.action for row in together for token in row.tokens}
+    assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
+    for row in together:
+        alone = again(row, 1, tiny)
+        assert ids(row) == ids(alone)
+        runs = partial(again, row, 1), partial(again, row, SLOTS)
+        assert difference(tiny, alone, row, *runs) is None
+        # Every event of a row names it, in order.
+        told = [e.token.position for e in events if e.row is row and e.token is not None]
+        assert told == sorted(told)
+        assert told[0] == len(row.request.prompt)
+    assert engine.useful >= sum(t.action != "branch" for row in together for t in row.tokens)
+
+
+def test_the_rows_beside_it_and_its_slot_do_not_show(tiny: LanguageModel) -> None:
+    """To the last digit, in one window: a run that is taken up again gives the results that it
+    would have."""
+    wanted = mixed(tiny, 10)
+    _, forward, _ = run(tiny, wanted)
+    _, backward, _ = run(tiny, wanted[::-1])
+    for one, other in zip(forward, backward[::-1], strict=True):
+        assert records(one) == records(other), one.number
+
+
+def test_a_free_slot_is_taken_at_once(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows commit a token a step, so that the count of steps is known."""
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
+    budgets = [3, 17, 5, 9, 2, 30, 8, 6, 11, 4]
+    prompt = texts(tiny)[0]
+    engine, _, _ = run(tiny, [of(tiny, prompt, str(i), n) for i, n in enumerate(budgets)])
+    finished = [0] * SLOTS
+    for budget in budgets:  # each to the slot that is free first
+        first = min(finished)
+        finished[finished.index(first)] = first + budget
+    assert engine.steps == max(finished)
+    assert engine.useful == sum(budgets)
+
+
+def test_a_prompt_that_another_row_has_is_not_run_again(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one prompt, more of them than slots, one of which is far on when others come."""
+    prompt = texts(tiny)[1]
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(module, "prefill", counted)
+    wanted = [of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
+    _, together, _ = run(tiny, wanted)
+    assert len(calls) == 1
+    # Beside them, a row whose prompt only begins alike: it has its own.
+    _, (*_, longer), _ = run(tiny, [*wanted, of(tiny, [*prompt, 5], "longer", 9, "top-p")])
+    assert len(calls) == 3
+    for row in [*together, longer]:
+        alone = again(row, 1, tiny)
+        assert ids(row) == ids(alone), row.number
+        for name in ("entropy", "attn_entropy", "interaction_strength"):
+            values = [getattr(token, name) for token in alone.tokens]
+            assert [getattr(t, name) for t in row.tokens] == pytest.approx(values, abs=1e-5)
+    assert len({tuple(ids(row)[:5]) for row in together}) > 1
+
+
+def test_requests_are_fetched_when_there_is_room(tiny: LanguageModel) -> None:
+    """An input of any length is held one row ahead, no more. The engine makes the rows."""
+    wanted = mixed(tiny, 9)
+    fetched: list[Request] = []
+    ended = 0
+
+    def source() -> Iterator[Request]:
+        for request in wanted:
+            fetched.append(request)
+            yield request
+
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
+    seen = []
+    for event in engine.run(source()):
+        ended += event.row.finish_reason is not None
+        seen.append(event.row.request)
+        assert len(fetched) <= ended + SLOTS + 1, event
+    assert len(fetched) == ended == 9
+    assert {id(request) for request in seen} == {id(request) for request in wanted}
+
+
+def test_a_stop_string_frees_its_slot(tiny: LanguageModel) -> None:
+    prompts = texts(tiny)
+
+    def rows(**options: Any) -> list[Row]:
+        wanted = [of(tiny, prompts[i % 5], str(i), 40, **options) for i in range(9)]
+        return run(tiny, wanted)[1]
+
+    whole = rows()
+    stop = whole[0].text[10:14]
+    stopped = rows(stop=stop)
+    assert {row.finish_reason for row in stopped} == {"stop", "length"}
+    for cut, full in zip(stopped, whole, strict=True):
+        assert cut.text == full.text.partition(stop)[0]
+
+
+def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has run it to its budget, which fills the window, before the host saw the text."""
+    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: setattr(self, "_chunk_steps", 32))
+    long, short = texts(tiny)[0], texts(tiny)[4][:2]
+    budget = 65 - len(long)
+
+    def rows(stop: Sequence[str] = ()) -> list[Row]:
+        wanted = ((long, "long", budget), (short, "short", 80))
+        return run(tiny, [of(tiny, *one, stop=stop) for one in wanted])[1]
+
+    whole = rows()
+    text = whole[0].text
+    end = len(text) - len("".join(token.text for token in whole[0].tokens[-4:]))
+    (stop, *_) = (
+        text[start:end]
+        for start in range(end - 3, 0, -1)
+        if text.find(text[start:end]) == start and text[start:end] not in whole[1].text
+    )
+    stopped = rows([stop])
+    assert [row.finish_reason for row in stopped] == ["stop", "length"]
+    assert len(stopped[0].tokens) < budget
+    # Floats may differ: how far a step reads the cache follows the longest row beside it.
+    runs = partial(again, stopped[1], 1), partial(again, stopped[1], SLOTS)
+    assert difference(tiny, whole[1], stopped[1], *runs) is None
+
+
+def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DECODE_WINDOW", 64)
+    good, bad = texts(tiny)[0][:2]
+    params = replace(poisoned(bad)(tiny.params), head=tiny.params.embedding)
+    model = replace(tiny, params=params)
+    wanted = [of(tiny, [good] * 63 + [bad], "fails", 9), of(tiny, [good], "other", 20)]
+    _, rows, _ = run(model, wanted)
+    assert [row.finish_reason for row in rows] == ["error", "length"]
+
+
+def test_a_run_that_does_not_move_is_an_error(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never an endless loop."""
+    monkeypatch.setattr(Engine, "_window", lambda self: 64)
+    prompt = texts(tiny)[2]
+    assert len(prompt) > 65
+    with pytest.raises(RuntimeError, match="no step is made"):
+        run(tiny, [of(tiny, prompt, "0", 9)])
+
+
+def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
+    request = of(tiny, texts(tiny)[0], "0", 20)
+    _, (whole,), _ = run(tiny, [request])
+    all_ = ids(whole)
+    ends: list[tuple[int, ...]] = [(), (all_[4],), (all_[9], all_[7])]
+    _, rows, _ = run(tiny, [replace(request, eos_ids=own) for own in ends])
+    for row, own in zip(rows, ends, strict=True):
+        at = min((all_.index(i) + 1 for i in own), default=20)
+        assert ids(row) == all_[:at]
+        assert row.finish_reason == ("eos" if own else "length")
+
+
+def test_one_program_for_all_rows(tiny: LanguageModel) -> None:
+    """Rows come and go, samplers change: nothing is compiled but for another window."""
+    wanted = mixed(tiny, 14)
+    run(tiny, wanted)
+    programs: Any = (decode, prefill, insert)
+    sizes = [program._cache_size() for program in programs]
+    others = [
+        request.sampler.sampler.with_values(
+            {"base.temperature": 0.5 + 0.1 * i, "branch.width": 1 + i % 8}
+        )
+        for i, request in enumerate(wanted)
+    ]
+    run(
+        tiny,
+        [
+            replace(request, sampler=calibrated(tiny, other), max_new_tokens=9)
+            for request, other in zip(wanted, others, strict=True)
+        ],
+    )
+    assert [program._cache_size() for program in programs] == sizes
+
+
+def test_a_run_without_requests(tiny: LanguageModel) -> None:
+    engine, _, events = run(tiny, [])
+    assert events == []
+    assert (engine.steps, engine.useful) == (0, 0)
+
+
+def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
+    other = load_sampler("greedy").with_arm("own", lambda *_: pytest.fail("never chosen"))
+    wanted = [of(tiny, [5], "0", 3), of(tiny, [5], "1", 3, other)]
+    with pytest.raises(UserError, match="must have the same arms"):
+        run(tiny, wanted)
+
+
+def test_an_engine_runs_again(tiny: LanguageModel) -> None:
+    """Nothing is left of the rows of its first run, whose prompts were cached."""
+    wanted = mixed(tiny, 6)
+    engine, rows, _ = run(tiny, wanted)
+    starts = [row.started or 0.0 for row in rows]
+    assert starts == sorted(starts)
+    assert all(0 < start <= (row.first_token or 0) for start, row in zip(starts, rows, strict=True))
+    once_more = [Row(request) for request in wanted]
+    list(engine.run(once_more))
+    assert [ids(row) for row in once_more] == [ids(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "capacity", "expected"),
+    [
+        ([5] * 10, 5, 100, 5),
+        ([5] * 10, 500, 100, 90),
+        ([5] * 10, 10_000, None, 4086),
+        ([5] * 99, 5, 100, 1),
+        ([5] * 100, 5, 100, "the prompt has 100 tokens, a row has room for 100: at most 99 leave"),
+        ([5] * 4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
+        ([5] * 4802, 5, 2048, "a row has room for 2048: at most 2047 leave room"),
+        ([], 5, 100, "the prompt is empty"),
+        ([5], 0, 100, "max_new_tokens must be at least 1, not 0"),
+        ([1, 10**6], 1, None, "holds 1000000, which is no token"),
+        ([-3], 1, None, "holds -3, which is no token"),
+    ],
+)
+def test_budgets(
+    tiny: LanguageModel,
+    prompt: list[int],
+    budget: int,
+    capacity: int | None,
+    expected: int | str,
+) -> None:
+    request = of(tiny, prompt, "0", budget)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            check_request(tiny, request, capacity)
+    else:
+        assert check_request(tiny, request, capacity) == expected
+
+
+def test_too_many_end_tokens(tiny: LanguageModel) -> None:
+    request = replace(of(tiny, [5], "0", 3), eos_ids=tuple(range(9)))
+    with pytest.raises(UserError, match="9 end tokens, at most 8"):
+        Engine(tiny, slots=1, capacity=CAPACITY).check(request)

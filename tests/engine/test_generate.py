@@ -1,0 +1,869 @@
+"""Generation as a Python user calls it: rows, budgets, ends, and that pacing changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropix_jax.engine import decode
+from entropix_jax.engine import engine as module
+from entropix_jax.engine import state as decode_state
+from entropix_jax.engine.api import generate, stream
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.state import Recording
+from entropix_jax.errors import UserError
+from entropix_jax.model.config import GenerationConfig
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.names import BOXES
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.proposal import Proposal, RowView, draw
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.text.tokenizer import load_tokenizer
+from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.runs import Spec, run_specs
+from tests.text.test_tokenizer import byte_fallback, save
+
+TOKENS = 40  # of most runs: more than a chunk of steps
+RECORDING = Recording(top=MAX_TOP, layers=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(str(write_model(tmp_path_factory.mktemp("model"))))
+
+
+def ids(number: int, first: int = 60) -> list[int]:
+    """A prompt of single bytes."""
+    return [token_ids()["<|begin_of_text|>"], *range(first, first + number - 1)]
+
+
+def requests(prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Spec]:
+    return [Spec(prompt, str(i), tokens) for i, prompt in enumerate(prompts)]
+
+
+def run(model: LanguageModel, wanted: Sequence[Spec], **options: Any) -> list[Row]:
+    return run_specs(model, wanted, **{"ignore_eos": True, **options}).run()
+
+
+def tokens_of(row: Row) -> list[int]:
+    return [token.token_id for token in row.tokens]
+
+
+def same(one: Row, other: Row) -> bool:
+    """The same row, wherever in its batch it was, floats to the last bit."""
+    one_tokens, other_tokens = ([replace(t, row=0) for t in row.tokens] for row in (one, other))
+    return (one_tokens, one.text, one.finish_reason) == (
+        other_tokens,
+        other.text,
+        other.finish_reason,
+    )
+
+
+def nearly(one: Row, other: Row) -> bool:
+    """The same row but for rounding: a batch of another size may add in another order."""
+    for a, b in zip(one.tokens, other.tokens, strict=True):
+        for name in ("position", "token_id", "text", "regime", "action", "forwards"):
+            if getattr(a, name) != getattr(b, name):
+                return False
+        if abs(a.entropy - b.entropy) > 1e-3 or abs(a.logprob - b.logprob) > 1e-3:
+            return False
+    return (one.text, one.finish_reason) == (other.text, other.finish_reason)
+
+
+@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+def test_a_row(model: LanguageModel, sampler: str) -> None:
+    (row,) = run(model, requests([ids(5)]), sampler=sampler)
+    assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
+    assert row.finish_reason == "length"
+    assert row.text == "".join(token.text for token in row.tokens)
+    assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
+    assert len({token.regime for token in row.tokens}) > 1
+    counts = row.to_json()
+    assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
+    assert sum(counts["actions"].values()) == TOKENS
+    forwards = [token.forwards for token in row.tokens]
+    if sampler == "document-001":  # a step a token
+        assert forwards == list(range(TOKENS))
+        assert counts["retracted"] == 0
+    else:  # rolled out and taken back tokens count too
+        assert forwards == sorted(forwards)
+        assert {"branch", "backspace"} <= counts["actions"].keys()
+        assert counts["retracted"] >= counts["actions"]["backspace"]
+        assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
+    assert counts["forwards"] == forwards[-1]
+
+
+def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
+    stop = whole[1].text[20:25]
+
+    def results() -> list[Row]:
+        return run(model, requests([ids(5), ids(9, 70), ids(3)]), stop=[stop])
+
+    expected = results()
+    assert [row.finish_reason for row in expected] == ["length", "stop", "length"]
+    for steps in (1, 3, MAX_STEPS):
+
+        def pace(self: Engine, waited: float, steps: int = steps) -> None:
+            self._chunk_steps = steps
+
+        monkeypatch.setattr(Engine, "_pace", pace)
+        assert all(map(same, results(), expected)), steps
+
+
+def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel) -> None:
+    engine = run_specs(model, requests([ids(5)]))._engine
+    assert engine._chunk_steps == 1
+    for _ in range(9):
+        engine._pace(0.0)
+    assert engine._chunk_steps == MAX_STEPS
+    engine._pace(0.07)
+    assert engine._chunk_steps == MAX_STEPS
+    for _ in range(9):
+        engine._pace(1.0)
+    assert engine._chunk_steps == 1
+
+
+def test_ragged_rows_are_the_rows_alone(model: LanguageModel) -> None:
+    prompts = [ids(1), ids(40), ids(7, 80)]
+    budgets = [TOKENS, 3, 21]
+    wanted = [Spec(p, str(i), b) for i, (p, b) in enumerate(zip(prompts, budgets, strict=True))]
+    rows = run(model, wanted)
+    assert [len(row.tokens) for row in rows] == budgets
+    for request, row in zip(wanted, rows, strict=True):
+        assert nearly(row, *run(model, [request])), request.row_id
+
+
+def test_a_prefill_in_chunks_is_one_prefill(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = run(model, requests([ids(90)], 8))
+    monkeypatch.setattr(Engine, "_prefill_size", lambda self, length: 16)
+    (chunked,) = run(model, requests([ids(90)], 8))
+    assert nearly(whole, chunked)
+
+
+def test_the_seed_and_the_row_id_make_the_draws(model: LanguageModel) -> None:
+    def texts(seed: int, row_id: str) -> str:
+        (row,) = run(model, [Spec(ids(20), row_id, TOKENS)], seed=seed)
+        return row.text
+
+    assert texts(0, "0") == texts(0, "0")
+    assert len({texts(0, "0"), texts(1, "0"), texts(-1, "0"), texts(10**30, "0")}) == 4
+    assert texts(0, "0") != texts(0, "1")
+
+
+def test_a_row_ends_at_the_last_position(model: LanguageModel) -> None:
+    prompt = ids(MAX_POSITIONS - 5)
+    (row,) = run(model, requests([prompt], 50))
+    assert [token.position for token in row.tokens] == list(range(MAX_POSITIONS - 5, MAX_POSITIONS))
+    assert row.finish_reason == "context"
+    (row,) = run(model, requests([prompt], 5))
+    assert row.finish_reason == "length"
+
+
+def test_samplers_and_recordings_that_do_not_fit(model: LanguageModel) -> None:
+    wanted = requests([ids(5)])
+    last = model.config.vocab_size - 1
+    for ban, fits in ((last, True), (last + 1, False)):
+        sampler = load_sampler("greedy").with_values({"draw.bans": [ban]})
+        if fits:
+            run_specs(model, wanted, sampler)
+        else:
+            with pytest.raises(UserError, match=f"draw.bans holds {ban}, which is no token"):
+                run_specs(model, wanted, sampler)
+    for prompts, top, words in (
+        ([], 0, "no request"),
+        ([[1]], -1, "the -1 likeliest"),
+        ([[1]], last + 2, f"the {last + 2} likeliest tokens are asked for"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run_specs(model, requests(prompts), recording=Recording(top=top))
+
+
+def test_end_tokens(model: LanguageModel) -> None:
+    (whole,) = run(model, requests([ids(5)]))
+    end = tokens_of(whole)[12]
+    at = tokens_of(whole).index(end)
+    turn_end = token_ids()["<|eot_id|>"]
+    ending = replace(model, generation=GenerationConfig(eos_ids=(turn_end, end)))
+
+    (row,) = run(ending, requests([ids(5)]), ignore_eos=False)
+    assert tokens_of(row) == tokens_of(whole)[: at + 1]
+    assert row.finish_reason == "eos"
+    (row,) = run(ending, requests([ids(5)]), ignore_eos=True)
+    assert same(row, whole)
+    # At the last token of the budget, the end token is the reason.
+    (row,) = run(ending, requests([ids(5)], at + 1), ignore_eos=False)
+    assert row.finish_reason == "eos"
+
+
+def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
+    base = replace(model, generation=GenerationConfig(eos_ids=(7,)))
+    turn_end = token_ids()["<|eot_id|>"]
+    for chat in (True, False):
+        (row,) = stream(base, "Once", chat=chat).rows
+        assert (turn_end in row.request.eos_ids) == chat
+        assert 7 in row.request.eos_ids
+    (row,) = stream(base, "Once", ignore_eos=True).rows
+    assert row.request.eos_ids == ()
+
+
+def test_stop_strings(model: LanguageModel) -> None:
+    (whole,) = run(model, requests([ids(5)]))
+    texts = [token.text for token in whole.tokens]
+    # Over three tokens, and from the middle of one to the middle of another.
+    first = next(
+        i
+        for i in range(5, TOKENS - 3)
+        if all(len(t) > 1 for t in texts[i : i + 3])
+        and whole.text.index(texts[i][1:] + texts[i + 1]) >= len("".join(texts[:i]))
+    )
+    stop = texts[first][1:] + texts[first + 1] + texts[first + 2][:1]
+    generation = run_specs(model, requests([ids(5)]), stop=["never", stop], ignore_eos=True)
+    shown = ""
+    for event in generation:
+        shown += "".join(piece.text for piece in event.pieces)
+        assert whole.text.startswith(shown)
+    (row,) = generation.rows
+    assert row.finish_reason == "stop"
+    assert row.text == shown == whole.text[: whole.text.index(stop)]
+    assert tokens_of(row) == tokens_of(whole)[: first + 3], (
+        "the token that completes it is the last"
+    )
+    joined = "".join(token.text for token in row.tokens)
+    assert joined.startswith(row.text + stop)
+
+
+def test_a_row_that_met_its_stop_string_costs_nothing_more(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
+    stop = whole[1].text[2:5]
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
+    generation = run_specs(model, wanted, ignore_eos=True, stop=[stop])
+    finishes: dict[bool, list[list[int]]] = {False: [], True: []}  # by whether the host knows
+    step = decode.decode
+
+    def watched(params: Any, sampler: Any, eos: Any, state: Any, *rest: Any, **options: Any) -> Any:
+        known = generation.rows[1].finish_reason == "stop"
+        finishes[known].append(state.finish.tolist())
+        return step(params, sampler, eos, state, *rest, **options)
+
+    monkeypatch.setattr(module, "decode", watched)
+    monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)
+    generation.run()
+    assert finishes[False][0] == [decode_state.RUNNING] * 3
+    running, stopped = decode_state.RUNNING, decode_state.FINISHED_STOP
+    assert finishes[True][0] == [running, stopped, running]
+    assert {row for _, row, _ in finishes[True]} == {stopped}
+
+
+def test_text_that_was_held_back_comes_at_the_end(model: LanguageModel) -> None:
+    (whole,) = run(model, requests([ids(5)]))
+    stop = whole.text[-3:] + "and never this"
+    generation = run_specs(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
+    *_, last = generation
+    assert "".join(piece.text for piece in last.pieces).endswith(whole.text[-3:])
+    assert generation.rows[0].text == whole.text
+
+
+def test_an_unfinished_character_belongs_to_the_last_token(model: LanguageModel) -> None:
+    """A budget that ends in the middle of a character: U+FFFD, in the trace as in the text."""
+    leads = range(0xC2, 0xF5)  # the first bytes of longer characters; a byte is its own id
+    seed, at = next(
+        (seed, at)
+        for seed in range(50)
+        for at, token in enumerate(run(model, requests([ids(5)]), seed=seed)[0].tokens)
+        if token.token_id in leads and token.text == ""
+    )
+    (row,) = run(model, requests([ids(5)], at + 1), seed=seed)
+    assert row.tokens[-1].token_id in leads
+    assert row.tokens[-1].text == "\ufffd"
+    assert row.text == "".join(token.text for token in row.tokens)
+
+
+def test_logits_that_are_not_numbers_end_their_row_alone(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    rows = run(model, requests([ids(20)] * 3))
+    seen = [tokens_of(row) for row in rows]
+    at, token = next(
+        (i, t)
+        for i, t in enumerate(seen[1])
+        if i > 3 and t not in seen[0] + seen[2] + seen[1][:i] + ids(20)
+    )
+    broken = load(str(write_model(tmp_path, poisoned(token))))
+    generation = run_specs(broken, requests([ids(20)] * 3), ignore_eos=True, stop=[rows[1].text])
+    pieces = ["", "", ""]
+    for event in generation:
+        pieces[event.row.number] += "".join(piece.text for piece in event.pieces)
+    first, second, third = generation.rows
+    assert second.finish_reason == "error"
+    assert second.error == f"NaN or infinite logits at position {20 + at + 1}"
+    assert tokens_of(second) == seen[1][: at + 1]
+    assert second.to_json()["error"] == second.error
+    assert nearly(first, rows[0])
+    assert nearly(third, rows[2])
+    assert pieces == [row.text for row in generation.rows], "held text is given on an error too"
+
+
+def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
+    (whole,) = run(model, requests([ids(5)]))
+    stop = whole.text[:-1] + "never"  # holds all text back
+    generation = run_specs(model, requests([ids(5)] * 3), stop=[stop], ignore_eos=True)
+    for event in generation:
+        if event.token is not None and event.token.position == 15:
+            break
+    events = [event for event in generation.interrupt() if event.row.number == 0]
+    row = generation.rows[0]
+    assert row.finish_reason == "interrupt"
+    assert row.text == "".join(token.text for token in row.tokens)
+    # The last token might have been taken back, had the row gone on.
+    assert tokens_of(row)[:-1] == tokens_of(whole)[: len(row.tokens) - 1]
+    assert events[-1].token is None
+    assert "".join(piece.text for event in events for piece in event.pieces) == row.text
+    assert generation.interrupt() == []
+    assert set(generation.timings) == {"first_token", "total"}
+    # Before the first token.
+    generation = run_specs(model, requests([ids(5)] * 3))
+    assert [event.pieces for event in generation.interrupt()] == [()] * 3
+    assert generation.rows[0].to_json()["tokens"] == 0
+    assert 0 <= generation.timings["total"] < 60
+
+
+def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each step gives one token of each row, and nothing is taken back.
+    generation = run_specs(model, requests([ids(5)] * 3), "document-001", ignore_eos=True)
+    events = 0
+    for event in generation:
+        events += 1
+        if event.token is not None and event.token.position == 15 and event.row.number == 1:
+            generation.stop()
+    assert events == 3 * 10 + 2, "the event that asks is the last"
+    assert [row.finish_reason for row in generation.rows] == [None] * 3
+    generation.interrupt()
+    assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
+
+    # Where tokens come in bursts and some are held back, it is the last event all the same.
+    generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
+    known = 0
+    for event in generation:
+        assert not generation._engine._stopping
+        known += event.token is not None and not event.retracted
+        token = None if event.retracted else event.token
+        if token is not None and token.position == 15 and event.row.number == 1:
+            generation.stop()
+    assert sum(len(row.tokens) for row in generation.rows) == known < 3 * TOKENS
+    assert [row.finish_reason for row in generation.rows] == [None] * 3
+
+    # After a token that was taken back, what took its place still belongs to the row.
+    generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
+    position = None
+    for event in generation:
+        if event.retracted and event.row.number == 1 and position is None:
+            assert event.token is not None
+            position = event.token.position
+            generation.stop()
+    generation.interrupt()
+    for row in generation.rows:
+        assert [token.position for token in row.tokens] == list(range(5, 5 + len(row.tokens)))
+    last = generation.rows[1].tokens[-1]
+    assert (last.position, last.action) == (position, "backspace")
+
+    # Asked while the prompt is read, it does not begin to decode.
+    generation = run_specs(model, requests([ids(5)]), ignore_eos=True)
+    prefill = decode.prefill
+
+    def ask(*arguments: Any, **options: Any) -> Any:
+        generation.stop()
+        return prefill(*arguments, **options)
+
+    monkeypatch.setattr(module, "prefill", ask)
+    monkeypatch.setattr(module, "decode", None)
+    assert list(generation) == []
+
+
+def test_what_is_recorded(model: LanguageModel) -> None:
+    """Of the distribution that each token came from, a branch's and a replacement's, too."""
+    (row,) = run(model, requests([ids(5)]), recording=RECORDING)
+    tokens = row.tokens
+    assert {"branch", "backspace"} <= {token.action for token in tokens}
+    found = 0
+    for token in tokens:
+        assert token.top is not None
+        assert token.layers is not None
+        assert len(token.layers) == model.config.num_layers
+        assert {len(heads) for heads in token.layers} == {model.config.num_heads}
+        mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
+        assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
+        likeliest, text, _ = token.top[0]
+        assert text == model.tokenizer.decode_within([likeliest])
+        assert [p for *_, p in token.top] == sorted((p for *_, p in token.top), reverse=True)
+        probabilities = {i: p for i, _, p in token.top}
+        if token.token_id in probabilities:
+            likelihood = 2.718281828**token.logprob
+            assert probabilities[token.token_id] == pytest.approx(likelihood, rel=1e-4)
+            found += token.action in ("branch", "backspace")
+        if token.action == "branch" and token.branches is None:
+            assert token.token_id == token.top[0][0], "a rollout is greedy"
+    assert found > 5
+
+
+def test_prompts(model: LanguageModel) -> None:
+    special = token_ids()
+    begin = special["<|begin_of_text|>"]
+    plain = encode_prompt(model, "Once", chat=False)
+    assert plain[0] == begin
+    assert begin not in plain[1:]
+    assert encode_prompt(model, "<|begin_of_text|>Once", chat=False) == plain
+
+    chat = encode_prompt(model, "Once", chat=True)
+    assert chat.count(begin) == 1
+    assert chat.count(special["<|eot_id|>"]) == 1
+    assert model.tokenizer.decode(chat, skip_special=False).endswith(
+        "assistant<|end_header_id|>\n\n"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Once"}]
+    assert encode_prompt(model, messages, chat=True) == encode_prompt(
+        model, "Once", chat=True, system="Be brief."
+    )
+    for prompt, system, message in (
+        ("", None, "the prompt is empty"),
+        ("Once", "Be brief.", r"a system message needs a chat"),
+        (messages, None, r"a conversation needs a chat"),
+    ):
+        with pytest.raises(UserError, match=message):
+            encode_prompt(model, prompt, chat=False, system=system)
+
+
+def test_generate(model: LanguageModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
+    rows = generate(model, "Once", samples=3, **options)
+    prompt = encode_prompt(model, "Once", chat=True)
+    assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
+    assert all(
+        map(same, rows, run_specs(model, requests([prompt] * 3, 8), seed=3, ignore_eos=True).run())
+    )
+    (row,) = generate(model, "Once", "greedy", chat=False, **options)
+    assert list(row.request.prompt) == encode_prompt(model, "Once", chat=False)
+    (row,) = generate(model, [{"role": "user", "content": "Once"}], **options)
+    assert nearly(row, rows[0])
+    with pytest.raises(UserError, match="samples must be at least 1, not 0"):
+        generate(model, "Once", samples=0)
+
+
+def test_an_iteration_goes_on_where_it_was_left(model: LanguageModel) -> None:
+    wanted = requests([ids(3)], 6)
+    left = run_specs(model, wanted, ignore_eos=True)
+    for event in left:
+        if event.token is not None and event.token.forwards == 2:
+            break
+    (row,) = left.run()
+    assert same(row, run(model, wanted)[0])
+
+
+def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> None:
+    heads = model.config.num_heads
+    for length, batch in ((100, 1), (5000, 1), (5000, 5), (100_000, 3)):
+        size = chunk_size(model.config, length, batch, 512)
+        assert size & (size - 1) == 0
+        assert 16 <= size <= 512
+        window = 1 << (length - 1).bit_length()
+        assert size == 16 or size * window * batch * heads * 4 <= 1 << 28
+
+
+def test_a_note_of_the_sampler_is_a_warning(model: LanguageModel) -> None:
+    model = replace(model, folder=Path("nowhere"))  # nothing to keep thresholds of its own by
+    with pytest.warns(UserWarning, match="never calibrated"):
+        generate(model, "Once", max_new_tokens=1)
+
+
+# Hooks
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """So many steps from one look of the host to the next."""
+
+    def pace(self: Engine, waited: float) -> None:
+        self._chunk_steps = steps
+
+    monkeypatch.setattr(Engine, "_pace", pace)
+
+
+# A thought is due in about every other step.
+ASKING = load_sampler("entropix").with_values(
+    {
+        "regimes.helv": ["entropy > 1.5"],
+        "arms.lehv": "explore",
+        "inject.thought": ["Hm.", "So:"],
+        "inject.cooldown": 1,
+    }
+)
+
+
+class Library:
+    """Returns its texts one after the other, again and again, and checks what it is given."""
+
+    def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
+        self.model, self.texts = model, texts
+        self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
+        self.generation = run_specs(
+            model, requests([ids(5)]), ignore_eos=True, retrieve=self.retrieve, **options
+        )
+        self.shown = ""
+
+    def retrieve(self, text: str) -> str:
+        (row,) = self.generation.rows
+        known = [*row.request.prompt, *tokens_of(row)]
+        assert text == self.model.tokenizer.decode(known)
+        assert self.shown == row.text
+        answer = self.texts[len(self.found) % len(self.texts)]
+        self.found.append((len(row.tokens), answer))
+        return answer
+
+    def run(self) -> Row:
+        for event in self.generation:
+            self.shown += "".join(piece.text for piece in event.pieces)
+        return self.generation.rows[0]
+
+
+def check_answers(model: LanguageModel, row: Row, library: Library, thoughts: list[str]) -> None:
+    """Each answer stands where it was asked for; where it cannot, the thought whose turn it is."""
+
+    def encode(text: str) -> list[int]:
+        return model.tokenizer.encode(text, add_bos=False) if text else []
+
+    expected = 0
+    for turn, (at, text) in enumerate(library.found):
+        own = thoughts[turn % len(thoughts)] if thoughts else ""
+        fitting = (t for t in (encode(text), encode(own)) if 0 < len(t) <= TOKENS - at)
+        wanted = next(fitting, [])
+        written = row.tokens[at : at + len(wanted)]
+        assert [token.token_id for token in written] == wanted
+        assert {token.action for token in written} <= {"inject"}
+        if not wanted:
+            assert row.tokens[at].action == "sample"
+        expected += len(wanted)
+    assert sum(token.action == "inject" for token in row.tokens) == expected
+    assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
+    assert row.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("texts", "thoughts"),
+    [
+        (["XY"], ["Hm.", "So:"]),
+        (["XY", "", " of the", "z" * 60, ""], ["Hm.", "So:"]),
+        ([""], ["Hm."]),
+        (["", "a fact"], []),
+    ],
+)
+def test_what_is_retrieved_is_injected(
+    model: LanguageModel, texts: list[str], thoughts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = ASKING.with_values({"inject.thought": thoughts})
+    library = Library(model, texts, sampler=sampler)
+    row = library.run()
+    assert len(library.found) > 5
+    check_answers(model, row, library, thoughts)
+    for steps in (1, 7, MAX_STEPS):
+        paced(monkeypatch, steps)
+        again = Library(model, texts, sampler=sampler)
+        assert same(again.run(), row)
+        assert again.found == library.found
+
+
+def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: Path) -> None:
+    """Thoughts, passages, branches and likely tokens, of a tokenizer that puts a space before a
+    text, and drops it again."""
+    spaced = replace(model, tokenizer=load_tokenizer(save(tmp_path, byte_fallback())))
+    prompt = spaced.tokenizer.encode("a cat", add_bos=True)
+    wanted = [Spec(prompt, "0", TOKENS)]
+    for text in (" a cat", "a cat"):
+        for sampler, options in (
+            (ASKING.with_values({"inject.thought": text}), {}),
+            (ASKING, {"retrieve": lambda _, text=text: text}),
+        ):
+            (row,) = run(spaced, wanted, sampler=sampler, **options)
+            thoughts = [token.text for token in row.tokens if token.action == "inject"]
+            assert "".join(thoughts).startswith(text * 2)
+    (row,) = run(spaced, wanted, sampler=FORKING, recording=RECORDING)
+    own = spaced.tokenizer.token_id("▁a")
+    likely = [(i, text) for token in row.tokens for i, text, _ in token.top or ()]
+    assert {text for i, text in likely if i == own} == {" a"}
+    branches = [branch for token in row.tokens for branch in token.branches or ()]
+    known = [branch for branch in branches if branch.tokens[0] == own]
+    assert all(branch.text.startswith(" a") for branch in known)
+
+
+def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
+    """So many of a row, and none while one cools down."""
+    limited = ASKING.with_values({"inject.per_row": 3, "inject.cooldown": 4})
+    library = Library(model, ["XY", ""], sampler=limited)
+    check_answers(model, library.run(), library, ["Hm.", "So:"])
+    assert len(library.found) == 3
+    written = [2, len(model.tokenizer.encode("So:", add_bos=False)), 2]
+    for (at, _), (later, _), tokens in zip(library.found, library.found[1:], written, strict=False):
+        assert later >= at + tokens + 4
+    none = Library(model, ["XY"], sampler=ASKING.with_values({"inject.per_row": 0}))
+    none.run()
+    assert not none.found
+
+
+def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
+    """What a row is told is written into that row, and it waits alone in the text, not in time."""
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
+
+    def retrieve(text: str) -> str:
+        return f"{len(text)}!"
+
+    together = run(model, wanted, sampler=ASKING, retrieve=retrieve)
+    assert all("inject" in row.to_json()["actions"] for row in together)
+    for request, row in zip(wanted, together, strict=True):
+        assert nearly(row, *run(model, [request], sampler=ASKING, retrieve=retrieve))
+
+
+def test_a_row_that_waits_when_its_text_has_ended(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop string is found when the device has gone on, to the next question even: that row
+    gets no answer, and must not keep the others."""
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
+    asked: list[str] = []
+
+    def retrieve(text: str) -> str:
+        asked.append(text)
+        return "XY"
+
+    paced(monkeypatch, 4)
+    whole = run(model, wanted, sampler=ASKING, retrieve=retrieve)
+    calls, step = itertools.count(), decode.decode
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        assert next(calls) < 4 * TOKENS, "nothing goes on any more"
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(module, "decode", counted)
+    for number in (4, 7, 8, 13):
+        stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
+        asked.clear()
+        generation = run_specs(model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop)
+        calls = itertools.count()
+        generation.run()
+        assert next(calls) > 4
+        first, second, _ = generation.rows
+        assert first.finish_reason == "stop"
+        assert first.text == whole[0].text[: whole[0].text.index(stop)]
+        cut = stop in whole[1].text
+        assert second.finish_reason == ("stop" if cut else "length")
+        assert second.text == whole[1].text.partition(stop)[0]
+        # Nobody asks for a row whose text has ended.
+        prompt = model.tokenizer.decode(ids(5))
+        assert not any(text.startswith(prompt) and stop in text for text in asked)
+
+
+# Branches nearly everywhere, whose scores are always too close to call.
+FORKING = load_sampler("entropix").with_values(
+    {
+        "regimes.lelv": ["entropy < -1"],
+        "regimes.helv": ["entropy < -1"],
+        "regimes.lehv": ["entropy > 0.5"],
+        "branch.min_p": 0.0,
+        "branch.top_p": 1.0,
+        "branch.depth": 4,
+        "branch.margin": 1000.0,
+        "branch.per_row": 4,
+    }
+)
+
+
+class Person:
+    """Always gives the same answer, and checks what was asked."""
+
+    def __init__(self, model: LanguageModel, answer: int | None, **options: Any) -> None:
+        self.answer = answer
+        self.asked: list[tuple[int, list[str]]] = []
+        self.generation = run_specs(
+            model,
+            requests([ids(5)]),
+            ignore_eos=True,
+            ask=lambda row, texts: self.ask(row, texts),
+            **options,
+        )
+        self.shown = ""
+
+    def ask(self, row: int, texts: Sequence[str]) -> int | None:
+        assert row == 0
+        assert len(texts) == 2
+        assert texts[0] != texts[1]
+        known = self.generation.rows[0]
+        assert self.shown == known.text
+        self.asked.append((len(known.tokens), [*texts]))
+        return self.answer
+
+    def run(self) -> Row:
+        for event in self.generation:
+            self.shown += "".join(piece.text for piece in event.pieces)
+        return self.generation.rows[0]
+
+
+def committed(row: Row, at: int) -> list[int]:
+    """The tokens of the branch that begins at a token, as far as they were committed."""
+    token = row.tokens[at]
+    assert token.branches is not None
+    (chosen,) = [branch for branch in token.branches if branch.chosen]
+    number = next(
+        (
+            i
+            for i, other in enumerate(row.tokens[at + 1 :], 1)
+            if other.action != "branch" or other.branches is not None
+        ),
+        len(row.tokens) - at,
+    )
+    tokens = tokens_of(row)[at : at + number]
+    assert tokens == chosen.tokens[:number]
+    return tokens
+
+
+@pytest.mark.parametrize("answer", [None, 0, 1])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_person_chooses_between_close_branches(
+    model: LanguageModel, answer: int | None, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = FORKING.with_values({"branch.commit_all": whole})
+    values = [sampler.values[f"branch.{n}"] for n in ("temperature", "width", "top_p", "min_p")]
+    candidates_by = pytest.approx(tuple(values), rel=1e-6)
+    person = Person(model, answer, sampler=sampler)
+    row = person.run()
+    assert len(person.asked) == 4
+    for at, texts in person.asked:
+        branches = row.tokens[at].branches
+        assert branches is not None
+        assert row.tokens[at].ambiguous
+        best = sorted(branches, key=lambda branch: -(branch.score or 0.0))
+        assert [branch.text for branch in best[:2]] == texts
+        assert [branch.chosen for branch in best].index(True) == (answer or 0)
+        tokens = committed(row, at)
+        assert len(tokens) == (len(best[answer or 0].tokens) if whole else 1)
+    where = [i for i, token in enumerate(row.tokens) if token.branches is not None]
+    assert where == [at for at, _ in person.asked]
+    assert len(row.tokens) == TOKENS
+    # The better one is what nobody would have been asked about.
+    (alone,) = run(model, requests([ids(5)]), sampler=sampler)
+    assert (tokens_of(alone) == tokens_of(row)) == (answer != 1)
+    for token in row.tokens:
+        if token.action == "branch":  # its candidates were chosen by the same
+            assert (token.temperature, token.top_k, token.top_p, token.min_p) == candidates_by
+    paced(monkeypatch, 3)
+    again = Person(model, answer, sampler=sampler)
+    assert same(again.run(), row)
+    assert again.asked == person.asked
+
+
+def test_without_a_person_a_close_choice_is_marked(model: LanguageModel) -> None:
+    person = Person(model, 1, sampler=FORKING.with_values({"branch.margin": 0.0}))
+    clear = person.run()
+    assert person.asked == []
+    marks = [token.ambiguous for token in clear.tokens if token.branches is not None]
+    assert marks == [False] * 4
+    (row,) = run(model, requests([ids(5)]), sampler=FORKING)
+    at = [i for i, token in enumerate(row.tokens) if token.branches is not None]
+    assert len(at) == 4
+    for i in at:
+        branches = row.tokens[i].branches
+        assert branches is not None
+        assert row.tokens[i].ambiguous
+        assert max(branches, key=lambda branch: branch.score or 0.0).chosen
+        assert len(branches) == 4
+        for branch in branches:
+            assert branch.text == model.tokenizer.decode_within(branch.tokens)
+        committed(row, i)
+    assert {token.ambiguous for i, token in enumerate(row.tokens) if i not in at} == {None}
+    json.dumps([token.to_json() for token in row.tokens], allow_nan=False)
+
+
+def test_the_time_in_which_a_person_thinks_does_not_count(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = Person(model, 0, sampler=FORKING)
+    clock = time.perf_counter
+    lost = 0.0
+    ask = person.ask
+
+    def slowly(row: int, texts: Sequence[str]) -> int | None:
+        nonlocal lost
+        lost += 3600.0
+        return ask(row, texts)
+
+    person.ask = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + lost)
+    person.run()
+    assert lost == 4 * 3600
+    assert 0 < person.generation.timings["total"] < 3600
+
+
+def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_error(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    """The token was held back, as it might have been taken back; the logits after it are bad."""
+    # Nearly all is MID: drawn at once, but not for good.
+    bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    sampler = load_sampler("entropix").with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
+    generation = run_specs(model, requests([ids(20)]), sampler, ignore_eos=True)
+    met = [event.token.token_id for event in generation if event.token is not None]
+    (whole,) = generation.rows
+    seen = tokens_of(whole)
+    at = next(
+        i
+        for i, token in enumerate(whole.tokens)
+        if i > 3
+        and token.action == "adaptive"
+        and met.count(token.token_id) == 1
+        and len(token.text) > 1
+        and token.text not in "".join(t.text for t in whole.tokens[:i])
+    )
+    broken = load(str(write_model(tmp_path, poisoned(seen[at]))))
+    (failed,) = run(broken, requests([ids(20)]), sampler=sampler)
+    assert (failed.finish_reason, len(failed.tokens)) == ("error", at + 1)
+    (row,) = run(broken, requests([ids(20)]), sampler=sampler, stop=whole.tokens[at].text)
+    assert (row.finish_reason, row.error) == ("stop", None)
+    assert tokens_of(row) == seen[: at + 1]
+    assert row.text == "".join(token.text for token in whole.tokens[:at])
+
+
+# An arm of one's own
+
+
+def cautious(metrics: Metrics, params: SamplerSettings, row: RowView) -> Proposal:
+    """One draw, cooler the more there is to choose from."""
+    return draw("sample", params, temperature=params.base.temperature / (1.0 + metrics.entropy))
+
+
+def test_an_arm_of_ones_own(model: LanguageModel) -> None:
+    """A few lines, and the rest of the sampler stays what it is."""
+    sampler = load_sampler("entropix").with_arm("cautious", cautious)
+    settings: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    settings |= {"arms.mid": "cautious", "regimes.lelv": ["entropy < 1.5"]}
+    sampler = sampler.with_values(settings)
+    (row,) = run(model, requests([ids(5)]), sampler=sampler)
+    actions: dict[str, list[str]] = {"mid": [], "lelv": []}
+    for token in row.tokens:
+        actions[token.regime].append(token.action)
+        if token.regime == "mid":
+            assert token.temperature == pytest.approx(0.666 / (1 + token.entropy), rel=1e-5)
+            assert token.top_k == 27
+    assert {*actions["mid"]} == {"sample"}
+    assert {*actions["lelv"]} == {"argmax"}

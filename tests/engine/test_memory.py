@@ -1,0 +1,183 @@
+"""Memory: what rows need, what is free, and refusals before anything is allocated."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import entropix_jax
+from entropix_jax.engine.memory import check_memory, most_slots, plan_memory
+from entropix_jax.errors import UserError
+from entropix_jax.host import memory as free_memory
+from entropix_jax.host.memory import free_bytes
+from entropix_jax.model import loading
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.loading import load
+from entropix_jax.model.mesh import parse_mesh, place, rules_for, weights_bytes
+from entropix_jax.model.precision import choose_precision
+from tests.support.folders import config_of_folder
+from tests.support.models import random_params, tiny_config
+from tests.support.runs import Spec, run_specs
+
+
+def give(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    """Lets every device have so many bytes to give."""
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "vocabulary"), [(None, 64), ("data=2", 64), ("model=2", 64), ("model=2", 63)]
+)
+def test_the_plan_is_what_the_arrays_hold(mesh: str | None, vocabulary: int) -> None:
+    """Also where a vocabulary that does not divide, and norms, are replicated."""
+    config, precision = tiny_config(vocab_size=vocabulary), choose_precision("float32", "cpu")
+    devices = parse_mesh(mesh, jax.devices()[: 1 if mesh is None else 2])
+    rules = rules_for(devices, config)
+    weights = place(random_params(config), rules.params(config))
+    cache = init_cache(config, 8, 64, precision.activations)
+    cache = place(cache, rules.rows(cache))
+
+    def held(tree: Any) -> int:
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+    plan = plan_memory(config, precision, slots=8, capacity=64, mesh=devices if mesh else None)
+    assert plan.weights == held(weights)
+    assert plan.cache == held((cache.keys, cache.values))
+    assert plan.total > plan.weights + plan.cache
+
+
+@pytest.mark.parametrize("number", [1, 4, 16])
+def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of what is free stays free. Weights that are loaded are not in a CPU's free memory,
+    and in another device's limit. CPU devices share one memory."""
+    config, precision = config_of_folder(), choose_precision("float32", "cpu")
+    plan = plan_memory(config, precision, slots=number, capacity=1024)
+    needed = (plan.total - plan.weights) * 5 // 4 + 1
+
+    def most(free: int | None, mesh: Any = None) -> int:
+        give(monkeypatch, free)
+        return most_slots(config, precision, slots=16, capacity=1024, mesh=mesh)
+
+    assert most(None) == 16
+    assert most(needed) == number
+    assert most(needed - 3) == number - 1
+    assert most(2 * needed, parse_mesh("data=2", jax.devices()[:2])) == min(2 * number, 16)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    assert most(plan.weights + needed) == number
+    assert most(plan.weights + needed - 3) == number - 1
+
+
+def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, precision = config_of_folder(), choose_precision("float32", "cpu")
+    free = plan_memory(config, precision, slots=6, capacity=64).total
+    give(monkeypatch, free)
+    assert "weights" in check_memory(config, precision, slots=6, capacity=64)
+    with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)$"):
+        check_memory(config, precision, slots=7, capacity=64)
+    weights = weights_bytes(config, precision.weights)
+    for free, advice in ((weights, r"fewer tokens a row"), (weights - 1, r"not even the weights")):
+        give(monkeypatch, free)
+        with pytest.raises(UserError, match=advice):
+            check_memory(config, precision, slots=7, capacity=64)
+    give(monkeypatch, None)
+    assert check_memory(config, precision, slots=10**9, capacity=64)
+
+
+def test_every_run_looks_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for rows: the engine refuses a cache that does not fit before it is there."""
+    model = load("tiny")
+    plan = plan_memory(model.config, model.precision, slots=64, capacity=4096)
+    requests = [Spec([model.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
+    give(monkeypatch, plan.cache + plan.logits)
+    run_specs(model, requests)
+    give(monkeypatch, plan.cache + plan.logits - 1)
+    with pytest.raises(UserError, match=r"64 rows side by side of 4096 tokens would not fit"):
+        run_specs(model, requests)
+    run_specs(model, requests[:63])
+    with pytest.raises(UserError, match=r"1000 rows .* fewer rows, or fewer tokens of each"):
+        entropix_jax.generate(model, "Once", samples=1000, max_new_tokens=4000)
+
+
+def test_a_run_that_has_ended_holds_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results may be kept for long. One that was left early and dropped holds none either."""
+    model = load("tiny")
+
+    def caches() -> int:
+        shape = (3, model.config.num_kv_heads, 256, model.config.head_dim)
+        return sum(x.shape == shape for x in jax.live_arrays())
+
+    gc.collect()
+    assert caches() == 0
+    run = entropix_jax.stream(model, "Once", "greedy", samples=3, max_new_tokens=5)
+    next(iter(run))
+    assert caches() >= 2 * model.config.num_layers
+    rows = run.run()
+    assert (caches(), len(rows)) == (0, 3)
+    left = entropix_jax.stream(model, "Once", "greedy", samples=3, max_new_tokens=50)
+    next(iter(left))
+    del left
+    give(monkeypatch, 0)
+    with pytest.raises(UserError, match="would not fit"):
+        entropix_jax.stream(model, "Once", "greedy")
+    assert caches() == 0
+
+
+def test_weights_that_do_not_fit_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("tiny").config
+    held = weights_bytes(config, jnp.dtype(jnp.float32))
+    for free in (held, None):
+        give(monkeypatch, free)
+        assert load("tiny", dtype="float32").config == config
+    give(monkeypatch, held - 1)
+    monkeypatch.setattr(loading, "read_params", None)
+    with pytest.raises(UserError, match=r"tiny: its weights do not fit .* int8 takes less"):
+        load("tiny", dtype="float32")
+    give(monkeypatch, held // 5)
+    with pytest.raises(UserError, match=r"its weights do not fit .* of [0-9.]+ .B$"):
+        load("tiny", dtype="int8")
+
+
+def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
+    """Control groups in both versions: each level may have a limit, and in a container the path
+    that the process is told may be the host's."""
+
+    def group(folder: Path, limit: object, used: int, cached: int, *, first: bool = False) -> None:
+        names = free_memory._GROUP_1 if first else free_memory._GROUP_2
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        kinds = f"{names[2]}inactive_file {cached - 3}\n{names[2]}active_file 3\n"
+        (folder / "memory.stat").write_text(f"anon 5\n{kinds}")
+
+    def free(line: str) -> list[int]:
+        (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+        return sorted(free_memory._free_of_groups(tmp_path / "cgroup", tmp_path / "fs"))
+
+    group(tmp_path / "fs" / "slurm" / "job", 1000, 300, 50)
+    group(tmp_path / "fs" / "slurm", "max", 5000, 50)
+    group(tmp_path / "fs", 900, 803, 3)
+    assert free("0::/slurm/job/step") == [100, 750]
+    assert free("0::/slurm/job") == [100, 750]
+    assert free("0::/not/seen/from/here") == [100]
+    group(tmp_path / "fs" / "memory" / "docker", 400, 500, 20, first=True)
+    assert free("4:memory:/docker") == [0]
+    assert free("3:cpuset:/docker") == []
+    assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
+
+
+def test_what_a_machine_has_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of what is available and of all limits; all of it where nothing else is known."""
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   500 kB\n")
+    assert free_memory._free_of_machine(tmp_path / "meminfo") == [512_000]
+    (everything,) = free_memory._free_of_machine(tmp_path / "none")
+    assert everything > 2**20
+    monkeypatch.setattr(free_memory, "_free_of_machine", lambda: [1000])
+    for limits, free in (([], 1000), ([5000, 2000], 1000), ([5000, 20], 20)):
+        monkeypatch.setattr(free_memory, "_free_of_groups", lambda limits=limits: limits)
+        assert free_bytes(jax.devices("cpu")[0]) == free

@@ -1,0 +1,172 @@
+"""Any trace: what is written is read, a part of it says so, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.trace import BranchRecord, TokenRecord, TraceWriter, footer, header, plain
+from entropix_jax.errors import UserError
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.model.precision import choose_precision
+from entropix_jax.names import REGIMES
+from entropix_jax.report.reading import TraceReader
+from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.presets import load_sampler
+from tests.support.examples import examples
+from tests.support.models import TINY
+from tests.support.runs import unrun
+from tests.support.traces import Trace, load_trace
+
+Json = dict[str, Any]
+
+# Any text that a tokenizer may give, line breaks of all sorts and control characters among it.
+texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(
+    ("\n", "\r\n", "\u2028", "\x85", '"}', "\\", "\x00", "é", "🙂", "")
+)
+float32 = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
+    (0.0, -0.0, 1e-45, 3.4028234663852886e38, 1 / 3)
+)
+measured = float32.map(lambda number: plain(np.float32(number)))
+tokens_ids = st.integers(0, 2**31 - 1)
+
+branches = st.builds(
+    BranchRecord,
+    tokens=st.lists(tokens_ids, min_size=1, max_size=3),
+    text=texts,
+    score=st.none() | measured,
+    chosen=st.booleans(),
+)
+records = st.builds(
+    TokenRecord,
+    row=st.just(0),
+    position=st.just(0),
+    token_id=tokens_ids,
+    text=texts,
+    regime=st.sampled_from(REGIMES),
+    action=st.sampled_from(ACTIONS),
+    **dict.fromkeys(
+        """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
+        attn_varentropy agreement agreement_published interaction_strength confidence temperature
+        top_p min_p""".split(),
+        measured,
+    ),
+    top_k=st.integers(0, 2**31 - 1),
+    forwards=st.integers(0, 2**31 - 1),
+    loop=st.booleans(),
+    top=st.none() | st.lists(st.tuples(tokens_ids, texts, measured), max_size=2),
+    branches=st.none() | st.lists(branches, max_size=2),
+    layers=st.none() | st.lists(st.lists(measured, max_size=2), max_size=2),
+    ambiguous=st.none() | st.booleans(),
+)
+
+
+@st.composite
+def rows(draw: st.DrawFn, number: int) -> Row:
+    """A row of a run: tokens in order, of which some stand in the place of others."""
+    row = Row(unrun([1, 2, 3], str(number), 8))
+    for i in range(draw(st.integers(0, 3))):
+        for _ in range(draw(st.integers(0, 1))):
+            taken_back = replace(draw(records), row=number, position=3 + i)
+            row.taken_back.append(taken_back)
+        row.tokens.append(replace(draw(records), row=number, position=3 + i))
+    row.text = "".join(token.text for token in row.tokens)
+    row.retracted = len(row.taken_back)
+    row.finish_reason = draw(st.sampled_from((None, "eos", "length", "stop", "error")))
+    row.error = draw(texts) if row.finish_reason == "error" else None
+    return row
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Json]:
+    """The objects of a trace, as a run makes them."""
+    config: ModelConfig = TINY
+    start = header(
+        model=draw(texts),
+        model_config=config,
+        precision=choose_precision("float32"),
+        sampler=draw(texts),
+        sampler_values=load_sampler("entropix").values,
+        seed=draw(st.none() | st.integers(0, 2**63)),
+        prompt=draw(texts),
+        prompt_tokens=draw(st.lists(tokens_ids, max_size=3)),
+    )
+    run = [draw(rows(i)) for i in range(draw(st.integers(1, 2)))]
+    lines = [t.to_json(retracted=back) for row in run for t, back in row.history()]
+    ends = [{"row": i, **row.to_json()} for i, row in enumerate(run)]
+    seconds = st.floats(0, 1e6)
+    timings = draw(st.dictionaries(st.sampled_from(("total", "first_token")), seconds))
+    return [start, *lines, footer(ends, timings)]
+
+
+def written(objects: list[Json]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        with TraceWriter(path) as writer:
+            for one in objects:
+                writer.write(one)
+        return path.read_bytes()
+
+
+def read(content: bytes) -> Trace:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        path.write_bytes(content)
+        raw = b"".join(line.raw for line in TraceReader(path))
+        assert content.startswith(raw)
+        return load_trace(path)
+
+
+def as_json(value: Any) -> Any:
+    """Tuples as the lists that JSON has."""
+    return json.loads(json.dumps(value))
+
+
+@examples(40)
+@given(traces(), st.data())
+def test_what_is_written_is_read_as_far_as_it_goes(trace: list[Json], data: st.DataObject) -> None:
+    """A trace that ends with any of its lines but the last says that it is unfinished; so does one
+    that ends within a line, which is not read."""
+    content = written(trace)
+    expected = as_json(trace)
+    lines = content.split(b"\n")[:-1]
+    assert len(lines) == len(trace)
+    assert written(trace) == content
+    for number in range(1, len(lines) + 1):
+        found = read(b"".join(line + b"\n" for line in lines[:number]))
+        assert found.header == expected[0]
+        assert found.tokens == expected[1:number][: len(lines) - 2]
+        assert found.footer == (expected[-1] if number == len(lines) else None)
+        assert not found.torn
+    number = data.draw(st.integers(1, len(lines) - 1))
+    cut = data.draw(st.integers(len(b'{"type"'), len(lines[number]) - 1))
+    found = read(b"".join(line + b"\n" for line in lines[:number]) + lines[number][:cut])
+    assert found.torn
+    assert found.footer is None
+    assert found.tokens == expected[1:number]
+
+
+@examples(40)
+@given(traces(), st.data())
+def test_a_line_that_is_missing_or_twice_there_is_told(
+    trace: list[Json], data: st.DataObject
+) -> None:
+    """With the line's number. All but one kind: a token that was taken back may be gone, or be
+    there twice, as a position may be drawn any number of times."""
+    told = [i for i, one in enumerate(trace[:-1]) if one["type"] != "retracted"]
+    at = data.draw(st.sampled_from(told))
+    twice = data.draw(st.booleans())
+    damaged = [*trace[:at], *[trace[at]] * (2 if twice else 0), *trace[at + 1 :]]
+    with pytest.raises(UserError, match=r"trace\.jsonl: line \d+: "):
+        read(written(damaged))
+    with pytest.raises(UserError, match=r"line \d+: data after the footer"):
+        read(written([*trace, trace[at]]))

@@ -1,0 +1,122 @@
+"""The trace's objects and file; whole traces of runs are in test_main.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entropix_jax.engine.trace import BranchRecord, TokenRecord, TraceWriter, plain
+from entropix_jax.errors import UserError
+from entropix_jax.host.files import check_writable
+
+# The contract, in order. Three more fields stand among them: the agreement as published, which two
+# presets act on, the adaptive arm's confidence, and whether a branching was too close to call.
+PUBLISHED = """row position token_id text regime action logprob entropy varentropy
+    sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
+    interaction_strength temperature top_k top_p min_p forwards loop top branches
+    layers""".split()
+MORE = {"agreement_published", "confidence", "ambiguous"}
+OPTIONAL = {"top", "branches", "layers", "ambiguous"}
+
+
+def record(**changes: object) -> TokenRecord:
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(TokenRecord)), 0)
+    return TokenRecord(**{**fields, **dict.fromkeys(OPTIONAL), **changes})  # type: ignore[arg-type]
+
+
+def test_fields_and_their_order() -> None:
+    branch = BranchRecord([1], "a", -0.5, chosen=True)
+    full = record(top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False)
+    keys = list(full.to_json())
+    assert keys[0] == "type"
+    assert [key for key in keys[1:] if key not in MORE] == PUBLISHED
+    assert set(keys[1:]) - set(PUBLISHED) == MORE
+    told = {"tokens": [1], "text": "a", "score": -0.5, "chosen": True}
+    assert json.dumps(full.to_json()["branches"]) == json.dumps([told])
+    assert not OPTIONAL & set(record().to_json())
+
+
+def test_a_token_that_was_taken_back_differs_in_its_type_alone() -> None:
+    one = record(text="a", top=[(1, "a", 0.5)])
+    kept, taken_back = one.to_json(), one.to_json(retracted=True)
+    assert (kept.pop("type"), taken_back.pop("type")) == ("token", "retracted")
+    assert list(kept.items()) == list(taken_back.items())
+
+
+@pytest.mark.parametrize("number", [0.1, 1 / 3, 1e-30, 3.4e38, 16777216.0, 1.5e-45])
+def test_a_float32_becomes_the_shortest_decimal_that_means_it(number: float) -> None:
+    value = np.float32(number)
+    text = json.dumps(plain(value))
+    assert np.float32(json.loads(text)) == value
+    shortest = min(
+        (f"{float(value):.{digits}g}" for digits in range(1, 10)),
+        key=lambda s: (np.float32(s) != value, len(s)),
+    )
+    assert float(text) == float(shortest)
+
+
+def test_plain_values() -> None:
+    values = np.array([[0.1, 0.2], [0.3, 1.0]], np.float32)
+    assert plain(values) == [[0.1, 0.2], [0.3, 1.0]]
+    assert json.dumps(plain(np.float32(-0.0))) == "0.0"
+    assert plain(np.int32(7)) == 7
+    assert type(plain(np.int32(7))) is int
+    assert plain(np.bool_(True)) is True
+
+
+def test_lines_are_there_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with TraceWriter(path) as writer:
+        writer.write({"type": "header", "prompt": "né\n"})
+        assert path.read_text(encoding="utf-8") == '{"type": "header", "prompt": "né\\n"}\n'
+        writer.write({"type": "footer"})
+    assert [json.loads(line)["type"] for line in path.read_text().splitlines()] == [
+        "header",
+        "footer",
+    ]
+
+
+def test_a_name_that_is_not_utf8_is_written_as_an_escape(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with TraceWriter(path) as writer:
+        writer.write({"model": os.fsdecode(b"tiny\xff")})
+    assert json.loads(path.read_text()) == {"model": os.fsdecode(b"tiny\xff")}
+
+
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace.jsonl") as writer, pytest.raises(ValueError, match="JSON"):
+        writer.write({"entropy": float("nan")})
+
+
+def test_a_full_disk_is_noticed_at_the_first_line() -> None:
+    full = "/dev/full: cannot be written: No space"
+    writer = TraceWriter(Path("/dev/full"))
+    with pytest.raises(UserError, match=full):
+        writer.write({"type": "header"})
+    with pytest.raises(UserError, match=full), writer:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("missing/trace.jsonl", "no folder"), (".", "is a folder"), ("file/trace.jsonl", "no folder")],
+)
+def test_paths_that_cannot_be_written(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=reason):
+        check_writable(tmp_path / name)
+    with pytest.raises(UserError, match="cannot be written"):
+        TraceWriter(tmp_path / name)
+
+
+def test_looking_leaves_no_file_and_changes_none(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new.jsonl")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "old.jsonl").write_text("kept")
+    check_writable(tmp_path / "old.jsonl")
+    assert (tmp_path / "old.jsonl").read_text() == "kept"

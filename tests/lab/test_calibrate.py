@@ -1,0 +1,220 @@
+"""The command `calibrate`: its output, occupancies on held-out text, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from entropix_jax.cli.options import Count
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.own_text import start_of_text
+from entropix_jax.engine.scoring import measure_entropies
+from entropix_jax.lab import calibrate
+from entropix_jax.lab.world.corpus import write_row
+from entropix_jax.lab.world.facts import WORLD_SEED, create
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.boxes import occupancy, read_boxes
+from entropix_jax.sampler.presets import load_sampler
+from tests.support.commands import Result, refusal, run_command
+from tests.support.folders import write_model
+
+WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
+SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return load("tiny")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Files of the world's text, some 25,000 tokens."""
+    folder = tmp_path_factory.mktemp("texts")
+    return [write(folder / f"{i}.txt", seed=i) for i in range(4)]
+
+
+def write(path: Path, seed: int) -> str:
+    row = write_row(create(WORLD_SEED), Random(seed), 6500)
+    path.write_text("".join(position.terminal for position in row))
+    return str(path)
+
+
+def command(*arguments: object) -> Result:
+    chosen = () if "--model" in arguments else ("--model", "tiny")
+    return run_command(calibrate.main, *arguments, *chosen)
+
+
+@pytest.mark.parametrize(
+    ("base", "wanted"),
+    [
+        ("entropix", WANTED),
+        ("document-004", {"lelv": 0.53, "helv": 0.09, "lehv": 0.05, "hehv": 0.03}),
+    ],
+)
+def test_the_wanted_occupancy_holds_on_other_text(
+    tiny: LanguageModel,
+    texts: list[str],
+    tmp_path: Path,
+    base: str,
+    wanted: dict[str, float],
+) -> None:
+    """Within 2 percentage points, on 20,000 held-out tokens."""
+    output = tmp_path / "mine.toml"
+    shares = [f"{regime}={share}" for regime, share in wanted.items()]
+    result = command("--texts", *texts, "--wanted", *shares, "--sampler", base, "--output", output)
+    assert result.status == 0, result.err
+    sampler = calibrate_sampler(load_sampler(str(output)), tiny)
+    assert sampler.notes == ()  # its own thresholds, not the model's
+    encode = tiny.tokenizer.encode
+    others = [
+        encode(Path(write(tmp_path / f"{i}.txt", seed=100 + i)).read_text(), add_bos=True)
+        for i in range(4)
+    ]
+    points = measure_entropies(tiny, others, sampler)
+    assert len(points) >= 20_000
+    thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
+    reached = occupancy(points, thresholds, read_boxes(sampler.sampler))
+    for regime in REGIMES:
+        share = wanted.get(regime, 1 - sum(wanted.values()))
+        assert reached[regime] == pytest.approx(share, abs=0.02), reached
+    for word in (
+        "of the tokens below",
+        "95%",
+        "before",
+        "wanted",
+        "after",
+        "mid",
+    ):
+        assert word in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_the_models_own_text_and_its_calibration_file(tmp_path: Path) -> None:
+    output = tmp_path / "calibration.json"
+    arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES, "--output", output)
+    assert command(*arguments).status == 0
+    first = json.loads(output.read_text())
+    assert set(first["thresholds"]) == {"h1", "h2", "u1", "u2"}
+    assert "3200 tokens" in first["source"]
+    assert command(*arguments).status == 0
+    assert json.loads(output.read_text()) == first  # the same seed, the same text
+    assert command(*arguments, "--seed", 5).status == 0
+    assert json.loads(output.read_text()) != first
+
+
+def test_shares_out_of_reach(texts: list[str], tmp_path: Path) -> None:
+    """The nearest ones are taken, with a note, or refused with --strict."""
+    output = tmp_path / "mine.toml"
+    impossible = ["lelv=0.1", "helv=0.6", "lehv=0.1", "hehv=0.1"]
+    arguments = ("--texts", texts[0], "--wanted", *impossible, "--output", output)
+    assert "the nearest that it allows is lelv" in refusal(command(*arguments, "--strict"))
+    assert not output.exists()
+    result = command(*arguments)
+    assert result.status == 0
+    note, written = result.err.splitlines()
+    assert note.startswith("note: the text does not allow lelv 10.0%, helv 60.0%, lehv 10.0%")
+    assert re.search("the nearest that it allows is lelv .*%, mid .*%$", note)
+    assert written == f"{output}: written"
+    assert load_sampler(str(output)).values["thresholds.h1"] >= 0
+
+
+@dataclass(frozen=True)
+class FewerTokens(calibrate.Arguments):
+    self_tokens: Count = 3000
+
+
+def test_any_model_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few positions and no BOS token: more batches of shorter rows, from the EOS token."""
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = {key: value for key, value in settings.items() if key != "bos_token"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+    model = load(str(folder))
+    assert model.tokenizer.encode("", add_bos=True) == []
+    assert len(start_of_text(model)) == 1
+    output = tmp_path / "calibration.json"
+    monkeypatch.setattr(calibrate, "Arguments", FewerTokens)
+    result = command("--model", folder, "--output", output)
+    assert result.status == 0, result.err
+    content = json.loads(output.read_text())
+    assert content["source"] == "3008 tokens of the model's own text"  # twice 32 of 47
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--self", "--output", "x.txt"), "a sampler file ends in .toml"),
+        (("--self", "--output", "/no/such/folder/x.toml"), "no folder /no/such/folder"),
+        (("--self", "--output", "x.toml", "--wanted", "lelv"), "--wanted lelv: expected one of"),
+        (("--self", "--output", "x.toml", "--wanted", "lelv=2"), "--wanted lelv=2"),
+        (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
+        (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
+        (("--self", "--output", "x.toml", "--sampler", "document-001"), "cannot be calibrated"),
+        (("--texts", "/no/such/text", "--output", "x.toml"), "/no/such/text: no such file"),
+    ],
+)
+def test_bad_input(
+    arguments: tuple[object, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complaint in refusal(command(*arguments))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", ["own.toml", "base.toml", "link.toml", "text.json"])
+def test_sources_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.json").write_text("Once upon a time")
+    Path("base.toml").write_text('extends = "entropix"\n')
+    Path("own.toml").write_text('extends = "base.toml"\n[base]\ntop_k = 3\n')
+    Path("link.toml").symlink_to("own.toml")
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    result = command("--texts", "text.json", "--sampler", "own.toml", "--output", output)
+    assert refusal(result).startswith(f"error: {output}: would take the place of its own source")
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+def test_output_in_a_linked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`..` of the written path is that of the link's target."""
+    for name in ("here", "far/away", "presets"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    Path("out").symlink_to(tmp_path / "far" / "away")
+    Path("samplers").symlink_to(tmp_path / "presets")
+    Path("samplers/mine.toml").write_text('extends = "entropix"\n[base]\ntop_k = 3\n')
+    arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES)
+    result = command(*arguments, "--sampler", "samplers/mine.toml", "--output", "out/own.toml")
+    assert result.status == 0, result.err
+    assert load_sampler("out/own.toml").values["base.top_k"] == 3
+
+
+def test_names_that_are_not_utf_8(texts: list[str], tmp_path: Path) -> None:
+    """TOML cannot represent them."""
+    strange = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    strange.write_text(Path(texts[0]).read_text())
+    output = tmp_path / "mine.toml"
+    result = command("--texts", strange, "--wanted", *SHARES, "--output", output)
+    assert result.status == 0, result.err
+    assert "caf\\udce9.txt" in tomllib.loads(output.read_text("utf-8"))["description"]
+    output.unlink()
+    base = tmp_path / os.fsdecode(b"caf\xe9.toml")
+    base.write_text('extends = "entropix"\n')
+    result = command("--texts", strange, "--sampler", base, "--output", output)
+    assert "its name is not UTF-8: no sampler file can extend it" in refusal(result)
+    assert not output.exists()

@@ -1,0 +1,55 @@
+"""The promises of conftest.py: what tests run under, and what becomes of a skipped test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def test_two_devices_and_strict_promotion() -> None:
+    assert jax.device_count() >= 2 or jax.default_backend() != "cpu"
+    with pytest.raises(ValueError, match="dtype promotion"):
+        _ = jnp.ones(2, jnp.int32) + jnp.ones(2, jnp.float32)
+    with pytest.raises(ValueError, match="rank_promotion"):
+        _ = jnp.ones((2, 2)) + jnp.ones(2)
+
+
+SAMPLE = """
+import pytest
+
+def test_passes(): pass
+def test_skips(): pytest.skip("because")
+def test_asks_for_data(shared_data): pass
+@pytest.mark.xfail(strict=True)
+def test_known_to_fail(): raise AssertionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("require_all", "status", "summary"),
+    [
+        ("", pytest.ExitCode.OK, "1 passed, 2 skipped, 1 xfailed"),
+        ("1", pytest.ExitCode.TESTS_FAILED, "1 failed, 1 passed, 1 deselected, 1 xfailed"),
+    ],
+)
+def test_skipped_tests(tmp_path: Path, require_all: str, status: int, summary: str) -> None:
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    parity\n    shared_data\n")
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    environment = os.environ | {"ENTROPIX_REQUIRE_ALL": require_all, "ENTROPIX_SHARED_DATA": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", str(tmp_path)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == status, run.stdout
+    assert summary in run.stdout.splitlines()[-1]

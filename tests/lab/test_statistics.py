@@ -1,0 +1,336 @@
+"""Statistics of scores against counting, NumPy, scipy and simulations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from entropix_jax.engine.results import Row
+from entropix_jax.lab.digest import Digest, SettingDigest
+from entropix_jax.lab.measures import distinct, measure_row, repetition
+from entropix_jax.lab.plots import _error_bars
+from entropix_jax.lab.statistics import (
+    Bootstrap,
+    Interval,
+    auroc,
+    auroc_interval,
+    majority_vote,
+    reliability,
+    rotating_votes,
+)
+from entropix_jax.lab.summary import analyse_digest, format_summary
+from tests.support.runs import unrun
+
+Floats = NDArray[np.float64]
+STRATA = [0] * 7 + [1] * 3 + [4] * 5  # tasks of unlike size, one number left out
+
+
+def rng_of(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+# The bootstrap
+
+
+def bounds(values: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(np.asarray(values), [0.025, 0.975])
+    return float(low), float(high)
+
+
+@pytest.mark.parametrize("items", [1, 7, 100])
+def test_equal_scores_have_an_interval_without_width(items: int) -> None:
+    """A sampler that gets everything right, in tasks of different sizes."""
+    bootstrap = Bootstrap([0] * items + [1] * 3, resamples=500)
+    found = bootstrap.estimate(np.ones(items + 3))
+    assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-14)
+    costs, curve = np.ones((2, items + 3)), np.ones((2, items + 3))
+    costs[1] = 3.0
+    over = bootstrap.over_curve(costs, curve, np.full(items + 3, 1.7), np.ones(items + 3))
+    assert over.verdict == "no difference seen"
+
+
+def test_error_bars_are_not_negative() -> None:
+    """Percentile intervals need not contain the value."""
+    scores = [Interval(0.5, 0.6, 0.7), Interval(0.5, 0.3, 0.4), Interval(0.5, 0.25, 0.75)]
+    assert _error_bars(scores) == [[0.0, 0.2, 0.25], pytest.approx([0.2, 0.0, 0.25])]
+
+
+def test_the_mean_and_its_interval() -> None:
+    """Resampled by hand, in float64."""
+    scores, strata = rng_of(2).random(len(STRATA)), np.asarray(STRATA)
+    rng, total = rng_of(0), np.zeros(10_000)
+    for task in (0, 1, 4):
+        inside = scores[strata == task]
+        counts = rng.multinomial(len(inside), [1 / len(inside)] * len(inside), 10_000)
+        total += (counts @ inside) / len(inside) / 3
+    found = Bootstrap(STRATA).estimate(scores)
+    assert (found.low, found.high) == pytest.approx(bounds(list(total)), abs=1e-6)
+    means = [scores[strata == task].mean() for task in (0, 1, 4)]
+    assert found.value == pytest.approx(np.mean(means), abs=1e-12)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_intervals_cover_the_truth(paired: bool) -> None:
+    """In 92 to 98 % of 400 simulated studies: for a score, and for a paired difference."""
+    strata, seeds, covered = [0] * 60 + [1] * 40, 3, 0
+    for study in range(400):
+        rng = rng_of(1000 + study)
+        # The difficulties of two tasks' items follow two distributions of known mean.
+        hard = np.concatenate([rng.beta(2, 1, 60), rng.beta(1, 2, 40)])
+        scores = rng.binomial(seeds, hard) / seeds
+        truth = (2 / 3 + 1 / 3) / 2
+        if paired:
+            scores = rng.binomial(seeds, hard**2) / seeds - scores
+            truth = (2 / 4 + 1 / 6) / 2 - truth
+        found = Bootstrap(strata, resamples=500).estimate(scores)
+        covered += found.low <= truth <= found.high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.1, 0.2, "higher"),
+        (-0.2, -0.1, "lower"),
+        (-0.1, 0.2, "no difference seen"),
+        (0.0, 0.2, "no difference seen"),
+        (1e-17, 1e-16, "no difference seen"),  # rounding
+    ],
+)
+def test_verdicts(low: float, high: float, verdict: str) -> None:
+    assert Interval((low + high) / 2, low, high).verdict == verdict
+
+
+# A curve
+
+
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [(0.0, 0.2), (1.0, 0.2), (1.5, 0.3), (2.0, 0.4), (3.0, 0.6), (4.0, 0.8), (9.0, 0.8)],
+)
+def test_a_curve_is_linear_and_clamped(cost: float, expected: float) -> None:
+    points = np.array([[1.0], [2.0], [4.0]])
+    scores = np.array([[0.2], [0.4], [0.8]])
+    bootstrap = Bootstrap([0, 0], resamples=50)
+    even, each = bootstrap.curve(np.repeat(points, 2, 1), np.repeat(scores, 2, 1), np.full(2, cost))
+    assert float(even) == pytest.approx(expected, abs=1e-12)
+    assert each.shape == (50,)
+    assert each == pytest.approx(np.full(50, expected), abs=1e-6)
+
+
+def test_over_a_curve_by_hand() -> None:
+    """Each resample has a curve of its own, read at its own cost."""
+    rng, number = rng_of(4), len(STRATA)
+    costs = np.cumsum(rng.random((3, number)) + 1, axis=0)
+    curve, scores = np.cumsum(rng.random((3, number)), axis=0) / 3, rng.random(number)
+    cost = rng.random(number) * 4 + 0.5
+    found = Bootstrap(STRATA).over_curve(costs, curve, cost, scores)
+    strata, weights = np.asarray(STRATA), []
+    draw = rng_of(0)
+    for task in (0, 1, 4):
+        size = int((strata == task).sum())
+        weights.append(draw.multinomial(size, [1 / size] * size, 10_000) / size / 3)
+    by_item = np.concatenate(weights, axis=1)
+    order = np.concatenate([np.flatnonzero(strata == task) for task in (0, 1, 4)])
+
+    def above(weight: Floats) -> float:
+        x = [float(weight @ points[order]) for points in costs]
+        y = [float(weight @ points[order]) for points in curve]
+        at, own = float(weight @ cost[order]), float(weight @ scores[order])
+        if at <= x[0]:
+            return own - y[0]
+        for (x0, x1), (y0, y1) in zip(itertools.pairwise(x), itertools.pairwise(y), strict=True):
+            if at <= x1:
+                return own - (y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+        return own - y[-1]
+
+    whole = np.concatenate(
+        [np.full((strata == t).sum(), 1 / (strata == t).sum() / 3) for t in (0, 1, 4)]
+    )
+    assert found.value == pytest.approx(above(whole), abs=1e-12)
+    expected = bounds([above(weight) for weight in by_item])
+    assert (found.low, found.high) == pytest.approx(expected, abs=1e-6)
+
+
+# Votes
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["a"], "a"),
+        (["a", "b", "b"], "b"),
+        (["a", "b", "b", "a"], "a"),  # of equals the first
+        (["b", "a", None, "a"], "a"),
+        ([None, None, "c"], "c"),  # who says nothing has no vote
+        ([None, None], None),
+        ([], None),
+    ],
+)
+def test_majorities(answers: list[str | None], expected: str | None) -> None:
+    assert majority_vote(answers) == expected
+
+
+def test_votes_of_samples() -> None:
+    answers = ["a", "b", "b", None, "a"]
+    assert rotating_votes(answers, 1) == answers
+    assert rotating_votes(answers, 3) == ["b", "b", "b", "a", "a"]
+    assert rotating_votes(answers, 5) == ["a", "b", "b", "a", "a"]  # equals: whoever begins
+    assert rotating_votes(["a", "b"], 2) == ["a", "b"]
+    for k in (1, 2, 3, 5):  # each sample stands in k votes
+        numbers = [str(i) for i in range(5)]
+        seen = [numbers[(i + j) % 5] for i in range(5) for j in range(k)]
+        assert {seen.count(name) for name in numbers} == {k}
+        assert rotating_votes(numbers, k) == numbers
+
+
+# Predictors
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_auroc_is_mann_whitney(ties: bool) -> None:
+    rng = rng_of(6)
+    for _ in range(50):
+        number = int(rng.integers(2, 60))
+        scores = rng.integers(0, 5, number).astype(float) if ties else rng.random(number)
+        positive = rng.random(number) < 0.4
+        if positive.all() or not positive.any():
+            continue
+        u = stats.mannwhitneyu(scores[positive], scores[~positive]).statistic
+        expected = u / (positive.sum() * (~positive).sum())
+        assert auroc(scores, positive) == pytest.approx(expected, abs=1e-12)
+        assert auroc(-scores, positive) == pytest.approx(1 - expected, abs=1e-12)
+
+
+def test_auroc_without_both_classes_is_nan() -> None:
+    scores = np.array([1.0, 2.0])
+    assert math.isnan(auroc(scores, np.array([True, True])))
+    assert math.isnan(auroc(scores, np.array([False, False])))
+    assert math.isnan(auroc(np.array([1.0, np.nan]), np.array([True, False])))
+    assert math.isnan(auroc(np.array([]), np.array([], bool)))
+    found = auroc_interval(scores, np.array([True, True]), np.array([0, 1]))
+    assert np.isnan([found.value, found.low, found.high]).all()
+
+
+def test_the_interval_of_auroc_resamples_items() -> None:
+    """Copies of rows do not narrow the interval."""
+    rng = rng_of(8)
+    scores, positive = rng.random(60), rng.random(60) < 0.5
+    items = np.arange(60)
+    once = auroc_interval(scores, positive, items)
+    five = auroc_interval(np.tile(scores, 5), np.tile(positive, 5), np.tile(items, 5))
+    assert [five.value, five.low, five.high] == pytest.approx([once.value, once.low, once.high])
+    drawn = [
+        auroc(scores[chosen], positive[chosen])
+        for chosen in (rng.integers(60, size=60) for _ in range(4000))
+    ]
+    assert (once.low, once.high) == pytest.approx(bounds(drawn), abs=0.02)
+
+
+def test_reliability() -> None:
+    rng = rng_of(9)
+    values, scores = rng.random(1003), rng.random(1003)
+    bins = reliability(values, scores)
+    parts = np.array_split(np.argsort(values), 10)
+    assert [b.number for b in bins] == [len(part) for part in parts]
+    for b, part in zip(bins, parts, strict=True):
+        assert (b.low, b.high) == (values[part].min(), values[part].max())
+        assert b.mean == pytest.approx(values[part].mean())
+        assert b.score == pytest.approx(scores[part].mean())
+    assert [b.number for b in reliability(values[:7], scores[:7])] == [1] * 7
+
+
+# Texts
+
+
+def test_distinct() -> None:
+    tokens = [1, 2, 1, 2, 1]
+    assert distinct(tokens, 1) == pytest.approx(2 / 5)
+    assert distinct(tokens, 2) == pytest.approx(2 / 4)  # 12 21 12 21
+    assert distinct(tokens, 3) == pytest.approx(2 / 3)  # 121 212 121
+    assert distinct(tokens, 4) == 1.0
+    assert distinct(tokens, 5) == 1.0
+    assert distinct(tokens, 6) is None
+    assert distinct([], 1) is None
+    assert repetition([1, 2, 1, 2, 1]) == pytest.approx(1 - (2 / 4) * (2 / 3) * (2 / 2))
+    assert repetition([7] * 5) == pytest.approx(1 - (1 / 4) * (1 / 3) * (1 / 2))
+    assert repetition([1, 2, 3]) is None
+
+
+def row_of(tokens: Sequence[tuple[int, float, float, float]]) -> Row:
+    """A row of tokens by id, entropy, varentropy and log-probability."""
+    records: list[Any] = [
+        SimpleNamespace(token_id=i, entropy=h, varentropy=v, logprob=p) for i, h, v, p in tokens
+    ]
+    return Row(unrun((1,), "", 9), tokens=records)
+
+
+def test_measures_of_a_row() -> None:
+    found = measure_row(row_of([(5, 1.0, 4.0, -0.5), (6, 3.0, 0.0, -1.5), (5, 0.5, 1.0, -1.0)]))
+    assert found == {
+        "mean_entropy": pytest.approx(1.5),
+        "max_entropy": 3.0,
+        "mean_varentropy": pytest.approx(5 / 3),
+        "max_varentropy": 4.0,
+        "perplexity": pytest.approx(math.e),
+        "distinct_1": pytest.approx(2 / 3),
+        "distinct_2": 1.0,
+        "repetition": None,
+    }
+    assert measure_row(row_of([])) == {}
+    # Surprise beyond all bounds is still a number, which a table can hold.
+    for logprob in (-1e5, -math.inf):
+        assert 1e300 < measure_row(row_of([(5, 1.0, 1.0, logprob)]))["perplexity"] < math.inf
+
+
+# Findings
+
+
+def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
+    """Settings by the scores of four items, of two tasks."""
+    settings = {}
+    for name, values in scores.items():
+        one = SettingDigest(name, name, {}, {1: values}, {1: [10.0] * 4}, rows=4, **more)
+        one.row_scores, one.row_items = list(values), [0, 1, 2, 3]
+        for key in ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy"):
+            one.predictors[key] = [1.0, 2.0, 3.0, 4.0]
+        one.predictors["perplexity"] = [1.0, 2.0, 3.0, 4.0]
+        settings[name] = one
+    return Digest(["a", "b"], [0, 0, 0, 1], settings)
+
+
+def test_findings() -> None:
+    digest = digest_with({"base": [1, 1, 0, 0], "other": [1, 1, 1, 1]})
+    found = analyse_digest(digest, "base", {"other": "base"}, (1,), ["base", "other"])
+    base, other = found.lines
+    assert list(base.by_task) == pytest.approx([2 / 3, 0.0])
+    assert base.score.value == pytest.approx(1 / 3)
+    assert base.over_baseline is base.at_equal_cost is other.at_equal_cost is None
+    assert other.over_baseline is not None
+    assert other.over_baseline.value == pytest.approx(2 / 3)
+    assert other.over_base == other.over_baseline
+    assert base.over_base is None
+    assert found.predictors["base", "all"]["mean_entropy"].value == 1.0
+    # Of what is all right, or all wrong, as in the second task, there is nothing to predict.
+    assert {*found.predictors} == {("base", "all"), ("base", "a")}
+    assert {*found.bins} == {"base"}
+    page = format_summary(found, {"description": "", "seeds": "0"})
+    assert "| other | 1.000 [1.000, 1.000] | 1.000 | 1.000 | 10.0 | +0.667 [" in page
+
+
+@pytest.mark.parametrize("where", ["base", "other"])
+def test_a_study_without_scores_has_no_lines(where: str) -> None:
+    scores = {"base": [1.0, 1, 0, 0], "other": [1.0, 0, 1, 0]}
+    scores[where][2] = math.nan
+    found = analyse_digest(digest_with(scores), "base", {}, (1,), ["base"])
+    assert not found.lines
+    assert not found.predictors
+    assert "nan" not in format_summary(found, {"description": ""}).split("## Texts")[0]

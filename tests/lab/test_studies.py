@@ -1,0 +1,886 @@
+"""Whole studies: rows, tables, summary, plots, tuning, resuming, and bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import jax
+import numpy as np
+import pytest
+from entropix_jax.sampler.arms import ACTIONS
+from pyarrow import parquet
+from tiny.corpus import Comparison, compare
+from tiny.tokenizer import build_tokenizer
+
+from entropix_jax.batch.output import Store
+from entropix_jax.cli.options import EXIT_OK
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import encode_prompt
+from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.scoring import score_tokens
+from entropix_jax.errors import UserError
+from entropix_jax.lab import ablate, command, evaluate, study, trials
+from entropix_jax.lab.plots import draw_plots
+from entropix_jax.lab.sweep import Setting, read_sweep
+from entropix_jax.lab.tables import COLUMNS
+from entropix_jax.lab.tasks.registry import find_task
+from entropix_jax.lab.tasks.task import Item, Task
+from entropix_jax.lab.trials import TUNING, Trial, make_result, read_questions
+from entropix_jax.lab.truth import compare_with_truth, has_world_vocabulary
+from entropix_jax.lab.world.corpus import encode_row, terminal_ids, write_row
+from entropix_jax.lab.world.facts import WORLD_SEED, create
+from entropix_jax.model.checkpoint import fingerprint
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.presets import load_sampler
+from tests.support.commands import Result, refusal, run_command
+from tests.support.folders import MAX_POSITIONS, write_model
+from tests.support.models import teacher_forced
+from tests.support.runs import Spec, calibrated, run_specs, unrun
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+
+SWEEP = """description = "A small study"
+tasks = ["sums", "facts"]
+items = 2
+seeds = [0, 1, 5]
+max_new_tokens = 14
+baseline = "hot"
+[settings.hot]
+sampler = "temperature"
+"base.temperature" = 1.8
+[settings.entropix]
+sampler = "entropix"
+"base.temperature" = 1.8
+"adaptive.temperature_logits" = 1.0
+[tuning]
+samplers = ["top-p"]
+settings = 3
+items = 1
+[tuning.over.top-p]
+"base.temperature" = { from = 1.0, to = 3.0 }
+"""
+SETTINGS = ("hot", "entropix", "top-p (tuned)")
+SEEDS = (0, 1, 5)
+
+
+def run(module: ModuleType, *arguments: object) -> Result:
+    """Runs a command, with one text to compare the entropy with the truth."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "_TRUTH_TEXTS", 1)
+        return run_command(module.main, *arguments)
+
+
+def succeed(module: ModuleType, *arguments: object) -> None:
+    result = run(module, *arguments)
+    assert result.status == EXIT_OK, result.err
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_page(folder: Path) -> str:
+    """The summary without the commit, which may change while tests run."""
+    return re.sub(r"^- commit: .*$", "", (folder / "summary.md").read_text(), flags=re.MULTILINE)
+
+
+def section(folder: Path, name: str) -> list[list[str]]:
+    """The cells of a section's table, without its headings."""
+    text = (folder / "summary.md").read_text().partition(f"## {name}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def write_sweep(folder: Path, text: str) -> Path:
+    path = folder / "sweep.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return load("tiny")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model") / "small"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished study, beside its sweep."""
+    folder = tmp_path_factory.mktemp("study")
+    sweep, output = write_sweep(folder, SWEEP), folder / "out"
+    result = run(ablate, sweep, "--output", output, "--slots", 8)
+    assert result.status == EXIT_OK, result.err
+    assert result.out == (output / "summary.md").read_text().partition("\n![")[0] + "\n"
+    assert "tuning: 6 rows" in result.err.splitlines()
+    return output
+
+
+def chosen_samplers(done: Path) -> dict[str, Any]:
+    """The samplers of the finished study by setting."""
+    sweep = read_sweep(done.parent / "sweep.toml")
+    assert sweep.tuning is not None
+    best = section(done, "Tuning")[0][-1]
+    (tuned,) = (
+        setting
+        for setting in sweep.tuning.candidates["top-p"]
+        if best == (", ".join(f"`{k}={v}`" for k, v in setting.varied.items()) or "unchanged")
+    )
+    settings = {setting.name: setting.sampler for setting in sweep.settings}
+    return {**settings, "top-p (tuned)": tuned.sampler}
+
+
+# Tables
+
+
+def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
+    rows = read_rows(done)
+    assert [*rows[0]] == [*COLUMNS]
+    assert [(r["phase"], r["task"], r["item"], r["setting"], int(r["seed"])) for r in rows] == [
+        ("test", name, item.id, setting, seed)
+        for name in ("sums", "facts")
+        for item in list(find_task(name).items("test", chat=True))[:2]
+        for setting in SETTINGS
+        for seed in SEEDS
+    ]
+    assert {row["sampler"] for row in rows} == {"temperature", "entropix", "top-p"}
+    assert len({row["text"] for row in rows}) > 4
+    table = parquet.read_table(done / "results.parquet")
+    assert {name: str(table.schema.field(name).type) for name in table.column_names} == {
+        name: kind.replace("float64", "double") for name, kind in COLUMNS.items()
+    }
+    assert rows == [
+        {name: "" if value is None else str(value) for name, value in row.items()}
+        for row in table.to_pylist()
+    ]
+
+
+def test_counts_add_up_and_scores_are_the_tasks(done: Path) -> None:
+    scores = set()
+    for row in read_rows(done):
+        task = find_task(row["task"])
+        (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
+        answer = task.extract(item, row["text"])
+        assert (row["answer"], row["expected"]) == (answer or "", item.answer)
+        assert float(row["score"]) == task.score(item, answer)
+        scores.add(float(row["score"]))
+        tokens = int(row["tokens"])
+        assert 0 < tokens <= 14
+        assert tokens == sum(int(row[f"regime_{regime}"]) for regime in REGIMES)
+        assert tokens == sum(int(row[f"action_{action}"]) for action in ACTIONS)
+        assert int(row["forwards"]) >= tokens - 1
+        if row["sampler"] != "entropix":
+            assert (int(row["forwards"]), row["retracted"]) == (tokens - 1, "0")
+    assert scores == {0.0, 1.0}
+
+
+def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -> None:
+    samplers = chosen_samplers(done)
+    for row in read_rows(done)[::2]:
+        task = find_task(row["task"])
+        (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
+        request = Spec(encode_prompt(tiny, item.prompt, chat=True), f"{task.name}/{item.id}", 14)
+        sampler, seed = samplers[row["setting"]], int(row["seed"])
+        (alone,) = run_specs(tiny, [request], sampler, seed=seed, turn_end=True).run()
+        expected = alone.to_json()
+        assert (row["text"], row["finish_reason"]) == (expected["text"], expected["finish_reason"])
+        for name in ("tokens", "forwards", "retracted"):
+            assert int(row[name]) == expected[name]
+        for regime in REGIMES:
+            assert int(row[f"regime_{regime}"]) == expected["regimes"][regime]
+        for action in ACTIONS:
+            assert int(row[f"action_{action}"]) == expected["actions"].get(action, 0)
+        # Other shapes round differently in the last digits.
+        for column, value in (
+            ("mean_entropy", np.mean([token.entropy for token in alone.tokens])),
+            ("max_varentropy", max(token.varentropy for token in alone.tokens)),
+            ("perplexity", np.exp(-np.mean([token.logprob for token in alone.tokens]))),
+        ):
+            assert float(row[column]) == pytest.approx(value, rel=1e-5, abs=1e-6)
+
+
+# The summary, computed again from the table in float64
+
+
+class Table:
+    """The rows of a study as float64 arrays [items, seeds], by setting."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows = read_rows(folder)
+        self.tasks = list(dict.fromkeys(row["task"] for row in self.rows))
+        items = list(dict.fromkeys((row["task"], row["item"]) for row in self.rows))
+        self.strata = np.array([self.tasks.index(task) for task, _ in items])
+        self.shape = (len(items), len(SEEDS))
+        rng, parts = np.random.default_rng(0), []
+        for task in range(len(self.tasks)):
+            size = int((self.strata == task).sum())
+            drawn = rng.multinomial(size, [1 / size] * size, 10_000)
+            parts.append(drawn / size / len(self.tasks))
+        self.weights = np.concatenate(parts, axis=1)  # of the study's resamples, [10,000, items]
+
+    def of(self, setting: str) -> list[dict[str, str]]:
+        return [row for row in self.rows if row["setting"] == setting]
+
+    def array(self, setting: str, column: str) -> np.ndarray:
+        return np.array([float(row[column]) for row in self.of(setting)]).reshape(self.shape)
+
+    def vote(self, setting: str) -> np.ndarray:
+        """Mean scores [items] of the majority of three samples, from each of three starts."""
+        scores = []
+        for _, rows in groupby(self.of(setting), key=lambda row: row["item"]):
+            samples = [(row["answer"], float(row["score"])) for row in rows]
+            found = []
+            for start in range(3):
+                given = [answer for answer, _ in samples[start:] + samples[:start] if answer]
+                best = max(given, key=given.count, default="")
+                found.append(dict(samples)[best] if best else 0.0)
+            scores.append(np.mean(found))
+        return np.array(scores)
+
+    def interval(self, values: np.ndarray, sign: str = "") -> str:
+        mean = np.mean([values[self.strata == task].mean() for task in set(self.strata)])
+        return show(float(mean), self.weights @ values, sign)
+
+
+def show(value: float, resampled: np.ndarray, sign: str = "") -> str:
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return f"{value:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def verdict(text: str) -> str:
+    low, high = map(float, re.findall(r"[-+][\d.]+", text)[1:])
+    return "higher" if low > 0 else "lower" if high < 0 else "no difference seen"
+
+
+def test_scores_and_votes_of_the_summary(done: Path) -> None:
+    table = Table(done)
+    base, base_cost = table.array("hot", "score").mean(1), table.array("hot", "forwards").mean(1)
+    lines = section(done, "Scores")
+    assert [line[0] for line in lines] == [*SETTINGS]
+    for name, score, sums, facts, forwards, over, seen, equal, seen_equal in lines:
+        own, cost = table.array(name, "score").mean(1), table.array(name, "forwards").mean(1)
+        assert score == table.interval(own)
+        assert [sums, facts] == [f"{own[table.strata == t].mean():.3f}" for t in (0, 1)]
+        assert forwards == f"{cost.mean():.1f}"
+        if name == "hot":
+            assert (over, seen, equal, seen_equal) == ("",) * 4
+            continue
+        assert over == table.interval(own - base, "+")
+        assert seen == verdict(over)
+
+        def above(weight: np.ndarray, own: np.ndarray = own, cost: np.ndarray = cost) -> float:
+            xs = [weight @ base_cost, weight @ (3 * base_cost)]
+            at = np.clip((weight @ cost - xs[0]) / (xs[1] - xs[0]), 0, 1)
+            ys = [weight @ base, weight @ table.vote("hot")]
+            return float(weight @ own - (ys[0] + at * (ys[1] - ys[0])))
+
+        resampled = np.array([above(weight) for weight in table.weights])
+        assert equal == show(above(np.full(4, 1 / 4)), resampled, "+")
+        assert seen_equal == verdict(equal)
+    for name, one, three in section(done, "Self-consistency"):
+        forwards = table.array(name, "forwards").mean()
+        assert one == f"{table.interval(table.array(name, 'score').mean(1))} ({forwards:.0f})"
+        assert three == f"{table.interval(table.vote(name))} ({3 * forwards:.0f})"
+
+
+def test_shares_of_the_summary(done: Path) -> None:
+    table = Table(done)
+    actions = sorted(a for a in ACTIONS if any(row[f"action_{a}"] != "0" for row in table.rows))
+    reasons = sorted({row["finish_reason"] for row in table.rows})
+    regimes, acts = section(done, "Regimes"), section(done, "Actions")
+    for name, regime_line, action_line, text_line in zip(
+        SETTINGS, regimes, acts, section(done, "Texts"), strict=True
+    ):
+        own = table.of(name)
+        totals = {key: table.array(name, key).sum() for key in ("tokens", "forwards")}
+
+        def share(column: str, name: str = name, tokens: float = totals["tokens"]) -> str:
+            return f"{100 * table.array(name, column).sum() / tokens:.1f} %"
+
+        assert regime_line == [
+            name,
+            f"{totals['tokens']:.0f}",
+            *(share(f"regime_{r}") for r in REGIMES),
+        ]
+        cost = f"{totals['forwards'] / totals['tokens']:.2f}"
+        shares = [share(f"action_{action}") for action in actions]
+        assert action_line == [name, *shares, share("retracted"), cost]
+        ends = [sum(row["finish_reason"] == reason for row in own) for reason in reasons]
+        measures = [
+            f"{np.mean([float(row[column]) for row in own if row[column]]):.3f}"
+            for column in ("perplexity", "distinct_1", "distinct_2", "repetition")
+        ]
+        length = f"{totals['tokens'] / len(own):.1f}"
+        shares = [f"{100 * number / len(own):.1f} %" for number in ends]
+        assert text_line == [name, length, *shares, *measures]
+
+
+def test_predictors_of_the_summary(done: Path) -> None:
+    """AUROCs by counting pairs; bins by their totals."""
+    table = Table(done)
+    columns = ["mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity"]
+    lines = section(done, "Predictors of error")
+    assert lines
+    for name, task, *cells in lines:
+        part = [task in ("all", table.tasks[number]) for number in table.strata]
+        right = table.array(name, "score")[part].ravel() == 1
+        for cell, column in zip(cells, columns, strict=True):
+            values = table.array(name, column)[part].ravel()
+            above = values[~right][:, None] - values[right][None, :]
+            assert cell.startswith(f"{np.mean((above > 0) + (above == 0) / 2):.3f} [")
+    text = (done / "summary.md").read_text().partition("## Reliability")[2].partition("\n## ")[0]
+    for name in {name for name, *_ in lines}:
+        block = text.partition(f"`{name}`")[2].partition("\n`")[0]
+        found = re.findall(r"^\| [\d.]+ to [\d.]+ \| [\d.]+ \| (\d+) \| ([\d.]+) \|", block, re.M)
+        assert sum(int(number) for number, _ in found) == len(table.of(name))
+        total = sum(int(number) * float(share) for number, share in found)
+        assert total == pytest.approx(table.array(name, "score").sum(), abs=0.01)
+
+
+def test_the_tuned_candidate_is_the_best_one(done: Path) -> None:
+    lines = [json.loads(line) for line in (done / "tuning.jsonl").read_text().splitlines()]
+    assert sorted(line["line"] for line in lines) == [1, 2, 3, 4, 5, 6]
+    merits = {}
+    for name in ("top-p #1", "top-p #2", "top-p #3"):
+        own = [line for line in lines if line["setting"] == name]
+        assert sorted(line["task"] for line in own) == ["facts", "sums"]
+        assert all("-tuning-" in line["item"] for line in own)
+        cost = np.mean([line["forwards"] for line in own])
+        merits[name] = (np.mean([line["score"] for line in own]), -cost)
+    best = max(merits, key=lambda name: merits[name])
+    values = next(line["varied"] for line in lines if line["setting"] == best)
+    shown = ", ".join(f"`{k}={v}`" for k, v in values.items()) or "unchanged"
+    scores = [f"{merits[name][0]:.3f}" for name in ("top-p #1", best)]
+    assert section(done, "Tuning") == [["top-p", "3", *scores, shown]]
+
+
+def test_the_environment_and_the_samplers_are_recorded(done: Path, tiny: LanguageModel) -> None:
+    about = json.loads((done / "study.json").read_text())
+    assert about["versions"]["jax"] == jax.__version__
+    assert about["versions"]["python"] == platform.python_version()
+    assert platform.machine() in about["hardware"]
+    assert (about["seeds"], about["rows"]) == ([*SEEDS], len(read_rows(done)) == 36 and 36)
+    assert {*about} >= {"commit", "model", "precision", "split", "tasks", "description"}
+    assert [*about["settings"]] == [*SETTINGS]
+    for name, sampler in chosen_samplers(done).items():
+        values = dict(calibrate_sampler(sampler, tiny).values)
+        assert about["settings"][name]["parameters"] == json.loads(json.dumps(values))
+        assert about["settings"][name]["sampler"] == sampler.name
+    # A user's task code is part of the identity, the package's own is not.
+    identity = json.loads((done / "test.jsonl.run.json").read_text())["identity"]
+    assert identity["tasks"] == ["sums", "facts"]
+    assert "task_code" not in identity
+
+
+# Plots
+
+
+def test_plots(done: Path, tmp_path: Path) -> None:
+    names = {"scores", "regimes", "reliability", "truth"}
+    files = {path.name for path in (done / "plots").iterdir()}
+    assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
+    for name in names:
+        png, svg = (done / "plots" / f"{name}.{suffix}" for suffix in ("png", "svg"))
+        assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    page = (done / "summary.md").read_text()
+    assert {*re.findall(r"!\[.*?\]\(plots/(.*?)\.png\)", page)} == names
+    (tmp_path / "plots").write_text("not a folder")
+    empty: Any = SimpleNamespace(lines=[], bins={}, truth=[], digest=SimpleNamespace(settings={}))
+    with pytest.raises(UserError, match=r"regimes\.png: cannot be written"):
+        draw_plots(empty, tmp_path / "plots")
+
+
+def test_a_finished_study_runs_nothing_and_writes_the_same(
+    done: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> dict[str, bytes]:
+        paths = (path for path in done.rglob("*") if path.is_file())
+        named = ("summary.md", "study.json")  # which have the commit
+        return {str(path): path.read_bytes() for path in paths if path.name not in named}
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a row is run again")
+
+    before, page = files(), read_page(done)
+    monkeypatch.setattr(Engine, "run", fail)
+    succeed(ablate, done.parent / "sweep.toml", "--output", done)
+    assert files() == before
+    assert read_page(done) == page
+
+
+# A user's own tasks
+
+WORDS = """from entropix_jax.lab.tasks.task import Item, Task
+
+
+class Words(Task):
+    name, chat, max_new_tokens = "words", False, 20
+
+    def items(self, split, *, chat):
+        for number in range(8):
+            yield Item(f"{split} {number}", "Berlin " * (number + 1), "Berlin")
+
+    def extract(self, item, text):
+        return next(iter(text.split()), None)
+
+    def score(self, item, answer):
+        return 0.0 if answer is None else len(answer) / 100
+
+
+class Long(Words):
+    def items(self, split, *, chat):
+        for number in range(4):
+            yield Item(f"{split} {number}", "Berlin " * (200 if number < 2 else 2), "Berlin")
+
+
+class Raises(Words):
+    def extract(self, item, text):
+        raise ValueError("one\\ntwo")
+
+
+WORDS, LONG, RAISES = Words(), Long(), Raises()
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(WORDS)
+    return path
+
+
+GRID = """tasks = ["own.py:WORDS"]
+items = 3
+seeds = [0, 4]
+max_new_tokens = 6
+base = "entropix"
+[settings."$a_{$ | b"]
+sampler = "greedy"
+[grid]
+"base.temperature" = [0.5, 1.5]
+"arms.mid" = ["adaptive", "sample"]
+[tuning]
+samplers = ["top-p", "mirostat"]
+settings = 2
+items = 2
+"""
+
+
+def test_all_settings_share_one_program(words: Path, small: str, tmp_path: Path) -> None:
+    """Tuning, too. The keys of a grid become columns and plots."""
+    jitted: Any = decode
+    jax.clear_caches()
+    output = tmp_path / "out"
+    sweep = write_sweep(tmp_path, GRID)
+    succeed(ablate, sweep, "--output", output, "--model", small, "--slots", 4)
+    assert jitted._cache_size() == 1
+    rows = read_rows(output)
+    assert len(rows) == 3 * 2 * (1 + 1 + 4 + 2)
+    assert [*rows[0]] == [*COLUMNS, "arms.mid", "base.temperature"]
+    varied = {row["setting"]: (row["base.temperature"], row["arms.mid"]) for row in rows}
+    assert varied["base.temperature=1.5 arms.mid=sample"] == ("1.5", "sample")
+    assert varied["entropix"] == ("", "")
+    plots = {path.stem for path in (output / "plots").glob("*.png")}
+    assert {"response-base.temperature", "response-arms.mid", "scores"} <= plots
+    assert "truth" not in plots  # the task is not of the tiny world
+    assert "| $a_{$ \\| b |" in (output / "summary.md").read_text()
+
+
+def test_a_prompt_that_is_too_long_is_a_wrong_answer(
+    words: Path, small: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    succeed(
+        *(evaluate, "--task", f"{words}:LONG", "--sampler", "greedy", "min-p", "--seeds", 1),
+        *("--max-new-tokens", 4, "--model", small, "--output", output, "--slots", 4),
+    )
+    rows = read_rows(output)
+    assert len(rows) == 8
+    for row in rows:
+        if int(row["item"][-1]) < 2:
+            assert f"the model {MAX_POSITIONS} positions" in row["error"]
+            assert (row["finish_reason"], row["text"], row["answer"]) == ("error", "", "")
+            assert [row[name] for name in ("score", "tokens", "forwards")] == ["0.0", "0", "0"]
+        else:
+            assert row["error"] == ""
+    greedy = [float(row["score"]) for row in rows if row["setting"] == "greedy"]
+    assert section(output, "Scores")[0][1].startswith(f"{np.mean(greedy):.3f} [")
+    assert section(output, "Texts")[0][2:4].count("50.0 %") == 2
+
+
+def test_prompts_without_answers(small: str, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out"
+    records: list[dict[str, Any]] = [
+        {"prompt": "Once upon"},
+        {"id": "chat", "messages": [{"role": "user", "content": "a time"}]},
+    ]
+
+    def write(*given: dict[str, Any]) -> None:
+        prompts.write_text("".join(json.dumps(record) + "\n" for record in given))
+
+    text = "prompts = 'in.jsonl'\nmax_new_tokens = 4\nseeds = [1]\n"
+    text += "[settings.a]\nsampler = 'greedy'\n[settings.b]\nsampler = 'top-p'\n"
+    sweep = write_sweep(tmp_path, text)
+    command = (ablate, sweep, "--output", output, "--model", small, "--slots", 4)
+    write(*records, {"id": "half \ud800", "prompt": "Adam"})
+    assert "half" in refusal(run(*command))
+    write(*records)
+    succeed(*command)
+    rows = read_rows(output)
+    assert [row["item"] for row in rows] == ["1", "1", "chat", "chat"]
+    assert {(row["task"], row["score"], row["answer"]) for row in rows} == {("prompts", "", "")}
+    page = (output / "summary.md").read_text()
+    assert "## Scores" not in page
+    assert "## Predictors" not in page
+    assert [line[0] for line in section(output, "Texts")] == ["a", "b"]
+    assert {path.stem for path in (output / "plots").iterdir()} == {"regimes"}
+
+    # Changed or missing prompts, and foreign lines in the results, are refused.
+    before = (output / "test.jsonl").read_bytes()
+    write(records[0], {"id": "chat", "prompt": "another time"})
+    assert "has a result of another record" in refusal(run(*command))
+    write(records[0])
+    assert "there are fewer items now" in refusal(run(*command))
+    write(*records)
+    for other in (b"\n", b"{}\n", b'{"line": 0}\n'):
+        (output / "test.jsonl").write_bytes(before + other)
+        assert "test.jsonl: line 5 is not a result of a study" in refusal(run(*command))
+    (output / "test.jsonl").write_bytes(before)
+    # Further prompts are added.
+    write(*records, {"prompt": "x"})
+    succeed(*command)
+    assert [row["item"] for row in read_rows(output)][4:] == ["3", "3"]
+    assert (output / "test.jsonl").read_bytes().startswith(before)
+
+
+def test_a_folder_belongs_to_one_study(small: str, words: Path, tmp_path: Path) -> None:
+    """Neither the sweep nor the code of a user's task may change."""
+    output = tmp_path / "out"
+    text = "tasks = ['own.py:WORDS']\nitems = 1\nmax_new_tokens = 2\nbase = 'greedy'\n"
+    command = (ablate, write_sweep(tmp_path, text), "--output", output, "--model", small)
+    succeed(*command)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    for change, code, reason in (
+        ("[set]\n'base.top_k' = 7", WORDS, "settings.greedy.base.top_k was 27 and is now 7"),
+        ("seeds = [0, 1]", WORDS, "seeds was [0] and is now [0, 1]"),
+        ("", WORDS.replace("/ 100", "/ 50"), "task_code"),
+    ):
+        write_sweep(tmp_path, text + change)
+        words.write_text(code)
+        line = refusal(run(*command))
+        assert f"{output}/test.jsonl: holds another run's results: {reason}" in line
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+def test_the_documented_task(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    blocks = [re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages]
+    (code,) = (block for page in blocks for block in page if "CAPITALS" in block)
+    (tmp_path / "my_task.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    succeed(
+        *(evaluate, "--task", "my_task.py:CAPITALS", "--tune", 2, "--seeds", 1),
+        *("--sampler", "greedy", "top-p", "--model", small, "--output", "out"),
+    )
+    found = [(row["item"], row["setting"], row["expected"]) for row in read_rows(tmp_path / "out")]
+    assert found == [
+        (item, setting, answer)
+        for item, answer in (("Italy", "Rome"), ("Spain", "Madrid"))
+        for setting in ("greedy", "top-p (tuned)")
+    ]
+    tuning = section(tmp_path / "out", "Tuning")
+    assert [line[:2] for line in tuning] == [["greedy", "1"], ["top-p", "2"]]
+
+
+@pytest.mark.parametrize(("given", "name"), [("owner/Model-1B", "owner/Model-1B"), (".", "small")])
+def test_results_name_the_model_as_given(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
+) -> None:
+    """A hub snapshot's folder is named by a hash."""
+    monkeypatch.chdir(small)
+    monkeypatch.setattr(command, "resolve_model", lambda model: Path(small))
+    succeed(
+        *(evaluate, "--task", "sums", "--sampler", "greedy", "--items", 1, "--seeds", 1),
+        *("--max-new-tokens", 2, "--model", given, "--output", tmp_path / "out"),
+    )
+    about = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert about["model"] == f"{name} ({fingerprint(Path(small))})"
+
+
+def test_a_rows_time_starts_with_its_slot(
+    tiny: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waiting:
+        steps, used = 1, 1.0
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def check(self, request: Request) -> None: ...
+
+        def run(self, requests: Iterable[Request]) -> Iterator[Event]:
+            waiting = list(requests)
+            time.sleep(0.2)
+            for request in waiting:
+                row = Row(request, finish_reason="eos", started=time.perf_counter())
+                yield Event(row, None, (), retracted=False)
+
+    monkeypatch.setattr(trials, "Engine", Waiting)
+    output = tmp_path / "out"
+    succeed(evaluate, "--task", "sums", "--sampler", "greedy", "--items", 2, "--output", output)
+    assert max(float(row["seconds"]) for row in read_rows(output)) < 0.2
+
+
+# Bad input
+
+MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
+    (evaluate, {"--task": "sum"}, "no task 'sum', did you mean 'sums'"),
+    (evaluate, {"--task": "own.py:NO"}, "own.py has no 'NO'"),
+    (evaluate, {"--task": "own.py:RAISES"}, "item 'test 0': extract failed: ValueError: one two"),
+    (evaluate, {"--task": ("own.py:WORDS", "own.py:LONG")}, "two tasks are called 'words'"),
+    (evaluate, {"--task": "gsm8k:g.jsonl", "--tune": 2}, "tuning needs a second file"),
+    (evaluate, {"--sampler": "gredy"}, "no sampler preset 'gredy'"),
+    (evaluate, {"--sampler": ("own.toml", "./own.toml")}, "two settings are called 'own'"),
+    (evaluate, {"--sampler": ("own.toml", "./own.toml"), "--tune": 2}, "two are called 'own'"),
+    (evaluate, {"--sampler": "long.toml"}, "setting 'long': sampler 'long': metrics.layers has 7"),
+    (evaluate, {"--items": -1}, "--items must be at least 0, not -1"),
+    (evaluate, {"--seeds": 0}, "--seeds must be at least 1, not 0"),
+    (evaluate, {"--tune": -1}, "--tune must be at least 0, not -1"),
+    (evaluate, {"--tune-items": 0}, "--tune-items must be at least 1, not 0"),
+    (evaluate, {"--max-new-tokens": 0}, "--max-new-tokens must be at least 1, not 0"),
+    (evaluate, {"--slots": 0}, "--slots must be at least 1, not 0"),
+    (evaluate, {"--output": "own.py"}, "own.py: the folder cannot be created: File exists"),
+    (evaluate, {"--output": "taken"}, "taken/test.jsonl: "),
+    (evaluate, {"--model": "no/such/model/folder"}, "no/such/model/folder"),
+    (ablate, {"": "own"}, "no sweep 'own'"),
+    (ablate, {"": "own.toml"}, "own.toml: no key 'extends'"),
+    (ablate, {"--items": 3}, "--items"),
+]
+
+
+@pytest.mark.parametrize(("module", "changes", "reason"), MISTAKES, ids=[m[2] for m in MISTAKES])
+def test_mistakes_are_one_line(
+    small: str,
+    words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    (tmp_path / "own.toml").write_text('extends = "greedy"\n')
+    layers = "metrics.layers = [1, 1, 1, 1, 1, 1, 1]"
+    (tmp_path / "long.toml").write_text(f'extends = "greedy"\n{layers}\n')
+    (tmp_path / "g.jsonl").write_text('{"question": "1 + 1?", "answer": "2\\n#### 2"}\n')
+    (tmp_path / "taken" / "test.jsonl").mkdir(parents=True)
+    write_sweep(tmp_path, "tasks = ['own.py:WORDS']\nbase = 'greedy'\n")
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {"--output": "out", "--model": small, "--slots": 4}
+    if module is evaluate:
+        given |= {"--task": "own.py:WORDS", "--sampler": "greedy", "--items": 2, "--seeds": 1}
+        given |= {"--max-new-tokens": 2}
+    else:
+        given |= {"": "sweep.toml"}
+    arguments = [
+        word
+        for name, value in (given | changes).items()
+        for word in (name, *(value if isinstance(value, tuple) else (value,)))
+        if word != ""
+    ]
+    assert reason in refusal(run(module, *arguments))
+    assert not (tmp_path / "out" / "summary.md").exists()
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+def invalid_task(**members: Any) -> Task:
+    """A task of one item, with some members replaced."""
+    plain: dict[str, Any] = {
+        "name": "words",
+        "chat": False,
+        "items": lambda self, split, *, chat: iter([Item("a", "Berlin", "Berlin")]),
+        "extract": lambda self, item, text: text,
+    }
+    task: Task = type("Words", (Task,), plain | members)()
+    return task
+
+
+def yields(*items: Any) -> dict[str, Any]:
+    return {"items": lambda self, split, *, chat: iter(items)}
+
+
+def breaks(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
+    yield Item("a", "Berlin", "")
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"items": lambda self, split, *, chat: None}, "items failed: TypeError: 'NoneType'"),
+        ({"items": breaks}, "item 2 of 'test': items failed: KeyError: 'gone'"),
+        (yields(), "no items in its split 'test'"),
+        (yields(("a", "Berlin", "")), "items returned ('a', 'Berlin', ''), not an Item"),
+        (yields(Item("a", "1 +", 2)), "item 'a': the answer must be text, not 2"),  # type: ignore[arg-type]
+        (yields(Item("a", 5, "")), "item 'a': the prompt must be text or messages, not 5"),  # type: ignore[arg-type]
+        (yields(Item(1, "Rome", "")), "item 1: an item's id must be text"),  # type: ignore[arg-type]
+        (yields(*2 * [Item("a", "Rome", "")]), "item 'a': an item's id must be text and unique"),
+        (yields(Item("b", "", "")), "item 'b': the prompt is empty"),
+        ({"stop": "end"}, "stop = 'end': must be a tuple of texts"),
+        *(
+            ({"max_new_tokens": n}, f"max_new_tokens = {n!r}: must be an integer > 0")
+            for n in (None, "20", -3, 2.5, True)
+        ),
+        ({"extract": lambda *_: 5}, "item 'a': extract returned 5, not text or None"),
+        ({"score": lambda *_: float("inf")}, "item 'a': score returned inf, not a finite number"),
+        ({"score": lambda *_: None}, "item 'a': score returned None, not a finite"),
+        ({"score": lambda *_: "0.5"}, "item 'a': score returned '0.5', not a finite number"),
+        ({"score": lambda *_: float("nan")}, "score returned nan: samplers cannot be tuned by it"),
+        ({"score": lambda *_: fail(ZeroDivisionError())}, "item 'a': score failed: ZeroDivision"),
+    ],
+)
+def test_errors_of_a_users_task_are_one_line(
+    tiny: LanguageModel, members: dict[str, Any], reason: str
+) -> None:
+    task = invalid_task(**members)
+    setting, request = Setting("greedy", load_sampler("greedy")), unrun()
+
+    def score_all() -> None:
+        for question in read_questions(tiny, task, "test", 0):
+            trial = Trial(0, TUNING, question, setting, 0)
+            make_result(trial, Row(request, text="x", finish_reason="eos"), 0.0)
+
+    with pytest.raises(UserError) as caught:
+        score_all()
+    assert str(caught.value).startswith("task 'words': ")
+    assert reason in str(caught.value)
+    if "max_new_tokens" in members:  # which the command's own limit replaces
+        assert next(read_questions(tiny, task, "test", 0, 2)).max_new_tokens == 2
+
+
+# Resuming
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_an_interrupted_study_continues(
+    small: str,
+    words: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    """Interrupted once in each phase, it ends with the results of an uninterrupted one."""
+    text = "tasks = ['own.py:WORDS']\nitems = 0\nseeds = [0, 1]\nmax_new_tokens = 6\n"
+    text += "[settings.entropix]\nsampler = 'entropix'\n[settings.greedy]\nsampler = 'greedy'\n"
+    text += "[tuning]\nsamplers = ['top-p']\nsettings = 2\nitems = 8\n"
+    sweep, whole, output = write_sweep(tmp_path, text), tmp_path / "whole", tmp_path / "out"
+    options = ("--model", small, "--slots", 4)
+    succeed(ablate, sweep, "--output", whole, *options)
+    write, written = Store.write, 0
+
+    def interrupt(*arguments: Any) -> None:
+        nonlocal written
+        write(*arguments)
+        written += 1
+        if written in (5, 30):
+            signal.raise_signal(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", interrupt)
+        for phase in ("tuning", "test"):
+            result = run(ablate, sweep, "--output", output, *options)
+            assert (result.status, result.out) == (status, "")
+            assert f"{phase}: " in result.err
+            assert result.err.endswith("interrupted: run the same command again to continue\n")
+            assert not (output / "summary.md").exists()
+    result = run(ablate, sweep, "--output", output, *options)
+    assert result.status == EXIT_OK, result.err
+    assert re.search(r"^test: 48 rows, \d+ already done$", result.err, re.M)
+    first, second = ([{**row, "seconds": ""} for row in read_rows(f)] for f in (whole, output))
+    assert first == second
+    assert read_page(whole) == read_page(output)
+    for path in (whole / "plots").iterdir():
+        assert path.read_bytes() == (output / "plots" / path.name).read_bytes()
+
+
+# The truth
+
+
+def test_entropy_against_the_truth(tiny: LanguageModel) -> None:
+    """The same numbers as from float64 sums over all predictions of the model."""
+    sampler = calibrated(tiny)
+    found = compare_with_truth(tiny, sampler, texts=2)
+    ids = terminal_ids(build_tokenizer())
+    world, rng = create(WORLD_SEED), Random("held against the truth 0")
+    parts, regimes = [], []
+    for _ in range(2):
+        row = write_row(world, rng, 512)
+        tokens = encode_row(row, ids)
+        logits = np.asarray(
+            teacher_forced(tiny.params, tiny.config, np.array([tokens]))[0][0, :-1], np.float64
+        )
+        top = logits.max(-1, keepdims=True)
+        log_probs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        parts.append(compare(row, log_probs, ids))
+        regimes += [token.regime for token in score_tokens(tiny, tokens, sampler)]
+    whole = Comparison.join(parts)
+    assert sum(one.number for one in found) == len(regimes) == 2 * 511
+    assert [one.regime for one in found] == [name for name in REGIMES if name in regimes]
+    for one in found:
+        here = np.array(regimes) == one.regime
+        assert one.number == here.sum()
+        for name, error in (
+            ("entropy", one.entropy_error),
+            ("varentropy", one.varentropy_error),
+        ):
+            true, model = (getattr(whole, f"{kind}_{name}")[here] for kind in ("true", "model"))
+            np.testing.assert_allclose(getattr(one, f"true_{name}"), true, atol=1e-3, rtol=0)
+            np.testing.assert_allclose(getattr(one, f"model_{name}"), model, atol=1e-3, rtol=0)
+            assert error == pytest.approx(np.abs(model - true).mean(), abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_other_vocabularies_have_no_truth(small: str, tmp_path: Path, kind: str) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(small, foreign)
+    path = foreign / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocabulary = raw["model"]["vocab"]
+    if kind == "BPE":
+        others = {f"x{word}": number for word, number in vocabulary.items()}
+        raw["model"] |= {"vocab": others, "merges": []}
+    else:
+        pieces = [[word, -1.0] for word in sorted(vocabulary, key=vocabulary.__getitem__)]
+        raw["model"] = {"type": kind, "unk_id": 0, "vocab": pieces}
+    path.write_text(json.dumps(raw))
+    model = load(str(foreign))
+    with pytest.raises(UserError, match=f"{foreign}: not a model of the tiny world"):
+        compare_with_truth(model, calibrated(model), texts=1)
+    assert not has_world_vocabulary(model)

@@ -1,0 +1,156 @@
+"""The embedded model as it is shipped: its regimes, its calibration, and what others read in it."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import entropix_jax
+from entropix_jax.engine import engine
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.engine import Engine
+from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.presets import load_sampler
+from tests.support.models import teacher_forced
+from tests.support.runs import Spec, run_specs
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return entropix_jax.load("tiny")
+
+
+def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
+    """10,000 tokens of the default sampler, from nothing: each regime at least 20 times."""
+    start = tiny.tokenizer.encode("", add_bos=True)
+    requests = [Spec(start, str(row), 500) for row in range(20)]
+    rows = run_specs(tiny, requests, ignore_eos=True).run()
+    tokens = [token for row in rows for token in row.tokens]
+    assert len(tokens) == 10_000
+    counts = Counter(token.regime for token in tokens)
+    assert all(counts[regime] >= 20 for regime in REGIMES), counts
+    actions = Counter(token.action for token in tokens)
+    served = ("argmax", "inject", "branch", "backspace", "resample", "adaptive", "sample")
+    assert all(actions[action] for action in served), actions
+    # With a branching budget that never runs out, nothing is explored instead.
+    assert set(actions) == {*served}
+
+
+OFF = {
+    "branch": {"arms.lehv": "explore"},
+    "backspace": {"arms.hehv": "resample"},
+    "inject": {"inject.thought": ""},
+    "adaptive": {"arms.mid": "sample"},
+    "argmax": {"arms.lelv": "sample"},
+}
+
+
+@pytest.mark.parametrize("action", OFF)
+def test_each_action_can_be_switched_off(tiny: LanguageModel, action: str) -> None:
+    sampler = load_sampler("entropix")
+    start = tiny.tokenizer.encode("", add_bos=True)
+    requests = [Spec(start, str(i), 100) for i in range(4)]
+    kept, without = (
+        Counter(token.action for row in rows for token in row.tokens)
+        for rows in (
+            run_specs(tiny, requests, sampler, ignore_eos=True).run(),
+            run_specs(tiny, requests, sampler.with_values(OFF[action]), ignore_eos=True).run(),
+        )
+    )
+    assert kept[action]
+    assert not without[action]
+
+
+@pytest.mark.slow
+def test_the_same_run_whenever_the_host_looks(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last digit, across lengths at which more of the cache is read."""
+    monkeypatch.setattr(engine, "DECODE_WINDOW", 128)
+    prompts = ["Guests:", "Once upon a time", "12 + 7 ="]
+    requests = [
+        Spec(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)
+        for i, prompt in enumerate(prompts)
+    ]
+    runs = []
+    for steps in (1, 7, 32):
+        monkeypatch.setattr(Engine, "_pace", lambda self, waited, n=steps: _set(self, n))
+        generation = run_specs(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
+        runs.append([[token.to_json() for token in row.tokens] for row in generation.run()])
+    assert max(len(row) for row in runs[0]) > 128
+    assert runs[1] == runs[0]
+    assert runs[2] == runs[0]
+
+
+def _set(engine: Engine, steps: int) -> None:
+    engine._chunk_steps = steps
+
+
+def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
+    thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
+    sampler = calibrate_sampler(load_sampler("entropix"), tiny)
+    assert sampler.notes == ()
+    assert {k: sampler.values[f"thresholds.{k}"] for k in thresholds} == thresholds
+
+
+def test_transformers_gives_the_same_logits(tiny: LanguageModel, torch, transformers) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.folder, local_files_only=True)
+    text = "Guests: Anna, Bob and Carl. Once upon a time"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == tiny.tokenizer.encode(text, add_bos=True)
+    ids += np.random.default_rng(0).integers(0, tiny.config.vocab_size, 200).tolist()
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    ours, *_ = teacher_forced(tiny.params, tiny.config, np.array([ids], np.int32))
+    np.testing.assert_allclose(ours[0], theirs, atol=5e-5)
+
+
+def test_transformers_renders_the_same_chat(tiny: LanguageModel, transformers) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.folder, local_files_only=True)
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Where does Anna live?"},
+    ]
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tiny.tokenizer.render_chat(messages) == theirs
+
+
+def test_the_loop_guard_breaks_a_loop_and_leaves_others_alone(tiny: LanguageModel) -> None:
+    """Greedy rows, some of which say the same over and over; the guard alone makes them LEHV."""
+    prompts = ["Guests:", "7 7 7 7", "12 + 7 =", "Once upon a time", "Dear diary"]
+    requests = [
+        Spec(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 240)
+        for i, prompt in enumerate(prompts)
+    ]
+    greedy = load_sampler("greedy").with_values(
+        {"regimes.lehv": ["entropy < -1"], "arms.lehv": "resample"}
+    )
+    guarded = greedy.with_values({"loop.max_period": 32, "loop.repeats": 3})
+    plain = run_specs(tiny, requests, greedy, ignore_eos=True).run()
+    broken = run_specs(tiny, requests, guarded, ignore_eos=True).run()
+    looped = 0
+    for free, row in zip(plain, broken, strict=True):
+        tokens, got = ([token.token_id for token in each.tokens] for each in (free, row))
+        expected = in_a_loop(tokens)
+        first = expected.index(True) if True in expected else len(tokens)
+        assert got[:first] == tokens[:first]
+        assert [token.loop for token in row.tokens] == in_a_loop(got)
+        if first < len(tokens):
+            looped += 1
+            assert row.tokens[first].action == "resample"
+            assert sum(token.loop for token in row.tokens) < sum(expected)
+    assert 0 < looped < len(prompts)
+
+
+def in_a_loop(tokens: list[int]) -> list[bool]:
+    """Of each place whether three copies of a stretch of at most 32 tokens stand before it."""
+    return [
+        any(
+            3 * n <= end and tokens[end - 3 * n : end - n] == tokens[end - 2 * n : end]
+            for n in range(1, 33)
+        )
+        for end in range(len(tokens))
+    ]

@@ -1,0 +1,303 @@
+"""The generator of the tiny model's text, and how well the model has learned it."""
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import jinja2
+import numpy as np
+import pytest
+from tiny.corpus import Comparison, compare
+from tiny.tokenizer import build_tokenizer, tokenizer_config, tokenizer_json
+from tokenizers import Tokenizer
+
+from entropix_jax.lab.world import lexicon
+from entropix_jax.lab.world.corpus import encode_row, terminal_ids, write_row
+from entropix_jax.lab.world.documents import document, stream
+from entropix_jax.lab.world.facts import WORLD_SEED, create
+from entropix_jax.lab.world.grammar import (
+    Choice,
+    Document,
+    ImpossibleText,
+    certain,
+    expected,
+    replay,
+    sample,
+    uniform,
+    weigh,
+    weighted,
+)
+from entropix_jax.lab.world.problems import (
+    FIRST_OPERANDS,
+    START,
+    Sum,
+    pose_sum,
+    pose_word_problem,
+    problems,
+)
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.checkpoint import load_params
+from entropix_jax.model.config import load_model_config
+from entropix_jax.model.llama import forward, unembed
+
+TINY = Path(__file__).parents[2] / "weights" / "tiny"
+WORLD = create(WORLD_SEED)
+IDS = terminal_ids(build_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_str(tokenizer_json())
+
+
+@pytest.fixture(scope="module")
+def row() -> list:
+    return write_row(WORLD, Random(1), 60_000)
+
+
+def text_of(positions) -> str:
+    return "".join(position.terminal for position in positions)
+
+
+# Choices.
+
+
+@pytest.mark.parametrize(
+    ("choice", "entropy", "varentropy"),
+    [
+        (certain("k", "a"), 0.0, 0.0),
+        (uniform("k", [f" {n}" for n in range(64)]), 6.0, 0.0),
+        (weighted("k", {"a": 99, "b": 1, "c": 0}), 0.080793, 0.435089),
+        (expected("k", "a", 0.5, [f" {n}" for n in range(64)]), 4.0, 9.0),
+    ],
+)
+def test_entropies_match_the_check_values(choice: Choice, entropy: float, varentropy: float):
+    assert choice.entropy == pytest.approx(entropy, abs=1e-6)
+    assert choice.varentropy == pytest.approx(varentropy, abs=1e-6)
+
+
+def test_hesitation_restates_and_ends_in_the_same_choice():
+    def toast() -> Document:
+        yield from weigh(uniform("k", [" Anna", " Bob"]), restate=" Hello,")
+
+    judged = replay(toast(), [" Wait", "...", " Hello", ",", " Bob"])
+    assert judged.upcoming is None
+    assert judged.positions[-1].choice.probabilities == (0.5, 0.5)
+    assert replay(toast(), [" ...", " Anna"]).upcoming is None
+    with pytest.raises(ImpossibleText):
+        replay(toast(), [" ...", " ..."])
+
+
+# The truth.
+
+
+def test_replay_recovers_the_distributions(row: list):
+    judged = replay(stream(WORLD), lexicon.split_terminals(text_of(row[:5_000])))
+    for ours, drawn in zip(judged.positions, row, strict=False):
+        assert ours.terminal == drawn.terminal
+        assert ours.choice.kind == drawn.choice.kind
+        assert ours.choice.terminals == drawn.choice.terminals
+        assert ours.choice.probabilities == drawn.choice.probabilities
+    assert judged.upcoming is not None
+    assert row[5_000].terminal in judged.upcoming.terminals
+
+
+def test_replay_names_the_first_impossible_terminal():
+    person = WORLD.people["Anna"]
+    wrong = next(town for town in lexicon.TOWNS if town != person.town)
+    terminals = lexicon.split_terminals(f"{lexicon.BEGIN}Anna lives in {wrong}.")
+    with pytest.raises(
+        ImpossibleText, match=rf"terminal 4 is ' {wrong}'.*' {person.town}'"
+    ) as caught:
+        replay(document(WORLD), terminals)
+    assert caught.value.index == 4
+    written = [position.terminal for position in sample(document(WORLD), Random(0))]
+    assert replay(document(WORLD), written).upcoming is None
+    with pytest.raises(ImpossibleText, match="has ended"):
+        replay(document(WORLD), [*written, " Anna"])
+
+
+def test_distributions_are_valid_and_draws_follow_them(row: list):
+    """The mean of -log2 p over drawn terminals is the entropy, within four standard errors."""
+    known = set(lexicon.TERMINALS)
+    for choice in {id(position.choice): position.choice for position in row}.values():
+        assert math.fsum(choice.probabilities) == pytest.approx(1.0, abs=1e-12)
+        assert min(choice.probabilities) > 0
+        assert len(set(choice.terminals)) == len(choice.terminals)
+        assert known.issuperset(choice.terminals)
+        assert choice.kind != "fact" or choice.entropy == 0
+    surprise = np.asarray(
+        [-math.log2(p.choice.probabilities[p.choice.terminals.index(p.terminal)]) for p in row]
+    )
+    rate = np.mean([position.choice.entropy for position in row])
+    variance = np.mean([position.choice.varentropy for position in row])
+    assert surprise.mean() == pytest.approx(rate, abs=4 * math.sqrt(variance / len(row)))
+
+
+# Problems.
+
+
+def test_splits_of_sums_have_their_sizes():
+    signs: list[Literal["+", "-"]] = ["+", "-"]
+    counts = Counter(Sum(a, sign, b).split for a in range(60) for b in range(60) for sign in signs)
+    total = sum(counts.values())
+    assert counts["train"] / total == pytest.approx(14 / 16, abs=0.02)
+    assert counts["test"] / total == pytest.approx(1 / 16, abs=0.015)
+    assert Sum(27, "+", 15).split == "train"  # a stable hash: no other process may disagree
+
+
+def test_training_text_never_lacks_an_operand():
+    """Every reachable first operand, sign and amount leaves a training sum."""
+
+    def walk(make) -> None:
+        """Follows all signs and numbers of a part, and one of every other choice."""
+        todo: list[list[str]] = [[]]
+        while todo:
+            prefix = todo.pop()
+            choice = replay(make(), prefix).upcoming
+            if choice is None:
+                continue
+            branches = choice.terminals if choice.kind == "number" else choice.terminals[:1]
+            if choice.kind == "fork":
+                branches = choice.terminals
+            todo.extend([*prefix, terminal] for terminal in branches)
+
+    for first in FIRST_OPERANDS:
+        walk(lambda first=first: pose_sum(int(first), "train"))
+    for start in (START[0], START[-1]):
+        walk(lambda start=start: pose_word_problem("Anna", start, "train"))
+
+
+@pytest.mark.parametrize("kind", ["sum", "word"])
+def test_problems_of_different_splits_are_disjoint_and_stable(kind):
+    posed = {split: problems(kind, split, 120, seed=0) for split in ("train", "tuning", "test")}
+    last_sums = {split: {p.steps[-1] for p in posed[split]} for split in posed}
+    assert not last_sums["train"] & last_sums["test"]
+    assert not last_sums["tuning"] & last_sums["test"]
+    assert not last_sums["train"] & last_sums["tuning"]
+    assert posed["test"] == problems(kind, "test", 120, seed=0)
+    assert posed["test"] != problems(kind, "test", 120, seed=1)
+    for problem in posed["test"]:
+        assert problem.steps[-1].split == "test"
+        assert all(step.split == "train" for step in problem.steps[:-1])
+
+
+def test_sums_of_training_text_are_right_and_never_held_out(row: list):
+    found = re.findall(r"(\d+) ([+-]) (\d+)(?: = (\d+)\.)?", text_of(row))
+    assert len(found) > 500
+    assert {Sum(int(a), sign, int(b)).split for a, sign, b, _ in found} == {"train"}
+    assert all(Sum(int(a), sign, int(b)).value == int(c) for a, sign, b, c in found if c)
+
+
+def test_answers_follow_from_the_problems_text():
+    for problem in problems("word", "tuning", 50, seed=0):
+        numbers = [int(word) for word in problem.prompt.split() if word.isdigit()]
+        held = numbers[0]
+        for sentence in problem.prompt.split(". ")[1:3]:
+            words = sentence.split()
+            amount = next(int(word) for word in words if word.isdigit())
+            gained = words[1] in ("buys", "finds") or (
+                words[1] == "gives" and words[0] != problem.prompt.split()[0]
+            )
+            held += amount if gained else -amount
+        assert problem.answer == held
+    for problem in problems("sum", "tuning", 50, seed=0):
+        assert problem.answer == eval(problem.prompt.removesuffix(" ="))  # digits and a sign
+
+
+@pytest.mark.parametrize(
+    ("kind", "reply", "answer"),
+    [
+        ("sum", " 19. 4 + 4 = 8.", 19),
+        ("sum", "12 + 7 = 19.", 19),
+        ("sum", " Wait... 12 + 7 = 19.", 19),
+        ("sum", " nineteen", None),
+        ("word", "12 + 7 = 19. 19 - 4 = 15. Answer: 15.", 15),
+        ("word", " Answer: ... 15.", 15),
+        ("word", " Answer: Wait... 12 + 7 = 19. 19 - 4 = 15. Answer: 15.", 15),
+        ("word", "12 + 7 = 19.", None),
+    ],
+)
+def test_answers_are_read_from_replies(kind, reply: str, answer: int | None):
+    assert problems(kind, "test", 1, seed=0)[0].read_answer(reply) == answer
+
+
+def test_text_outside_the_world_is_refused():
+    assert lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")[-3:] == (
+        "<|eot_id|>",
+        "Wait",
+        "...",
+    )
+    with pytest.raises(ValueError, match="' unicorn' is not a terminal"):
+        lexicon.split_terminals("Anna has a unicorn.")
+
+
+# The tokenizer.
+
+
+def test_text_encodes_to_one_token_a_terminal_and_back(tokenizer: Tokenizer, row: list):
+    text = text_of(row)
+    encoded = tokenizer.encode(text, add_special_tokens=False).ids
+    assert encoded == encode_row(row, IDS)
+    assert tokenizer.decode(encoded, skip_special_tokens=False) == text
+
+
+def test_the_build_is_deterministic_and_shipped():
+    assert tokenizer_json() == tokenizer_json()
+    assert (TINY / "tokenizer.json").read_text(encoding="utf-8") == tokenizer_json()
+    shipped = json.loads((TINY / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert shipped == tokenizer_config(load_model_config(TINY).max_positions)
+
+
+def test_the_chat_template_writes_chats_of_the_grammar():
+    template = tokenizer_config(1)["chat_template"]
+    rendered = jinja2.Template(template).render(
+        bos_token=lexicon.BEGIN,
+        messages=[
+            {"role": "user", "content": " Where does Anna live? "},
+            {"role": "assistant", "content": f"Anna lives in {WORLD.people['Anna'].town}."},
+        ],
+    )
+    judged = replay(document(WORLD), lexicon.split_terminals(rendered))
+    assert judged.upcoming is not None
+    assert lexicon.END in judged.upcoming.terminals
+    prompt = jinja2.Template(template).render(
+        bos_token=lexicon.BEGIN,
+        messages=[{"role": "user", "content": "How are you?"}],
+        add_generation_prompt=True,
+    )
+    upcoming = replay(document(WORLD), lexicon.split_terminals(prompt)).upcoming
+    assert upcoming is not None
+    assert upcoming.terminals == ("I",)
+
+
+# Comparison with a model.
+
+
+def test_the_shipped_model_is_small_and_within_the_criterion():
+    config = load_model_config(TINY)
+    params = load_params(TINY, config, "float32")
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) <= 4_000_000
+    assert (TINY / "model.safetensors").stat().st_size <= 12_000_000
+    assert config.vocab_size == Tokenizer.from_file(str(TINY / "tokenizer.json")).get_vocab_size()
+
+    @jax.jit
+    def log_probs(tokens: jax.Array) -> jax.Array:
+        batch, length = tokens.shape
+        cache = init_cache(config, batch, length, jnp.dtype(jnp.float32))
+        count = jnp.full(batch, length, jnp.int32)
+        hidden, _, _ = forward(params, config, tokens, count, cache, window=length)
+        return jax.nn.log_softmax(unembed(params, hidden), axis=-1)
+
+    rng = Random("held out, tests")
+    rows = [write_row(WORLD, rng, 257) for _ in range(32)]
+    tokens = jnp.asarray([encode_row(r, IDS)[:-1] for r in rows], jnp.int32)
+    predictions = np.asarray(log_probs(tokens))
+    result = Comparison.join([compare(r, p, IDS) for r, p in zip(rows, predictions, strict=True)])
+    assert result.excess <= max(0.05, 0.05 * result.entropy_rate)

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import entropix_jax.model.checkpoint as checkpoint
+from entropix_jax.errors import UserError
+from entropix_jax.model.checkpoint import checkpoint_dtype, load_params, save_params
+from entropix_jax.model.linear import quantized
+from entropix_jax.model.params import Params, count_params, param_specs
+from tests.support.models import random_params, tiny_config
+
+CONFIG = tiny_config(num_layers=1, tied_head=False)
+NAMES = [spec.name for spec in jax.tree.leaves(param_specs(CONFIG))]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture
+def tensors() -> dict[str, np.ndarray]:
+    leaves = jax.tree.leaves(random_params(CONFIG))
+    return {name: np.array(leaf) for name, leaf in zip(NAMES, leaves, strict=True)}
+
+
+def refusal(folder: Path, config: Any = CONFIG) -> str:
+    with pytest.raises(UserError) as error:
+        load_params(folder, config, "float32")
+    message = str(error.value)
+    assert str(folder) in message
+    assert "\n" not in message
+    return message
+
+
+def assert_same(got: Params, want: Params) -> None:
+    assert (got.head is None) == (want.head is None)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert isinstance(a, jax.Array)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
+    """Two shards and an index, as large checkpoints have them; returns the index's map."""
+    shards: dict[str, dict[str, np.ndarray]] = {"a.safetensors": {}, "b.safetensors": {}}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        shards["ab"[i % 2] + ".safetensors"][name] = tensor
+    for file, part in shards.items():
+        save_file(part, folder / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_raw(path: Path, header: str, body: bytes) -> None:
+    """A file with a header that the library's writer would not make."""
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + body)
+
+
+def write_from(path: Path, tensors: dict[str, np.ndarray], kind: str, offset: int) -> None:
+    """A file whose first tensor starts `offset` bytes past a multiple of 64."""
+    header, body = {}, b""
+    for name, tensor in tensors.items():
+        end = len(body) + tensor.nbytes
+        header[name] = {
+            "dtype": kind,
+            "shape": list(tensor.shape),
+            "data_offsets": [len(body), end],
+        }
+        body += tensor.tobytes()
+    text = json.dumps(header)
+    write_raw(path, text + " " * ((offset - 8 - len(text)) % 64), body)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_saved_is_loaded(tmp_path: Path, dtype: str, tied: bool) -> None:
+    config = tiny_config(tied_head=tied, dtype=dtype)
+    params = random_params(config, dtype=dtype)
+    save_params(tmp_path, params, config)
+    assert_same(load_params(tmp_path, config, dtype), params)
+    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    assert_same(load_params(tmp_path, config, "bfloat16"), narrow)
+    assert checkpoint_dtype(tmp_path, config) == dtype
+    assert sorted(p.name for p in tmp_path.iterdir()) == [SINGLE]
+    stored = load_file(tmp_path / SINGLE)
+    assert sum(t.size for t in stored.values()) == count_params(config)
+    assert ("lm_head.weight" in stored) is not tied
+
+
+def test_each_name_has_its_place(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Against the layout's names, spelled out: two matrices of one shape cannot change places."""
+    save_file(tensors, tmp_path / SINGLE)
+    params = load_params(tmp_path, CONFIG, "float32")
+    layer = params.layers[0]
+    for name, leaf in {
+        "model.embed_tokens.weight": params.embedding,
+        "model.layers.0.input_layernorm.weight": layer.attention_norm,
+        "model.layers.0.self_attn.q_proj.weight": layer.query,
+        "model.layers.0.self_attn.k_proj.weight": layer.key,
+        "model.layers.0.self_attn.v_proj.weight": layer.value,
+        "model.layers.0.self_attn.o_proj.weight": layer.output,
+        "model.layers.0.post_attention_layernorm.weight": layer.mlp_norm,
+        "model.layers.0.mlp.gate_proj.weight": layer.gate,
+        "model.layers.0.mlp.up_proj.weight": layer.up,
+        "model.layers.0.mlp.down_proj.weight": layer.down,
+        "model.norm.weight": params.final_norm,
+        "lm_head.weight": params.unembedding,
+    }.items():
+        np.testing.assert_array_equal(np.asarray(leaf), tensors.pop(name))
+    assert not tensors
+
+
+def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
+    """For float32 activations narrow matrices with long rows come in blocks; without a word on
+    activations, and for bfloat16 ones, as they are stored."""
+    config = tiny_config(num_layers=1, mlp_width=4100, dtype="bfloat16")
+    params = random_params(config, dtype=jnp.bfloat16)
+    save_params(tmp_path, params, config)
+    assert_same(load_params(tmp_path, config, "bfloat16"), params)
+    bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    assert_same(load_params(tmp_path, config, "bfloat16", activations=bfloat16), params)
+    loaded = load_params(tmp_path, config, "bfloat16", activations=float32)
+    down = loaded.layers[0].down
+    assert [block.shape for block in down.blocks] == [(32, 1366), (32, 1367), (32, 1367)]
+    chex.assert_trees_all_equal(jnp.concatenate(down.blocks, axis=1), params.layers[0].down)
+    chex.assert_trees_all_equal(loaded.layers[0].up, params.layers[0].up)
+    save_params(tmp_path, loaded, config)
+    assert_same(load_params(tmp_path, config, "bfloat16"), params)
+
+
+def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    save_file(tensors, tmp_path / SINGLE)
+    loaded = load_params(tmp_path, CONFIG, "int8", activations=jnp.dtype(jnp.float32))
+    params = random_params(CONFIG)
+    chex.assert_trees_all_equal(loaded.embedding, quantized(params.embedding))
+    chex.assert_trees_all_equal(loaded.layers[0].down, quantized(params.layers[0].down))
+    chex.assert_trees_all_equal(loaded.final_norm, params.final_norm)
+    with pytest.raises(UserError, match="weights of 8 bits are not written"):
+        save_params(tmp_path / "int8", loaded, CONFIG)
+    assert not (tmp_path / "int8").exists()
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_tensors_may_lie_at_any_byte(
+    tmp_path: Path, tensors: dict[str, np.ndarray], offset: int
+) -> None:
+    """Other writers do not align what they write."""
+    narrow = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
+    write_from(tmp_path / SINGLE, narrow, "BF16", offset)
+    want = random_params(CONFIG, dtype=jnp.bfloat16)
+    assert_same(load_params(tmp_path, replace(CONFIG, dtype="bfloat16"), "bfloat16"), want)
+
+
+def test_loaded_weights_do_not_hang_on_the_file(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    """Not even where they lie so well that an array could point into it."""
+    write_from(tmp_path / SINGLE, tensors, "F32", 0)
+    params = load_params(tmp_path, CONFIG, "float32")
+    with (tmp_path / SINGLE).open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 2)
+        file.write(b"\xff" * (size - size // 2))
+    assert_same(params, random_params(CONFIG))
+
+
+def test_what_older_files_also_carry_is_left_out(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    """A tied head stored all the same, and rotary frequencies (float32 whatever the rest is)."""
+    config = tiny_config(num_layers=1, dtype=None)
+    narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in tensors.items()}
+    narrow["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(narrow, tmp_path / SINGLE)
+    params = load_params(tmp_path, config, "bfloat16")
+    assert params.head is None
+    assert params.unembedding is params.embedding
+    assert checkpoint_dtype(tmp_path, config) == "bfloat16"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_that_is_missing_or_misshapen_is_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray], name: str
+) -> None:
+    shape = tensors[name].shape
+    changed = np.ascontiguousarray(tensors[name].reshape(1, -1))  # the same numbers
+    save_file(tensors | {name: changed}, tmp_path / SINGLE)
+    assert f"tensor '{name}' has shape {[1, changed.size]}, expected {list(shape)}" in refusal(
+        tmp_path
+    )
+    del tensors[name]
+    save_file(tensors, tmp_path / SINGLE)
+    assert f"'{name}' is missing" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("model.layers.1.input_layernorm.weight", np.float32, "has no place"),  # a layer too many
+        ("model.layers.0.self_attn.q_proj.bias", np.float32, "has no place"),
+        ("model.layers.0.self_attn.q_norm.weight", np.float32, "has no place"),
+        (NAMES[3], ml_dtypes.bfloat16, "has type bfloat16, expected float32"),
+        (NAMES[3], np.float64, "has type F64, which is not implemented"),
+        (NAMES[3], np.int8, "has type I8, which is not implemented"),
+    ],
+)
+def test_a_tensor_without_a_place_or_of_another_type_is_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray], name: str, dtype: Any, message: str
+) -> None:
+    tensors[name] = tensors.get(name, np.ones(4)).astype(dtype)
+    save_file(tensors, tmp_path / SINGLE)
+    assert f"{SINGLE}: tensor '{name}' {message}" in refusal(tmp_path)
+
+
+def test_a_tensor_that_occurs_twice_in_a_file_is_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    entry = '{"dtype": "F32", "shape": [1], "data_offsets": [%d, %d]}'
+    first, second = entry % (0, 4), entry % (4, 8)
+    for header, size in (
+        (f'{{"model.norm.weight": {first}, "model.norm.weight": {second}}}', 8),
+        (f'{{"model.norm.weight": {first}, "model.norm.weight": {first}}}', 4),
+    ):
+        write_raw(tmp_path / SINGLE, header, b"\0" * size)
+        message = refusal(tmp_path)
+        assert SINGLE in message
+    assert "'model.norm.weight' occurs twice" in message
+
+
+def test_a_tensor_that_occurs_in_two_shards_is_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    weight_map = write_shards(tmp_path, tensors)
+    for twice in (NAMES[0], NAMES[1]):
+        assert {weight_map[NAMES[0]], weight_map[NAMES[1]]} == {"a.safetensors", "b.safetensors"}
+        for shard in ("a.safetensors", "b.safetensors"):
+            part = {n: t for n, t in tensors.items() if weight_map[n] == shard}
+            save_file({**part, twice: tensors[twice]}, tmp_path / shard)
+        assert twice in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 9, 200, -1])
+def test_a_truncated_file_is_named(
+    tmp_path: Path, tensors: dict[str, np.ndarray], kept: int
+) -> None:
+    save_file(tensors, tmp_path / SINGLE)
+    data = (tmp_path / SINGLE).read_bytes()
+    (tmp_path / SINGLE).write_bytes(data[:kept])
+    assert SINGLE in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        b"PK\x03\x04" + b"\0" * 64,
+        b"\xff" * 64,
+        (4).to_bytes(8, "little") + b"null",
+        (2).to_bytes(8, "little") + b"[]",
+        (2).to_bytes(8, "little") + b"\xff\xff",
+        (20000).to_bytes(8, "little") + b"[" * 20000,
+    ],
+    ids=["lfs pointer", "zip", "ones", "null", "list", "not utf-8", "deep"],
+)
+def test_garbage_is_named(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / SINGLE).write_bytes(data)
+    assert SINGLE in refusal(tmp_path)
+
+
+def test_a_file_without_tensors_is_named(tmp_path: Path) -> None:
+    config = tiny_config(dtype=None)
+    for write in (
+        lambda: write_index(tmp_path, {}),
+        lambda: write_raw(tmp_path / SINGLE, "{}", b""),
+    ):
+        write()
+        assert "model.embed_tokens.weight" in refusal(tmp_path, config)
+        with pytest.raises(UserError, match=r"model\.embed_tokens\.weight"):
+            checkpoint_dtype(tmp_path, config)
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        message = refusal(folder)
+        assert SINGLE in message
+        assert INDEX in message
+    (tmp_path / SINGLE).mkdir()
+    assert SINGLE in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", "", 7, None],
+)
+def test_an_index_that_points_elsewhere_is_refused(
+    tmp_path: Path, tensors: dict[str, np.ndarray], shard: Any
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(tensors, tmp_path / "outside.safetensors")
+    (folder / "sub").mkdir()
+    save_file(tensors, folder / "sub" / "a.safetensors")
+    write_index(folder, dict.fromkeys(NAMES, shard))
+    told = f"{INDEX}: 'weight_map' must map tensors to .safetensors files beside it"
+    assert told in refusal(folder)
+    write_index(folder, [])
+    assert told in refusal(folder)
+
+
+def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Or else the tensor that is not where the index says is named, or the missing shard."""
+    weight_map = write_shards(tmp_path, tensors)
+    assert_same(load_params(tmp_path, CONFIG, "float32"), random_params(CONFIG))
+    write_index(tmp_path, {**weight_map, NAMES[0]: weight_map[NAMES[1]]})
+    assert NAMES[0] in refusal(tmp_path)
+    write_index(tmp_path, {**weight_map, "model.layers.0.extra": weight_map[NAMES[1]]})
+    message = refusal(tmp_path)
+    assert "model.layers.0.extra" in message
+    assert weight_map[NAMES[1]] in message
+    write_index(tmp_path, {n: f for n, f in weight_map.items() if n != NAMES[4]})
+    assert NAMES[4] in refusal(tmp_path)
+    write_index(tmp_path, weight_map)
+    (tmp_path / "b.safetensors").unlink()
+    assert "b.safetensors is missing" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_save_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, error: Any
+) -> None:
+    params = random_params(CONFIG)
+    if earlier:
+        save_params(tmp_path, params, CONFIG)
+
+    def half_a_file(tensors: Any, path: Path, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save_file", half_a_file)
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        save_params(tmp_path, random_params(CONFIG, seed=1), CONFIG)
+    assert [p.name for p in tmp_path.iterdir()] == [SINGLE] * earlier
+    if earlier:
+        assert_same(load_params(tmp_path, CONFIG, "float32"), params)

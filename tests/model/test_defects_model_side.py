@@ -1,0 +1,329 @@
+"""Known defects of the published implementations: a test each, that fails where it is present.
+
+This half concerns the model, the cache and the metrics. Numbers and order are the defects' own.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import entropix_jax
+from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.state import FINISHED_LENGTH, Recording
+from entropix_jax.model.attention import attention_stats
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.config import ModelConfig
+from entropix_jax.sampler.metrics import measure
+from tests.support import reference
+from tests.support.models import (
+    SCALING,
+    TINY,
+    all_metrics,
+    fill_unused,
+    generate,
+    logits_of,
+    random_params,
+    random_tokens,
+    run,
+    sampler_params,
+    start,
+    teacher_forced,
+)
+
+PACKAGE = Path(entropix_jax.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(TINY)
+
+
+def stats_of(scores: np.ndarray, n: int):
+    """The statistics of one row from scaled scores [L, N, S], of which n keys count."""
+    valid = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, :] < n
+    return attention_stats(jnp.asarray(scores[None], jnp.float32), valid)
+
+
+def test_defect_01_first_generated_token_goes_to_the_slot_after_the_prompt(params) -> None:
+    """The position advanced before the first step: a slot was skipped, RoPE jumped by one."""
+    prompt = [int(t) for t in random_tokens(TINY, 9)]
+    prompts, budgets = [prompt, prompt[:2]], [3, 1]
+    state = start(params, TINY, prompts, budgets, capacity=16)
+    assert int(state.cache.length[0]) == 8  # all but the last, which the first step reads
+    state, records = generate(params, TINY, prompts, budgets, capacity=16)
+    assert np.asarray(records.position[:3, 0]).tolist() == [9, 10, 11]
+    assert int(state.cache.length[0]) == 11
+    _, _, whole = teacher_forced(params, TINY, np.asarray(state.history[:1, :11]))
+    for got, want in zip(
+        state.cache.keys + state.cache.values, whole.keys + whole.values, strict=True
+    ):
+        np.testing.assert_allclose(got[:1, :, :11], want, atol=1e-5)
+        np.testing.assert_array_equal(got[:1, :, 11:], 0.0)
+
+
+@pytest.mark.parametrize("junk", ["another text", 1e30, math.nan])
+def test_defect_02_validity_comes_from_the_length_not_from_the_scores(params, junk) -> None:
+    """`scores != 0` was the mask: a reused cache was read, and a score of 0 was not."""
+    text = random_tokens(TINY, 32)[None]
+    want_logits, want_stats, _ = teacher_forced(params, TINY, text)
+    if junk == "another text":
+        _, _, cache = teacher_forced(params, TINY, random_tokens(TINY, 96, seed=4)[None])
+        cache = replace(cache, length=jnp.zeros(1, jnp.int32))
+    else:
+        cache = fill_unused(init_cache(TINY, 1, 96, jnp.dtype(jnp.float32)), junk)
+    count = jnp.asarray([32], jnp.int32)
+    hidden, stats, _ = run(params, TINY, jnp.asarray(text), count, cache, window=96)
+    np.testing.assert_allclose(logits_of(params, hidden), want_logits, atol=2e-5)
+    for got, want in zip(jax.tree.leaves(stats), jax.tree.leaves(want_stats), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+    zeros = stats_of(np.zeros((1, 1, 16)), 8)  # eight keys, all with score 0
+    assert float(zeros.entropy[0, 0, 0]) == pytest.approx(3.0, abs=1e-6)
+
+
+def test_defect_03_padding_is_not_measured() -> None:
+    """Metrics over zero-padded scores: 64 keys in 4,096 slots read 11.98 bits instead of 5.34."""
+    scores = np.zeros((1, 512, 4096))
+    scores[:, :, :64] = np.random.default_rng(0).normal(size=(1, 512, 64))
+    padded = reference.Attention(scores)
+    assert padded.entropy.mean() == pytest.approx(11.98, abs=0.01)  # the defect, as published
+    stats = stats_of(scores, 64)
+    assert float(jnp.mean(stats.entropy)) == pytest.approx(5.34, abs=0.02)
+    true = reference.Attention(scores[:, :, :64]).metrics(np.ones(1))
+    metrics = measure(jnp.zeros((1, 1), jnp.float32), stats, jnp.ones((1, 1), jnp.float32))
+    for name, value in true.items():
+        assert float(getattr(metrics, name)[0]) == pytest.approx(value, abs=1e-4), name
+
+
+def test_defect_04_attention_varentropy_is_a_variance_over_heads(params) -> None:
+    """It was taken over an axis of length one: always 0, or NaN."""
+    logits, stats, _ = teacher_forced(params, TINY, random_tokens(TINY, 32)[None])
+    got = float(all_metrics(TINY, logits[:, -1], stats).attn_varentropy[0])
+    assert got > 0.01
+    assert got == pytest.approx(np.asarray(stats.entropy, np.float64).var(axis=2).mean(), rel=1e-5)
+    assert np.all(np.asarray(stats.varentropy) > 0)
+    # Heads over 1 and over 4 keys have 0 and 2 bits: variance 1.
+    two = stats_of(np.array([[[99.0, 0, 0, 0], [0, 0, 0, 0]]]), 4)
+    metrics = measure(jnp.zeros((1, 1), jnp.float32), two, jnp.ones((1, 1), jnp.float32))
+    assert float(metrics.attn_varentropy[0]) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_defect_05_every_layer_counts(params) -> None:
+    """Statistics of every layer were computed, and the last one's used."""
+    logits, stats, _ = teacher_forced(params, TINY, random_tokens(TINY, 32)[None])
+    log_probs = jax.nn.log_softmax(jnp.asarray(logits[:, -1]))
+    one_by_one = [measure(log_probs, stats, w[None]) for w in jnp.eye(3, dtype=jnp.float32)]
+    together = all_metrics(TINY, logits[:, -1], stats)
+    for name in (
+        "attn_entropy",
+        "attn_entropy_norm",
+        "attn_varentropy",
+        "agreement",
+        "agreement_published",
+        "interaction_strength",
+    ):
+        layers = [float(getattr(m, name)[0]) for m in one_by_one]
+        assert len(set(layers)) == 3, name  # the layers differ, so that one cannot stand for all
+        assert float(getattr(together, name)[0]) == pytest.approx(np.mean(layers), abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_eps": 1e-6},
+        {"norm_eps": 0.1},
+        {"rope_theta": 500.0},
+        {"rope_scaling": replace(SCALING, factor=8.0)},
+        {"rope_scaling": replace(SCALING, original_max_positions=16)},
+    ],
+    ids=str,
+)
+def test_defect_10_every_number_comes_from_the_configuration(params, changes) -> None:
+    """RoPE factor 8 and epsilon 1e-6 stood in the code: the configuration's values must be felt."""
+    tokens = random_tokens(TINY, 96)
+    plain, _, _ = teacher_forced(params, TINY, tokens[None])
+    config = replace(TINY, **changes)
+    got, _, _ = teacher_forced(params, config, tokens[None])
+    want, _ = reference.forward(params, config, tokens)
+    np.testing.assert_allclose(got[0], want, atol=2e-5 * np.abs(want).max())
+    if changes != {"norm_eps": 1e-6}:
+        assert np.abs(got - plain).max() > 1e-2
+
+
+@pytest.mark.parametrize("module", ["linear", "rope", "cache", "attention", "metrics", "model"])
+def test_defect_10_no_maths_function_has_a_numeric_default(module: str) -> None:
+    """The same defect by another door: a default that stands in for the configuration's number."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            for default in (*node.args.defaults, *node.args.kw_defaults):
+                if isinstance(default, ast.Constant) and not isinstance(default.value, bool):
+                    assert not isinstance(default.value, int | float)
+
+
+def test_defect_12_rows_do_not_steer_each_other(params) -> None:
+    """Metrics were averaged over the batch: here each row's are its own, to the last field."""
+    texts = [random_tokens(TINY, n, seed=n) for n in (32, 3, 17)]
+    batch, counts = np.zeros((3, 32), np.int32), jnp.asarray([32, 3, 17], jnp.int32)
+    for row, text in enumerate(texts):
+        batch[row, : len(text)] = text
+    cache = init_cache(TINY, 3, 32, jnp.dtype(jnp.float32))
+    hidden, stats, _ = run(params, TINY, jnp.asarray(batch), counts, cache, window=32)
+    last = logits_of(params, hidden)[jnp.arange(3), counts - 1]
+    together = all_metrics(TINY, last, stats)
+    for row, text in enumerate(texts):
+        logits, stats, _ = teacher_forced(params, TINY, text[None])
+        alone = all_metrics(TINY, logits[:, -1], stats)
+        for field in fields(alone):
+            got, want = (np.asarray(getattr(m, field.name)) for m in (together, alone))
+            assert got.shape == (3,)
+            assert got[row] == pytest.approx(want[0], abs=2e-5), (row, field.name)
+
+
+@pytest.mark.parametrize("steps", [9, 24])
+def test_defect_14_the_loop_stays_within_the_cache(params, steps: int) -> None:
+    """The loop ran past the end of the cache: a row that fills it waits for the other."""
+    prompts = [[int(t) for t in random_tokens(TINY, n, seed=n)] for n in (12, 3)]
+    state, records = generate(params, TINY, prompts, [4, 9], capacity=16, steps=steps)
+    assert np.asarray(state.cache.length).tolist() == [15, 11]
+    assert np.asarray(state.finish).tolist() == [FINISHED_LENGTH] * 2
+    assert np.asarray(records.position)[np.asarray(records.live)].max() == 15
+    roomy, _ = generate(params, TINY, prompts, [4, 9], capacity=32, steps=steps)
+    np.testing.assert_array_equal(state.history, roomy.history[:, :16])
+    assert np.asarray(state.history[0, :12]).tolist() == prompts[0]
+    for tight, wide in zip(state.cache.keys, roomy.cache.keys, strict=True):
+        np.testing.assert_allclose(tight[0, :, :15], wide[0, :, :15], atol=1e-5)
+
+
+def test_defect_15_no_log_of_zero_and_one_unit() -> None:
+    """log(0) made attention varentropy NaN, and nats stood beside bits."""
+    scores = np.full((1, 3, 8), -1e4)  # weights that float32 rounds to 0
+    scores[0, 0, :1] = 0.0  # one key: 0 bits
+    scores[0, 1, :2] = 0.0  # two: 1 bit
+    scores[0, 2, :4] = 0.0  # four: 2 bits
+    stats = stats_of(scores, 8)
+    np.testing.assert_allclose(stats.entropy[0, 0], [0.0, 1.0, 2.0], atol=1e-6)
+    np.testing.assert_allclose(stats.varentropy[0, 0], 0.0, atol=1e-6)
+    log_probs = jnp.asarray([[0.0, -jnp.inf, -jnp.inf], [math.log(0.5), math.log(0.5), -jnp.inf]])
+    both = jax.tree.map(lambda x: jnp.concatenate([x, x]), stats)
+    metrics = measure(log_probs, both, jnp.ones((2, 1), jnp.float32))
+    np.testing.assert_allclose(metrics.entropy, [0.0, 1.0], atol=1e-6)
+    np.testing.assert_allclose(metrics.varentropy, [0.0, 0.0], atol=1e-6)
+    np.testing.assert_allclose(metrics.attn_varentropy, 2 / 3, atol=1e-6)
+    for leaf in jax.tree.leaves(metrics):
+        assert np.all(np.isfinite(leaf))
+    # A three to one choice, in bits and bits^2.
+    p = np.array([0.75, 0.25])
+    three = stats_of(np.log(p)[None, None], 2)
+    assert float(three.entropy[0, 0, 0]) == pytest.approx(0.811278, abs=1e-5)
+    assert float(three.varentropy[0, 0, 0]) == pytest.approx(0.1875 * math.log2(3) ** 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_defect_16_every_field_of_a_dataclass_is_annotated(path: Path) -> None:
+    """A field without an annotation is a class attribute: the constructor cannot set it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(decorator) for decorator in node.decorator_list
+        ):
+            bare = [ast.unparse(item) for item in node.body if isinstance(item, ast.Assign)]
+            assert not bare, f"{node.name}: {bare}"
+
+
+def test_defect_16_every_number_of_the_configuration_can_be_set() -> None:
+    """And none has a value of its own but "not there": what a folder does not say is not made
+    up."""
+    for field in fields(ModelConfig):
+        value: Any = object()
+        assert getattr(replace(TINY, **{field.name: value}), field.name) is value
+        assert not getattr(ModelConfig, field.name, None), field.name
+
+
+def primitives(jaxpr) -> set[str]:
+    """The names of all operations of a traced function, those of its inner functions included."""
+    names: set[str] = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                names |= primitives(inner)
+    return names
+
+
+def on_host(names: set[str]) -> set[str]:
+    return {name for name in names if "callback" in name or "debug" in name or "feed" in name}
+
+
+def test_defect_17_a_step_never_asks_the_host(params) -> None:
+    """Forward, metrics, regime, draw and commit are one compiled program without a way out."""
+
+    def planted(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda _: None, x)
+        return jax.lax.cond(x > 0, lambda: jax.pure_callback(lambda y: y, x, x), lambda: x)
+
+    found = on_host(primitives(jax.make_jaxpr(jax.jit(planted))(1.0).jaxpr))
+    assert len(found) >= 2  # the search finds what it looks for, in inner functions too
+
+    state = start(params, TINY, [[1, 2, 3], [4]], [5, 5], capacity=16)
+    for preset in ("greedy", "entropix"):
+        sampler = sampler_params(TINY, 2, preset)
+        jaxpr = jax.make_jaxpr(
+            lambda params, sampler, state: decode(
+                params,
+                sampler,
+                jnp.asarray([-1], jnp.int32),
+                state,
+                jnp.int32(5),
+                config=TINY,
+                window=16,
+                max_steps=5,
+                recording=Recording(top=2, layers=True),
+            )
+        )(params, sampler, state)
+        names = primitives(jaxpr.jaxpr)
+        assert {"while", "dot_general", "top_k"} <= names
+        assert not on_host(names)
+        assert not jaxpr.effects
+
+
+def test_defect_17_other_values_compile_nothing(params) -> None:
+    """Other thresholds, samplers, keys, prompts and lengths are other values, not programs."""
+
+    def once(prompts: list[list[int]], budget: int, preset: str, seed: int) -> None:
+        state = start(params, TINY, prompts, [budget] * len(prompts), capacity=16)
+        state = replace(state, keys=jnp.full_like(state.keys, seed))
+        sampler = sampler_params(TINY, len(prompts), preset)
+        sampler = replace(sampler, low=sampler.low + 0.1 * seed)
+        decode(
+            params,
+            sampler,
+            jnp.asarray([seed], jnp.int32),
+            state,
+            jnp.int32(budget),
+            config=TINY,
+            window=16,
+            max_steps=24,
+            recording=Recording(),
+        )
+
+    def programs() -> list[int]:
+        compiled: list[Any] = [decode, prefill]
+        return [function._cache_size() for function in compiled]
+
+    once([[1, 2, 3], [4]], 5, "greedy", 0)
+    before = programs()
+    once([[4, 5], [1, 2, 3, 4, 5, 6]], 8, "entropix", 1)
+    once([[9], [9, 9]], 1, "temperature", 2)
+    assert programs() == before

@@ -1,0 +1,310 @@
+"""NaN and infinity are found where they arise, named, and never become a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.cli import batch
+from entropix_jax.cli import generate as main
+from entropix_jax.engine.decode import _forward_branches
+from entropix_jax.engine.scoring import score_tokens
+from entropix_jax.engine.state import Recording
+from entropix_jax.errors import UserError
+from entropix_jax.model.attention import attend, attention_stats
+from entropix_jax.model.cache import init_cache, init_suffixes
+from entropix_jax.model.checkpoint import load_params
+from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound, unsound_entry
+from entropix_jax.model.llama import forward
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.params import Params
+from entropix_jax.stats import AttnStats
+from tests.model.test_sharding import two
+from tests.support.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
+from tests.support.runs import Spec, calibrated, run_specs
+
+CHECK = Recording(check=True)
+SHAPE = config_of_folder()
+STAGES = 1 + 2 * SHAPE.num_layers
+NUMBERS = (jnp.nan, jnp.inf, -jnp.inf)
+PROMPT = [token_ids()["<|begin_of_text|>"], 40, 41, 42, 43, 44]
+AT = 3  # where in the prompt the token stands that is not as the others
+
+
+def marked(change: Callable[[Params], Params]) -> Params:
+    """Weights in which one token alone has anything in the first channel, in every layer."""
+    params = sharp_params()
+    own = params.embedding.at[:, 0].set(0.0)
+    own = own.at[PROMPT[AT]].set(0.0).at[PROMPT[AT], 0].set(1000.0)
+    layers = tuple(
+        replace(layer, output=layer.output.at[0].set(0.0), down=layer.down.at[0].set(0.0))
+        for layer in params.layers
+    )
+    return change(replace(params, embedding=own, layers=layers))
+
+
+def overflowing(layer: int, name: str) -> Callable[[Params], Params]:
+    """The weights of one layer's matrix are so large that the marked token alone overflows."""
+
+    def change(params: Params) -> Params:
+        one = params.layers[layer]
+        matrix = getattr(one, name)
+        huge = replace(one, **{name: matrix.at[:, 0].set(3e38)})
+        layers = (*params.layers[:layer], huge, *params.layers[layer + 1 :])
+        return replace(params, layers=layers)
+
+    return lambda _: marked(change)
+
+
+def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any:
+    requests = [Spec(prompt, "0", 20), Spec([*PROMPT[:AT], 50], "1", 20)]
+    return run_specs(model, requests, "entropix", ignore_eos=True, recording=recording).run()
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
+@pytest.mark.parametrize("name", ["query", "key", "value", "gate"])
+def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name: str) -> None:
+    model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
+    bad, good = run_of(model, PROMPT, CHECK)
+    where = "" if name == "gate" else "the queries, keys or values of "
+    assert bad.error == f"NaN or infinity in {where}layer {layer} at position {AT}"
+    assert bad.finish_reason == "error"
+    assert bad.tokens == []
+    assert good.finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+@pytest.mark.parametrize(("number", "at"), zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True))
+def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> None:
+    """In the prompt's first token, amid it, and in its last one, which the first step reads."""
+
+    def change(params: Params) -> Params:
+        return replace(params, embedding=params.embedding.at[PROMPT[at], 5].set(number))
+
+    model = load(str(write_model(tmp_path / "model", change)))
+    for prompt in (PROMPT, PROMPT * 8):  # in one call, and in several
+        bad, _ = run_of(model, prompt, CHECK)
+        assert bad.error == f"NaN or infinity in the embedding at position {at}"
+        assert bad.tokens == []
+        with pytest.raises(
+            UserError, match=rf"^NaN or infinity in the embedding at position {at}$"
+        ):
+            list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+def test_a_token_on_the_way(tmp_path: Path) -> None:
+    """The row has what came before; which token is poisoned is seen in a run of its own."""
+    sound = load(str(write_model(tmp_path / "sound")))
+    (whole, _) = run_of(sound, PROMPT, CHECK)
+    assert whole.finish_reason == "length"
+    unchecked, _ = run_of(sound, PROMPT, Recording())
+    ids = [t.token_id for t in whole.tokens]
+    assert ids == [t.token_id for t in unchecked.tokens]
+    branched = {f for t in whole.tokens for one in t.branches or () for f in one.tokens}
+    at = next(i for i, t in enumerate(ids) if t not in PROMPT + ids[:i] and t not in branched)
+    bad = load(str(write_model(tmp_path / "bad", poisoned(ids[at]))))
+    (row, _) = run_of(bad, PROMPT, CHECK)
+    assert [t.token_id for t in row.tokens] == ids[: at + 1]
+    position = len(PROMPT) + at
+    assert row.error == f"NaN or infinity in the embedding at position {position}"
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+def test_logits_alone(tmp_path: Path) -> None:
+    """Activations are sound, the head is not."""
+
+    def change(params: Params) -> Params:
+        return replace(params, head=params.head.at[7, 3].set(jnp.inf))
+
+    model = load(str(write_model(tmp_path / "model", change)))
+    row, _ = run_of(model, PROMPT, CHECK)
+    assert row.error == f"NaN or infinite logits at position {len(PROMPT)}"
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"), zip(NUMBERS, ["float32", "bfloat16", "int8"], strict=True)
+)
+def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
+    def change(params: Params) -> Params:
+        one = params.layers[1]
+        one = replace(one, up=one.up.at[4, 9].set(number))
+        return replace(params, layers=(params.layers[0], one))
+
+    folder = write_model(tmp_path, change)
+    error = r"model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight' holds NaN or infinity, "
+    with pytest.raises(UserError, match=error + r"first at \[4, 9\]$"):
+        load_params(folder, SHAPE, dtype, check=True)
+    load_params(folder, SHAPE, dtype)
+    assert load(str(write_model(tmp_path / "sound")), dtype, check=True).folder
+
+
+def test_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = write_model(tmp_path / "bad", poisoned(PROMPT[AT]))
+    assert main.main(["--model", str(bad), "--prompt", "x", "--check"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "tensor 'model.embed_tokens.weight' holds NaN or infinity" in error
+    overflows = write_model(tmp_path / "overflows", overflowing(1, "value"))
+    model = load(str(overflows))
+    prompt = model.tokenizer.decode(PROMPT[1:])
+    assert model.tokenizer.encode(prompt, add_bos=True) == PROMPT
+    named = f"NaN or infinity in the queries, keys or values of layer 1 at position {AT}"
+    arguments = ["--model", str(overflows), "--prompt", prompt, "--no-chat", "--check"]
+    assert main.main(arguments) == 2
+    assert f"error: {named}\n" in capsys.readouterr().err
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    output = tmp_path / "out.jsonl"
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+    arguments = ["--model", str(overflows), "--no-chat", "--check", "--context", "64"]
+    arguments += ["--slots", "2"]
+    assert batch.main([*files, *arguments]) == 0
+    assert json.loads(output.read_text())["error"] == named
+
+
+@pytest.mark.parametrize("slots", [2, 4])  # one for each device, and two
+def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
+    """In whichever slot a row failed, and whether or not another one shared its prompt."""
+    folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
+    tokenizer = load(str(folder)).tokenizer
+    bad, good = (tokenizer.decode(ids[1:]) for ids in (PROMPT, [*PROMPT[:AT], 50, 51]))
+    prompts = (bad, bad, good, bad, good, good)
+    lines = [json.dumps({"prompt": prompt, "id": str(i)}) for i, prompt in enumerate(prompts)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    output = tmp_path / "out.jsonl"
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+    arguments += ["--model", str(folder), "--no-chat", "--context", "64", "--slots", str(slots)]
+    arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
+    assert batch.main(arguments) == 0
+    unchecked = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
+    output.unlink()
+    Path(f"{output}.run.json").unlink()
+    # The weights are not to be refused: their check is another one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("entropix_jax.model.checkpoint.unsound_entry", lambda weight: None)
+        assert batch.main([*arguments, "--check"]) == 0
+    for one in map(json.loads, output.read_text().splitlines()):
+        if prompts[int(one["id"])] == bad:
+            assert one["error"] == f"NaN or infinity in the embedding at position {AT}"
+            assert "NaN or infinite logits" in unchecked[one["id"]]["error"]
+        else:
+            assert one["token_ids"] == unchecked[one["id"]]["token_ids"] != []
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
+    folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
+    for prompt in (PROMPT, PROMPT[: AT + 1]):  # by the prompt's reading, and by the first step
+        bad, good = run_of(load(str(folder), mesh=two(mesh)), prompt, CHECK)
+        assert bad.error == f"NaN or infinity in the embedding at position {AT}"
+        assert good.finish_reason == "length"
+
+
+def test_a_branch_that_is_unsound_has_no_logits() -> None:
+    """The branches beside it have those that they have unchecked."""
+    params = sharp_params()
+    bad = replace(params, embedding=params.embedding.at[7].set(jnp.inf))
+    cache = init_cache(SHAPE, 2, 16, jnp.dtype(jnp.float32))
+    prompts = jnp.array([[5, 6, 8], [9, 8, 6]], jnp.int32)
+    count = jnp.full(2, 3, jnp.int32)
+    _, _, cache = forward(bad, SHAPE, prompts, count, cache, window=16)
+    suffixes = init_suffixes(cache, 3, 4)
+    tokens = jnp.array([[5, 7, 6], [8, 9, 7]], jnp.int32)
+
+    def read(check: bool) -> tuple[jax.Array, AttnStats]:
+        logits, stats, _ = _forward_branches(
+            bad, cache, tokens, jnp.int32(0), suffixes, config=SHAPE, window=16, check=check
+        )
+        return logits.reshape(2, 3, -1), stats
+
+    (checked, stats), (unchecked, _) = read(True), read(False)
+    assert stats.sound is None  # told already
+    unsound = np.asarray(tokens) == 7
+    np.testing.assert_array_equal(np.isnan(np.asarray(checked)).all(axis=-1), unsound)
+    np.testing.assert_array_equal(checked[~unsound], unchecked[~unsound])
+
+
+def sound_of(*places: tuple[int, int], tokens: int = 4, stages: int = 5) -> jax.Array:
+    sound = np.ones((1, tokens, stages), bool)
+    for place in places:
+        sound[0][place] = False
+    return jnp.asarray(sound)
+
+
+def test_first_unsound() -> None:
+    start = jnp.array([10])
+    assert first_unsound(sound_of(), start).tolist() == [[NOWHERE, NOWHERE]]
+    assert first_unsound(sound_of((2, 3)), start).tolist() == [[12, 3]]
+    # The values of token 2 spoil what comes after them in all tokens.
+    spoiled = [(2, 1), (0, 2), (1, 2), (2, 2)]
+    assert first_unsound(sound_of(*spoiled), start).tolist() == [[12, 1]]
+    assert unsound_entry(jnp.ones((3, 4))) is None
+    assert unsound_entry(jnp.ones((3, 4)).at[2, 1].set(-jnp.inf)) == (2, 1)
+    both = jnp.array([[NOWHERE, NOWHERE], [3, 1]])
+    assert earlier(both, jnp.array([[5, 2], [9, 9]])).tolist() == [[5, 2], [3, 1]]
+    assert describe(7, 0) == "NaN or infinity in the embedding at position 7"
+    assert describe(7, 5).endswith("the queries, keys or values of layer 2 at position 7")
+    assert describe(7, 6).endswith("in layer 2 at position 7")
+
+
+def test_padding_is_no_fault(tmp_path: Path) -> None:
+    """Nor are rows without tokens in a call."""
+    params = sharp_params()
+    bad = replace(params, embedding=params.embedding.at[0].set(jnp.nan))
+    tokens = jnp.array([[5, 0, 0], [0, 0, 0], [5, 6, 0]], jnp.int32)
+    cache = init_cache(SHAPE, 3, 16, jnp.dtype(jnp.float32))
+    count = jnp.array([1, 0, 2], jnp.int32)
+    _, stats, _ = forward(bad, SHAPE, tokens, count, cache, window=16, check=True)
+    assert stats.sound is not None
+    assert stats.sound.shape == (3, 3, STAGES)
+    assert bool(stats.sound.all())
+    _, stats, _ = forward(bad, SHAPE, tokens, count + 1, cache, window=16, check=True)
+    assert stats.sound is not None
+    assert first_unsound(stats.sound, cache.length).tolist() == [[1, 0], [0, 0], [2, 0]]
+
+
+def test_attention_over_16k_keys() -> None:
+    """Softmax, mixing and statistics in float32 hold against float64."""
+    rng = np.random.default_rng(0)
+    slots, heads, dim = 16_384, 4, 16
+    query = rng.normal(size=(1, 1, heads, dim)).astype(np.float32)
+    keys = rng.normal(size=(1, 2, slots, dim)).astype(np.float32)
+    values = rng.normal(size=(1, 2, slots, dim)).astype(np.float32) + 1.0
+    length = slots - 3
+    mixed, scores = attend(
+        jnp.asarray(query),
+        jnp.asarray(keys),
+        jnp.asarray(values),
+        jnp.full((1, 1), length - 1, jnp.int32),
+        jnp.full(1, length, jnp.int32),
+    )
+    wide_k = np.repeat(keys[0].astype(np.float64), 2, axis=0)[:, :length]
+    wide_v = np.repeat(values[0].astype(np.float64), 2, axis=0)[:, :length]
+    exact = np.einsum("nh,nsh->ns", query[0, 0].astype(np.float64), wide_k) / np.sqrt(dim)
+    weights = np.exp(exact - exact.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(
+        np.asarray(mixed)[0, 0], np.einsum("ns,nsh->nh", weights, wide_v).reshape(-1), atol=2e-6
+    )
+    valid = jnp.arange(slots)[None, :] < length
+    stats = attention_stats(scores[:, None, :, 0], valid)
+    bits = np.log2(weights)
+    entropy = -(weights * bits).sum(axis=-1)
+    varentropy = (weights * (bits + entropy[:, None]) ** 2).sum(axis=-1)
+    np.testing.assert_allclose(np.asarray(stats.entropy)[0, 0], entropy, rtol=2e-6)
+    np.testing.assert_allclose(np.asarray(stats.varentropy)[0, 0], varentropy, rtol=2e-5)
+    spread = np.abs(weights - weights.mean(axis=0)).sum(axis=-1).mean()
+    np.testing.assert_allclose(float(stats.divergence[0, 0]), spread, rtol=1e-5)
+    np.testing.assert_allclose(float(stats.interaction[0, 0]), np.abs(exact).mean(), rtol=1e-5)

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import entropix_jax.model.linear as linear_module
+from entropix_jax.model.linear import arranged, linear, product, quantized, rows
+
+
+@pytest.fixture(params=[True, False], ids=["multiplied", "widened"])
+def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a few vectors are split: both forms on any machine. (One without such products gives
+    the same results, but slowly.)"""
+    monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: request.param)
+    return request.param
+
+
+def compiled_product(*operands: Any) -> Any:
+    """The product, traced anew: what JAX has kept of `product` may be the other form's."""
+    return jax.jit(lambda x, weight: product(x, weight))(*operands)
+
+
+SMALL, LARGE = 2048, 2056  # a vector of float32 on either side of 8 KiB
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def operands(shape: tuple[int, ...], out: int, x_dtype, w_dtype) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=shape), x_dtype)
+    return x, jnp.asarray(rng.normal(size=(out, shape[-1])), w_dtype)
+
+
+def exact(x: jax.Array, weight: jax.Array) -> np.ndarray:
+    """The product of the numbers as they are stored, in float64."""
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1,), (2, 3), (1, 5), (7,)], ids=str)
+@pytest.mark.parametrize(("width", "out"), [(SMALL, 24), (LARGE, 24), (64, 256), (64, 600)])
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype"),
+    [(F32, F32), (F32, BF16), (F32, jnp.float16), (BF16, BF16)],
+    ids=["f32 f32", "f32 bf16", "f32 f16", "bf16 bf16"],
+)
+def test_product_is_exact_to_float32(
+    lead: tuple[int, ...], width: int, out: int, x_dtype, w_dtype, multiplied: bool
+) -> None:
+    """In whatever form: the only rounding is that of a float32 sum (1e-6 of its terms' size)."""
+    x, weight = operands((*lead, width), out, x_dtype, w_dtype)
+    got = compiled_product(x, weight)
+    assert got.dtype == F32
+    assert got.shape == (*lead, out)
+    np.testing.assert_allclose(got, exact(x, weight), atol=1e-6 * np.sqrt(width) * 8, rtol=1e-6)
+    np.testing.assert_array_equal(jax.jit(lambda *of: linear(*of))(x, weight), got.astype(x_dtype))
+
+
+@pytest.mark.parametrize("count", [2, 7, 16, 17])
+def test_a_few_vectors_are_exact_to_float32_in_either_form(count: int, multiplied: bool) -> None:
+    """Entries of any size, and of any number of digits."""
+    x, weight = operands((count, 256), 40, F32, BF16)
+    rng = np.random.default_rng(1)
+    x = x * jnp.asarray(10 ** rng.uniform(-12, 12, x.shape), F32)
+    got = compiled_product(x, weight)
+    terms = exact(jnp.abs(x), jnp.abs(weight))
+    assert np.all(np.abs(np.asarray(got, np.float64) - exact(x, weight)) <= 2e-6 * terms)
+    text = jax.jit(lambda *of: product(*of)).lower(x, weight).as_text()
+    assert ("bf16>, tensor<40x256xbf16>" in text) == (multiplied and count <= 16)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen_in_its_own_vector(number: float, multiplied: bool) -> None:
+    x, weight = operands((4, 64), 24, F32, BF16)
+    clean = np.asarray(compiled_product(x, weight))
+    got = np.asarray(compiled_product(x.at[2, 5].set(number), weight))
+    assert not np.any(np.isfinite(got[2]))
+    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(clean, 2, 0))
+    got = np.asarray(compiled_product(x, weight.at[7, 5].set(number)))
+    assert not np.any(np.isfinite(got[:, 7]))
+    np.testing.assert_array_equal(np.delete(got, 7, 1), np.delete(clean, 7, 1))
+
+
+@pytest.mark.parametrize("w_dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_are_the_rows(w_dtype, dtype) -> None:
+    _, table = operands((1, 8), 12, F32, w_dtype)
+    ids = np.array([[11, 0, 3], [3, 3, 7]], np.int32)
+    got = jax.jit(rows, static_argnums=2)(table, jnp.asarray(ids), jnp.dtype(dtype))
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(table)[ids].astype(dtype))
+
+
+def assert_carried_narrow(loop, inputs: tuple[jax.Array, ...], shape: str) -> None:
+    """No loop of the compiled program carries a wide copy of the weight, made before it began."""
+    text = jax.jit(loop).lower(*inputs).compile().as_text() or ""
+    carried = [line for line in text.splitlines() if " while(" in line]
+    assert carried
+    for line in carried:
+        assert f"bf16[{shape}]" in line
+        assert f" f32[{shape}]" not in line
+
+
+@pytest.mark.parametrize("size", [64, 512])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_narrow_weight_stays_narrow_in_a_loop(batch: int, size: int, multiplied: bool) -> None:
+    def loop(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 10, lambda _, y: linear(y, weight) * 0.01, x)
+
+    inputs = operands((batch, size), size, F32, BF16)
+    assert_carried_narrow(loop, inputs, f"{size},{size}")
+
+
+def test_a_narrow_table_stays_narrow_in_a_loop() -> None:
+    def loop(ids: jax.Array, table: jax.Array) -> jax.Array:
+        def step(_: int, ids: jax.Array) -> jax.Array:
+            return jnp.argmax(rows(table, ids, jnp.dtype(F32)), axis=1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 10, step, ids)
+
+    _, table = operands((1, 64), 96, F32, BF16)
+    assert_carried_narrow(loop, (jnp.arange(3, dtype=jnp.int32), table), "96,64")
+
+
+# Narrow weights in blocks of columns.
+
+
+@pytest.mark.parametrize("width", [2048, 2049, 4096, 5000, 8192])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
+def test_blocks_of_columns_are_the_same_matrix(
+    width: int, lead: tuple[int, ...], small: bool, multiplied: bool
+) -> None:
+    x, weight = operands((*lead, width), 24, F32, BF16)
+    plain = quantized(weight) if small else weight
+    laid_out = arranged(plain, jnp.dtype(F32))
+    blocks = jax.tree.leaves(laid_out)[: -1 if small else None]
+    assert all(4 * block.shape[1] <= 8192 for block in blocks)
+    assert (len(blocks) > 1) == (width > 2048)
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=1), jax.tree.leaves(plain)[0])
+    got, want = (np.asarray(compiled_product(x, w)) for w in (laid_out, plain))
+    np.testing.assert_allclose(got, want, atol=1e-6 * np.sqrt(width) * 8, rtol=1e-6)
+    ids = jnp.asarray([[3, 0]], jnp.int32)
+    got, want = (np.asarray(rows(w, ids, jnp.dtype(F32))) for w in (laid_out, plain))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_is_not_narrower_than_float32_activations_stays_as_it_is(dtype) -> None:
+    """Vectors of weights, float32 ones, and all where bfloat16 is multiplied."""
+    _, weight = operands((1, 4096), 3, F32, dtype)
+    activations = jnp.dtype(F32 if dtype == F32 else BF16)
+    assert arranged(weight, activations) is weight
+    chex.assert_trees_all_equal(arranged(weight[0], jnp.dtype(F32)), weight[0])
+
+
+def test_a_vector_is_made_once_for_a_narrow_product() -> None:
+    """Not anew for each row of the weight: nothing is fused into the compiled product."""
+
+    def block(x: jax.Array, weight: jax.Array) -> jax.Array:
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x) + 1e-5) * 3.0 + 1.0
+        return jnp.tanh(x + linear(normed, weight))
+
+    inputs = operands((1, 96), 96, F32, BF16)
+    text = jax.jit(block).lower(*inputs).compile().as_text() or ""
+    products = [line for line in text.splitlines() if " fusion(" in line and "dot" in line]
+    assert len(products) == 1
+    assert products[0].split(" fusion(")[1].split(")")[0].count("%") == 2
+    assert " call(" in text
+
+
+# Weights of 8 bits.
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3), (1, 5)], ids=str)
+@pytest.mark.parametrize("out", [24, 600])
+def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int) -> None:
+    """Half a step of each row's own scale at most, and the product is that of what they stand
+    for."""
+    x, weight = operands((*lead, 64), out, F32, F32)
+    weight = weight.at[0].set(0.0).at[1].mul(100.0)
+    small = quantized(weight)
+    assert small.values.dtype == jnp.int8
+    wide = np.asarray(weight, np.float64)
+    scale = np.abs(wide).max(axis=1) / 127
+    np.testing.assert_allclose(small.scale, scale, rtol=1e-6)
+    stands_for = np.asarray(small.values, np.float64) * np.asarray(small.scale, np.float64)[:, None]
+    assert np.all(np.abs(stands_for - wide) <= 0.5001 * scale[:, None])
+    assert np.abs(small.values).max(axis=1)[1:].min() == 127
+    got = jax.jit(product)(x, small)
+    want = np.asarray(x, np.float64) @ stands_for.T
+    bound = 1e-6 * 64 * np.abs(stands_for).max(axis=1)
+    assert np.all(np.abs(np.asarray(got) - want) <= bound + 1e-6 * np.abs(want))
+    looked_up = rows(small, jnp.asarray([[2, 0]], jnp.int32), jnp.dtype(F32))
+    np.testing.assert_allclose(looked_up, stands_for[[[2, 0]]], rtol=1e-6)
+
+
+def test_eight_bits_where_bfloat16_is_multiplied() -> None:
+    x, weight = operands((2, 3, 64), 24, BF16, F32)
+    small = quantized(weight)
+    got = jax.jit(product)(x, small)
+    assert got.dtype == F32
+    stands_for = np.asarray(small.values, np.float64) * np.asarray(small.scale, np.float64)[:, None]
+    want = np.asarray(x, np.float64) @ stands_for.T
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.model.config import ModelConfig, RopeScaling
+from entropix_jax.model.rope import inverse_frequencies, rotate, rotations
+from tests.support import reference
+from tests.support.models import tiny_config
+
+
+def llama(factor: float | None, *, head_dim: int = 64, theta: float = 500000.0) -> ModelConfig:
+    scaling = factor and RopeScaling(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+    return tiny_config(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+
+
+CASES = {
+    "unscaled": llama(None, theta=10000.0),
+    "Llama 3": llama(None, head_dim=128),
+    "Llama 3.1": llama(8.0, head_dim=128),
+    "Llama 3.2": llama(32.0),
+}
+cases = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+
+
+@cases
+def test_frequencies_are_the_papers(config: ModelConfig) -> None:
+    got = inverse_frequencies(config)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, reference.inverse_frequencies(config), rtol=1e-7)
+
+
+def test_scaling_by_hand() -> None:
+    """The published configuration's three bands: kept, between, and divided by the factor."""
+    plain, scaled = (inverse_frequencies(llama(f)) for f in (None, 32.0))
+    wavelength = 2 * np.pi / plain.astype(np.float64)
+    kept, stretched = wavelength < 2048, wavelength > 8192
+    assert kept.sum() == 15
+    assert stretched.sum() == 14
+    np.testing.assert_array_equal(scaled[kept], plain[kept])
+    np.testing.assert_allclose(scaled[stretched], plain[stretched] / 32, rtol=1e-7)
+    between = ~kept & ~stretched
+    assert np.all(scaled[between] < plain[between])
+    assert np.all(scaled[between] > plain[between] / 32)
+
+
+@cases
+def test_angles_to_the_end_of_the_context(config: ModelConfig) -> None:
+    """No further off than what rounding the frequency and the product to float32 may cost."""
+    positions = np.array([[0, 1, 2, 63, 200, 8191], [8192, 16384, 50001, 99999, 131070, 131071]])
+    cos, sin = rotations(config, jnp.asarray(positions, jnp.int32))
+    half = config.head_dim // 2
+    assert cos.shape == sin.shape == (2, 6, 1, half)
+    assert cos.dtype == sin.dtype == jnp.float32
+    angles = positions[:, :, None, None] * reference.inverse_frequencies(config)
+    bound = angles * 2.0**-23 + 2.0**-23
+    assert np.all(np.abs(np.asarray(cos, np.float64) - np.cos(angles)) <= bound)
+    assert np.all(np.abs(np.asarray(sin, np.float64) - np.sin(angles)) <= bound)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rotation_is_a_complex_product(config: ModelConfig, dtype: jnp.dtype) -> None:
+    rng = np.random.default_rng(0)
+    positions = np.arange(250, 256)
+    x = jnp.asarray(rng.normal(size=(1, 6, 3, config.head_dim)), dtype)
+    got = rotate(x, *rotations(config, jnp.asarray(positions[None], jnp.int32)))
+    assert got.dtype == x.dtype
+    want = reference.rotate(config, np.asarray(x[0], np.float64), positions)
+    tolerance = 1e-4 if dtype == jnp.float32 else 2.0**-7
+    np.testing.assert_allclose(np.asarray(got[0], np.float64), want, atol=tolerance, rtol=2.0**-7)
+    if dtype == jnp.float32:
+        np.testing.assert_allclose(got[0], want, atol=1e-4)

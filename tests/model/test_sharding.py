@@ -1,0 +1,437 @@
+"""Many devices: meshes and rules, and that rows on eight devices come out as on one."""
+
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
+from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.state import RUNNING, DecodeState, Recording, init_state
+from entropix_jax.errors import UserError
+from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.mesh import (
+    ROWS,
+    broadcast_row,
+    check_mesh,
+    describe,
+    parse_mesh,
+    place,
+    rules_for,
+    split_rows,
+)
+from entropix_jax.model.params import Params
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
+from tests.support.many_devices import BATCH, CAPACITY, CHUNKS, CONFIG, LANES, MESHES, Outcome
+from tests.support.models import logits_of, run, tiny_config
+from tests.support.samplers import Job, batch_of, params_of, start, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    path = tmp_path_factory.mktemp("sharding") / "outcomes"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    code = f"from tests.support.many_devices import main; main({str(path)!r})"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "donated" not in ran.stderr
+    return pickle.loads(path.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LanguageModel:
+    return load("tiny")
+
+
+def two(text: str) -> Mesh:
+    return parse_mesh(text, jax.devices()[:2])
+
+
+# Meshes and rules.
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "sizes"),
+    [
+        (None, 2, (2, 1)),
+        (None, 1, (1, 1)),
+        ("data=2", 2, (2, 1)),
+        ("model=2", 2, (1, 2)),
+        (" model = 2 , data=1", 2, (1, 2)),
+        ("data=1", 1, (1, 1)),
+    ],
+)
+def test_a_mesh_is_read(text: str | None, devices: int, sizes: tuple[int, int]) -> None:
+    mesh = parse_mesh(text, jax.devices()[:devices])
+    assert mesh.axis_names == ("data", "model")
+    assert mesh.devices.shape == sizes
+    assert set(mesh.devices.flat) == set(jax.devices()[:devices])
+    assert parse_mesh(describe(mesh), jax.devices()[:devices]) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "mesh '': '' is not of the form data=N or model=N"),
+        ("data=2,", "mesh 'data=2,': '' is not of the form data=N or model=N"),
+        ("data=two", "mesh 'data=two': 'data=two' is not of the form data=N or model=N"),
+        ("data=٢", "mesh 'data=٢': 'data=٢' is not of the form data=N or model=N"),
+        ("seq=2", "mesh 'seq=2': no such axis: 'seq' (there are data and model)"),
+        ("data=2,data=1", "mesh 'data=2,data=1': 'data' is given twice"),
+        ("data=0", "mesh 'data=0': data must be at least 1, not 0"),
+        ("data=2,model=2", "mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"),
+    ],
+)
+def test_a_mesh_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        two(text)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "slots", "message"),
+    [
+        ("data=2", {}, 3, "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
+        (
+            "model=2",
+            {"num_kv_heads": 1},
+            4,
+            "mesh data=1,model=2: 1 key/value heads cannot be split evenly over model=2",
+        ),
+        (
+            "model=2",
+            {"mlp_width": 47},
+            4,
+            "mesh data=1,model=2: 47 units of the MLP cannot be split evenly over model=2",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    mesh: str, changes: dict[str, int], slots: int, message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        check_mesh(two(mesh), tiny_config(**changes), slots)
+    assert str(error.value) == message
+    if "slots" not in message:
+        with pytest.raises(UserError):
+            rules_for(two(mesh), tiny_config(**changes))
+    check_mesh(two(mesh), tiny_config(vocab_size=63), 4)
+
+
+def test_the_rules_say_where_weights_lie() -> None:
+    specs = jax.tree.map(
+        lambda x: x.spec, rules_for(two("model=2"), tiny_config()).params(tiny_config())
+    )
+    assert (specs.embedding, specs.final_norm) == (P("model"), P())
+    layer = specs.layers[-1]
+    assert {layer.query, layer.key, layer.value, layer.gate, layer.up} == {P("model")}
+    assert {layer.output, layer.down} == {P(None, "model")}
+    assert {layer.attention_norm, layer.mlp_norm} == {P()}
+    # A vocabulary that cannot be split leaves its matrices whole, and them alone.
+    odd = tiny_config(vocab_size=63, tied_head=False)
+    specs = jax.tree.map(lambda x: x.spec, rules_for(two("model=2"), odd).params(odd))
+    assert {specs.embedding, specs.head} == {P()}
+    assert specs.layers[0] == layer
+    every = jax.tree.leaves(rules_for(two("data=2"), odd).params(odd))
+    assert {x.spec for x in every} == {P()}
+
+
+def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
+    config = tiny.config
+    spread = load("tiny", mesh=two("model=2"))
+    assert spread.rules is not None
+    for one, other, wanted in zip(
+        jax.tree.leaves(tiny.params),
+        jax.tree.leaves(spread.params),
+        jax.tree.leaves(spread.rules.params(config)),
+        strict=True,
+    ):
+        assert other.sharding == wanted
+        np.testing.assert_array_equal(one, other)
+    assert spread.params.layers[0].down.addressable_shards[1].data.shape == (192, 256)
+    narrow = load("tiny", dtype="bfloat16", mesh=two("model=2")).params.layers[0].gate
+    np.testing.assert_array_equal(narrow, tiny.params.layers[0].gate.astype(jnp.bfloat16))
+    assert load("tiny", mesh=parse_mesh(None, jax.devices()[:1])).rules is None
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+@pytest.mark.parametrize(
+    ("weights", "length"), [("float32", 24), ("bfloat16", 24), ("bfloat16", 8), ("int8", 24)]
+)
+def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> None:
+    """Its vocabulary of 1249 is not split. Of two rows of 8 the vectors are few enough to be split
+    into bfloat16 numbers."""
+    tokens = np.random.default_rng(0).integers(0, 1244, (2, length), dtype=np.int32)
+    count = np.array([length, length - 7], np.int32)
+
+    def logits(model: LanguageModel) -> np.ndarray:
+        cache = init_cache(model.config, 2, length, jnp.dtype(jnp.float32))
+        if model.rules is not None:
+            cache = place(cache, model.rules.rows(cache))
+        hidden, _, _ = run(model.params, model.config, tokens, count, cache, window=length)
+        return np.asarray(logits_of(model.params, hidden))
+
+    one, spread = logits(load("tiny", weights)), logits(load("tiny", weights, two(mesh)))
+    assert np.abs(one - spread)[[0, 1], count - 1].max() <= 1e-5 * np.abs(one).max()
+
+
+# A function of a batch, in two shards.
+
+
+def test_a_row_of_the_other_shard() -> None:
+    rules = rules_for(two("data=2"), tiny_config())
+
+    @jax.jit
+    @split_rows(rows={"rows": 1}, returns=ROWS)
+    def shared(rows: jax.Array, number: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(broadcast_row(rows, number), rows.shape)
+
+    values = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    values[[1, 4], 2] = np.nan
+    spread = place(jnp.asarray(values), rules.rows(jnp.asarray(values)))
+    for number in range(6):
+        wanted = np.broadcast_to(values[number], (6, 5))
+        np.testing.assert_array_equal(shared(jnp.asarray(values), jnp.int32(number)), wanted)
+        got = shared(spread, jnp.int32(number))
+        np.testing.assert_array_equal(got, wanted)
+        assert got.sharding == spread.sharding
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+def test_prompts_of_all_rows_in_order(mesh: str) -> None:
+    config, params = tiny_model()
+    rules = rules_for(two(mesh), config)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 8), dtype=np.int32)
+    count = np.array([8, 0, 3, 1], np.int32)
+
+    def read(params: Params, state: DecodeState) -> KVCache:
+        return prefill(params, state, tokens, count, config=config, window=16).cache
+
+    def empty() -> DecodeState:
+        keys = np.zeros((4, 2), np.uint32)
+        return init_state(
+            config, tokens.tolist(), [1] * 4, keys, capacity=16, dtype=jnp.dtype(jnp.float32)
+        )
+
+    one = read(params, empty())
+    state = place(empty(), rules.rows(empty()))
+    spread = read(place(params, rules.params(config)), state)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert spread.length.tolist() == count.tolist()
+    wanted = rules.rows(spread)
+    assert jax.tree.map(lambda x: x.sharding, spread) == wanted
+
+
+def test_on_one_device_nothing_is_split() -> None:
+    config, params = tiny_model()
+    job = Job([1, 2], params_of("entropix"))
+    state = start(config, params, [job] * 2, 16)
+    one = decode.lower(
+        params,
+        batch_of(job.sampler, job.sampler),
+        jnp.full((2, 1), -1, jnp.int32),
+        state,
+        jnp.int32(1),
+        config=config,
+        window=16,
+        max_steps=1,
+        recording=Recording(),
+    ).as_text()
+    for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
+        assert word not in one, word
+
+
+# Rows on eight devices.
+
+
+def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
+    """What the other tests compare is worth comparing."""
+    first, last = outcomes[""].states
+    tally = last.sampler.tally
+    branched = tally.own["branch"].begun > 0
+    assert branched.sum() > LANES // 2
+    assert branched[:8].any()
+    assert branched[8:].any()
+    assert (tally.own["backspace"].backspaced > 0).sum() >= 4
+    assert (first.finish == RUNNING).any()
+    assert (first.finish != RUNNING).any()
+    assert len({*last.cache.length.tolist()}) > 4
+    records = outcomes[""].records[0]
+    assert len({*records.choice.proposal.action[records.live].tolist()}) >= 4
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str) -> None:
+    """Every token, count and flag of the state and the records; every number to 1e-5 of the largest
+    of its kind."""
+    one, many = outcomes[""], outcomes[mesh]
+    for chunk in range(CHUNKS):
+        expected = (one.states[chunk], replace(one.records[chunk], branch=np.empty(0)))
+        got = (many.states[chunk], replace(many.records[chunk], branch=np.empty(0)))
+        compare(expected, got)
+    compare(one.answered, many.answered)
+
+
+@pytest.mark.parametrize("mesh", ["", *MESHES])
+def test_a_row_that_waits_holds_all_shards(outcomes: dict[str, Outcome], mesh: str) -> None:
+    """As it holds all rows of one device: how far a row comes does not depend on the mesh."""
+    assert not outcomes[mesh].held.live.any()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_branch_is_found_in_the_log(outcomes: dict[str, Outcome], mesh: str) -> None:
+    one, many = outcomes[""], outcomes[mesh]
+    for chunk in range(CHUNKS):
+        branched = (one.records[chunk].branch >= 0) & one.records[chunk].live
+        assert branched.any()
+        where = many.records[chunk].branch[one.records[chunk].live]
+        np.testing.assert_array_equal(branched[one.records[chunk].live], where >= 0)
+        entries = []
+        for outcome in (one, many):
+            log = outcome.logs[chunk]
+            assert log.count == branched.sum()
+            index = outcome.records[chunk].branch[branched]
+            assert len({*index.tolist()}) == len(index)
+            entry = jax.tree.map(lambda x, index=index: x[index], replace(log, count=log.committed))
+            exists = entry.branches.length > 0
+            depth = np.arange(entry.branches.tokens.shape[-1])
+            real = depth < entry.branches.length[..., None]
+            entries.append(
+                (
+                    entry.committed,
+                    entry.branches.length,
+                    entry.branches.best,
+                    entry.branches.ambiguous,
+                    np.where(real, entry.branches.tokens, 0),
+                    np.where(exists, entry.branches.score, 0),
+                )
+            )
+        compare(*entries)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: str) -> None:
+    """After each call, whose donated buffers are gone; the program takes its own result again."""
+    sizes = {"data": 1, "model": 1} | {
+        axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))
+    }
+    outcome = outcomes[mesh]
+    assert outcome.kept
+    for name, (whole, part) in outcome.layout.items():
+        wanted = [*whole]
+        wanted[0] //= sizes["data"]
+        if ".cache.keys" in name or ".cache.values" in name:
+            wanted[1] //= sizes["model"]
+        assert part == tuple(wanted), name
+
+
+def test_data_shards_exchange_flags_alone(outcomes: dict[str, Outcome]) -> None:
+    collectives = collectives_of(outcomes["data=8"].text)
+    assert collectives
+    assert {(c.kind, c.elements) for c in collectives} == {("all-reduce", 1)}
+
+
+def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome]) -> None:
+    """Logits are gathered once; otherwise hidden states and means over heads are summed up."""
+    devices = np.arange(8).reshape(2, 4)
+    of_model = {frozenset(row.tolist()) for row in devices}
+    of_data = {frozenset(column.tolist()) for column in devices.T}
+    plain: set[Collective] = set()
+    branching: set[Collective] = set()
+    for collective in collectives_of(outcomes["data=2,model=4"].text):
+        if collective.groups == of_data:
+            assert collective.elements == 1
+            continue
+        assert collective.groups == of_model
+        (branching if "/cond/" in collective.source else plain).add(collective)
+    rows = BATCH // 2
+    for found, batch, slots in (
+        (plain, rows, CAPACITY),
+        (branching, LANES_AT_ONCE * MAX_WIDTH, CAPACITY + MAX_DEPTH),
+    ):
+        gathers = [c for c in found if c.kind == "all-gather"]
+        assert [c.elements for c in gathers] == [batch * CONFIG.vocab_size]
+        sums = [c for c in found if c.kind != "all-gather"]
+        assert {c.kind for c in sums} == {"all-reduce"}
+        # A layer has two sums of hidden states and a mean over heads, the embedding one sum.
+        layers = CONFIG.num_layers
+        hidden = batch * CONFIG.width
+        floor = (2 * layers + 1) * hidden + layers * batch * slots
+        assert floor <= sum(c.elements for c in sums) <= floor + 16 * layers * batch
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One exchange between devices, as a compiled program says it."""
+
+    kind: str
+    elements: int
+    groups: frozenset[frozenset[int]]
+    source: str
+    line: int
+
+
+def collectives_of(text: str) -> list[Collective]:
+    found = []
+    kinds = (
+        "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
+    )
+    for number, line in enumerate(text.splitlines()):
+        match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
+        if match is None:
+            continue
+        shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", match[1]) or [""]
+        elements = sum(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
+        source = re.search(r'op_name="([^"]*)"', line)
+        groups = frozenset(frozenset(group) for group in groups_of(line))
+        found.append(Collective(match[2], elements, groups, source[1] if source else "", number))
+    return found
+
+
+def groups_of(line: str) -> list[list[int]]:
+    """Which devices exchange, in any of XLA's ways to write it: {{0,1},{2,3}}, [2,2]<=[4] or, from
+    JAX 0.11 on, mesh['data'=2,'model'=2] {'model'}."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+    if listed is not None:
+        return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
+    if named is not None:
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        devices = np.arange(math.prod(axes.values())).reshape(*axes.values())
+        last = [[*axes].index(name) for name in over]
+        devices = np.moveaxis(devices, last, range(-len(last), 0))
+        return devices.reshape(-1, math.prod(axes[name] for name in over)).tolist()
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert iota is not None, line
+    shape, dims, order = ([*map(int, part.split(","))] if part else [] for part in iota.groups())
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    return numbers.transpose(order or range(len(dims))).reshape(shape).tolist()
+
+
+def compare(expected: Any, got: Any) -> None:
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, a), b in zip(paths, jax.tree.leaves(got), strict=True):
+        name = jax.tree_util.keystr(path)
+        if a.dtype == np.float32 and a.size:
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max(), name
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=name)

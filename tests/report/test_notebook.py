@@ -1,0 +1,322 @@
+"""Results in a notebook and in a terminal, and the files they write."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import entropix_jax
+from entropix_jax.engine.results import Row, Rows
+from entropix_jax.engine.state import Recording
+from entropix_jax.engine.trace import BranchRecord, TokenRecord
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.names import REGIMES
+from entropix_jax.report.notebook import MAX_TOKENS, style
+from entropix_jax.report.page import run_page
+from entropix_jax.report.reading import TraceReader
+from tests.cli.test_terminal import token
+from tests.support.folders import write_model
+from tests.support.runs import Spec, run_specs, unrun
+
+ROOT = Path(__file__).parents[2]
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """The tokens of a piece of HTML, its table, and all its tags; it must be well formed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[str] = []
+        self.names: set[str] = set()
+        self.tokens: list[dict[str, str]] = []
+        self.cells: list[str] = []
+        self.plain = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.names |= {name for name, _ in attrs}
+        self.open.append((tag, dict(attrs)))
+        if tag in ("td", "th"):
+            self.cells.append("")
+        given = {name: value or "" for name, value in attrs}
+        if tag == "span" and "title" in given and "data-regime" in given:
+            self.tokens.append({**given, "text": ""})
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        tags = [tag for tag, _ in self.open]
+        if "style" in tags:
+            return
+        self.plain += data
+        if "td" in tags or "th" in tags:
+            self.cells[-1] += data
+        elif "span" in tags and "i" not in tags and "title" in self.open[-1][1] and self.tokens:
+            self.tokens[-1]["text"] += data
+
+
+def row_of(*tokens: TokenRecord, **fields: Any) -> Row:
+    text = "".join(one.text for one in tokens)
+    return Row(unrun([1], "0", 9), list(tokens), text, **fields)
+
+
+def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any) -> TokenRecord:
+    return replace(token(regime, action), text=text, **changes)
+
+
+EVIL = "<script>alert('&amp;\"')</script>"
+
+
+def test_tokens_have_their_regime_and_a_tooltip() -> None:
+    row = row_of(
+        told(" a", "lelv", position=3),
+        told(" b\n\nc", "helv", entropy=3.214, varentropy=10.52, logprob=-0.693147, position=4),
+        told("\x1b[2J\x00", "hehv", position=5),
+        finish_reason="eos",
+    )
+    page = Page(row._repr_html_())
+    assert [(one["text"], one["data-regime"]) for one in page.tokens] == [
+        (" a", "lelv"),
+        (" b\n\nc", "helv"),
+        ("\ufffd[2J\ufffd", "hehv"),
+    ]
+    lines = page.tokens[1]["title"].split("\n")
+    assert lines[0] == r" b\n\nc · helv · sample"
+    assert lines[1] == "entropy 3.21 bits, varentropy 10.52 bits²"
+    assert "p 0.500," in lines[3]
+    assert lines[4] == "position 4"
+    assert "3 tokens · eos" in page.plain
+
+
+def test_thoughts_branches_and_retracted_tokens_are_marked() -> None:
+    futures = [
+        BranchRecord([1], EVIL * 9, -0.51, chosen=True),
+        BranchRecord([2], "\n", None, chosen=False),
+    ]
+    row = row_of(
+        told(" Wait", "helv", "inject", position=1),
+        told("...", "lelv", "inject", position=2),
+        told(" x", "lehv", "branch", position=3, branches=futures),
+        told(" y", "lelv", "branch", position=4),
+        told(" z", "mid", "backspace", position=5),
+        told("", "mid", position=6, token_id=77, loop=True),
+        taken_back=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
+        retracted=2,
+    )
+    page = Page(row._repr_html_())
+    assert [(one["text"], *one["class"].split()[1:]) for one in page.tokens] == [
+        (" Wait", "injected", "inject-start"),
+        ("...", "injected"),
+        (" x", "branched", "branch-start"),
+        (" y", "branched"),
+        (" q", "retracted"),
+        (" r", "retracted"),
+        (" z",),
+        ("⟨77⟩", "loop", "empty"),
+    ]
+    assert "2 retracted" in page.plain
+    hint = page.tokens[2]["title"].split("\n")
+    assert hint[-2].startswith("→ -0.51 <script>")
+    assert len(hint[-2]) < 80
+    assert hint[-1] == r"   no score \n"
+    assert page.tokens[4]["title"].startswith(" q · hehv · sample · retracted\n")
+    for meaning in ("injected by the sampler", "the best of several", "part of a repetition"):
+        assert meaning in page.plain
+    assert "part of a repetition" not in Page(row_of(told("a"))._repr_html_()).plain
+
+
+def test_everything_is_text() -> None:
+    """Tokens, prompt, error and tooltips."""
+    failed = row_of(told(EVIL), error=f"row 0: {EVIL}", finish_reason="error")
+    rows = Rows([failed, failed], {"prompt": EVIL})
+    page = Page(rows._repr_html_())
+    assert {"script", "img", "a", "link", "iframe"}.isdisjoint(page.tags)
+    assert page.names == {"class", "title", "data-regime"}
+    assert page.plain.count(EVIL) == 6, "token, error and prompt of each"
+    assert "url(" not in style()
+    assert "@import" not in style()
+
+
+def test_dollars_are_not_formulas() -> None:
+    """MathJax 3 and 2 skip elements of these classes."""
+    rows = Rows([row_of(told("$x^2$"))], {"prompt": "$y$"})
+    (classes,) = re.findall(r'^<div class="([^"]*)">', rows._repr_html_())
+    assert {"mathjax_ignore", "tex2jax_ignore"} <= set(classes.split())
+
+
+def test_the_table_of_shares() -> None:
+    row = row_of(
+        *[told("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, told("b", "mid", entropy=2.0)
+    )
+    cells = Page(row._repr_html_()).cells
+    assert cells[6:12] == ["LELV", "certain", "3", "75%", "0.50 bits", "1.00 bits²"]
+    assert cells[12:18] == ["HELV", "undecided", "0", "0%", "–", "–"]
+    assert cells[-6:] == ["MID", "between", "1", "25%", "2.00 bits", "0.00 bits²"]
+    nothing = Page(row_of()._repr_html_())
+    assert (nothing.cells, nothing.tokens) == ([], [])
+
+
+def test_its_size_is_bounded() -> None:
+    """A quarter of a megabyte for 1,000 tokens, twice that for any number."""
+    names = [told(f" {i} <b>", REGIMES[i % 5], position=i) for i in range(5000)]
+    assert len(row_of(*names[:1000])._repr_html_()) < 300_000
+    page = row_of(*names)._repr_html_()
+    assert len(page) < 600_000
+    assert len(Page(page).tokens) == MAX_TOKENS
+    assert "and 3000 more tokens" in page
+    assert ">1000<" in page, "the table counts them all"
+    many = Rows([row_of(*names[:900])] * 1000)._repr_html_()
+    assert len(Page(many).tokens) == MAX_TOKENS
+    assert "and 700 more tokens" in many
+    assert "and 997 more texts" in many
+    assert len(Rows([row_of(told("a"))] * 1000)._repr_html_()) < 300_000
+
+
+@pytest.mark.parametrize(("theme", "background"), [(0, 1.0), (0, 0.0), (1, 0.0)])
+def test_colours_stand_out(theme: int, background: float) -> None:
+    """By WCAG 2.1, 3 for signs. The light colours must do on dark, too, where nothing says that a
+    notebook is dark."""
+    for regime in REGIMES:
+        (colours,) = re.findall(rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);", style())
+        parts = [int(colours[theme][i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        dark, light = sorted([luminance, background])
+        assert (light + 0.05) / (dark + 0.05) >= 3.0, regime
+
+
+def test_every_rule_keeps_to_its_own_cell() -> None:
+    """A cell's styles apply to the whole notebook."""
+    sheet = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL)
+    rules = re.sub(r"\{[^}]*\}", "\0", sheet).split("\0")
+    selectors = [one.strip() for rule in rules if rule.strip() for one in rule.split(",")]
+    assert len(selectors) > 20
+    assert all(re.search(r"(^| )\.entropix-jax( |$)", one) for one in selectors)
+    for sign in (*REGIMES[1:], "injected", "branched", "retracted", "loop::after", "inject-start"):
+        assert any(sign in one for one in selectors), sign
+
+
+def test_the_repr_is_one_line() -> None:
+    row = row_of(told("né " * 99), finish_reason="length")
+    assert repr(row) == f"<Row 0: 1 token, length: '{('né ' * 17)[:50]}...'>"
+    assert repr(row_of()) == "<Row 0: 0 tokens, running: ''>"
+    assert repr(row_of(error="row 0: NaN", finish_reason="error")).startswith(
+        "<Row 0: 0 tokens, row 0: NaN"
+    )
+    rows = Rows([row] * 99)
+    assert repr(rows[:2]) == f"[{row!r}, {row!r}]"
+    assert repr(rows).count("<Row") == 10
+    assert repr(rows).endswith("... and 89 more]")
+    assert repr(Rows()) == "[]"
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(str(write_model(tmp_path_factory.mktemp("model"))))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) -> None:
+    run = entropix_jax.stream(
+        model,
+        "Once upon a time",
+        max_new_tokens=20,
+        samples=2,
+        seed=3,
+        chat=False,
+        ignore_eos=True,
+        recording=Recording(top=2),
+    )
+    events = list(run)
+    path = tmp_path / "run.jsonl"
+    run.rows.save_trace(path)
+    header, *lines, footer = lines_of(path)
+    assert (header["seed"], header["sampler"]) == (3, "entropix")
+    assert header["prompt"] == "<|begin_of_text|>Once upon a time"
+    for row in (0, 1):
+        wanted = [
+            json.loads(json.dumps(event.token.to_json(retracted=event.retracted)))
+            for event in events
+            if event.token is not None and event.row.number == row
+        ]
+        assert [line for line in lines if line["row"] == row] == wanted
+    assert any(line["type"] == "retracted" for line in lines)
+    assert footer["timings"] == run.timings
+    assert footer["rows"][1]["text"] == run.rows[1].text
+    reader = TraceReader(path)
+    assert len(list(reader)) == len(lines) + 2
+
+    page = tmp_path / "run.html"
+    run.rows.save_report(page)
+    assert page.read_text("utf-8") == run_page(path)
+    assert {one.name for one in tmp_path.iterdir()} == {"run.jsonl", "run.html"}
+    assert Page(run._repr_html_()).plain.count("<|begin_of_text|>Once upon a time") == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*never calibrated")
+def test_numbers_of_numpy(model: LanguageModel, tmp_path: Path) -> None:
+    numbers = {"seed": 3, "samples": 2, "max_new_tokens": 5}
+    options: Any = {name: np.int64(number) for name, number in numbers.items()}
+    rows = entropix_jax.generate(model, "Once", "greedy", **options)
+    rows.save_trace(tmp_path / "run.jsonl")
+    header, *_ = lines_of(tmp_path / "run.jsonl")
+    assert header["seed"] == 3
+    assert [len(row.tokens) for row in rows] == [5, 5]
+
+
+def test_what_cannot_be_written(model: LanguageModel, tmp_path: Path) -> None:
+    requests = [Spec([1, 2], "0", 2), Spec([1, 3], "1", 2)]
+    run = run_specs(model, requests, "greedy")
+    with pytest.raises(UserError, match="one run with one prompt"):
+        run.rows.save_trace(tmp_path / "run.jsonl")
+    with pytest.raises(UserError, match="one run with one prompt"):
+        Rows().save_report(tmp_path / "page.html")
+    one = run_specs(model, requests[:1], "greedy").rows
+    for path in (tmp_path, tmp_path / "no" / "page.html"):
+        with pytest.raises(UserError, match="cannot be written"):
+            one.save_report(path)
+        with pytest.raises(UserError, match="cannot be written"):
+            one.save_trace(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_is_a_line(model: LanguageModel) -> None:
+    line = rf"<LanguageModel '.*{model.folder.name}': [\d,]+ parameters, float32>"
+    assert re.fullmatch(line, repr(model))
+
+
+def test_the_documented_cell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a notebook does it: the last line's value shows itself."""
+    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.M | re.S)
+    (cell,) = (block for block in shown if "save_report" in block)
+    *lines, last = cell.splitlines()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    value = eval(last, names)
+    assert len(Page(value._repr_html_()).tokens) == sum(len(row.tokens) for row in value) > 10
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "run.html"}

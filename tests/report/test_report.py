@@ -1,0 +1,503 @@
+"""Reading traces, and pages without a browser; test_report_page.py opens them in one."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropix_jax import __main__ as cli
+from entropix_jax.cli import report as command
+from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.errors import UserError
+from entropix_jax.names import MEANINGS, REGIMES, TRACE_FORMAT
+from entropix_jax.report import embedding, page, reading
+from entropix_jax.report.page import check_report, comparison_page, run_page, write_report
+from entropix_jax.report.reading import TraceReader
+from entropix_jax.sampler.presets import load_sampler
+from tests.support.traces import load_trace
+
+Json = dict[str, Any]
+NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
+STATIC = Path(page.__file__).parent / "static"
+
+
+def header(**changes: Any) -> Json:
+    fields: Json = {
+        "type": "header",
+        "format_version": TRACE_FORMAT,
+        "model": "weights/tiny",
+        "sampler": "entropix",
+        "sampler_parameters": dict(load_sampler("entropix").values),
+        "seed": 0,
+        "versions": {"entropix_jax": "0.1.0", "jax": "0.10.2"},
+        "backend": "cpu",
+        "prompt": "Once",
+        "prompt_tokens": [1, 2, 3],
+    }
+    return fields | changes
+
+
+def token(position: int, *, retracted: bool = False, **changes: Any) -> Json:
+    """A token whose every number differs from that of any other position."""
+    draw = random.Random(position * 2 + retracted)
+    numbers = {name: round(draw.uniform(0.0, 6.0), 6) for name in reading.METRICS}
+    fields: Json = {
+        "row": 0,
+        "position": position,
+        "token_id": draw.randrange(1000),
+        "text": f" word{position}",
+        "regime": "mid",
+        "action": "sample",
+        "top_k": 27,
+        "forwards": position,
+        "loop": False,
+        **numbers,
+        "top": [(7, " word", 0.5), (8, NASTY, 0.25)],
+        "layers": [[0.5, 1.5], [0.25, 2.0]],
+    }
+    return TokenRecord(**fields | changes).to_json(retracted=retracted)
+
+
+def branching(position: int, **changes: Any) -> Json:
+    branches = [
+        {"tokens": [5, 6], "text": " to be", "score": -0.5, "chosen": True},
+        {"tokens": [7], "text": NASTY, "score": None, "chosen": False},
+    ]
+    fields: Json = {"action": "branch", "branches": branches, "ambiguous": True}
+    return token(position, regime="lehv", **(fields | changes))
+
+
+def footer(records: list[Json], **changes: Any) -> Json:
+    rows = sorted({record["row"] for record in records})
+    counts = {row: [r for r in records if r["row"] == row and r["type"] == "token"] for row in rows}
+    fields = [
+        {
+            "row": row,
+            "text": "".join(record["text"] for record in counts[row]),
+            "finish_reason": "length",
+            "tokens": len(counts[row]),
+            "retracted": 0,
+            "forwards": 99,
+        }
+        for row in rows
+    ]
+    timings = {"first_token": 1.0, "total": 3.0}
+    return {"type": "footer", "rows": fields, "timings": timings} | changes
+
+
+def run_of(count: int = 12, row: int = 0) -> list[Json]:
+    """Tokens of one row, with all that a row may have."""
+    records = [token(3 + i, row=row, regime=REGIMES[i % 5]) for i in range(count)]
+    records[2] = branching(5, row=row)
+    records[3] |= {"action": "branch", "regime": "lelv"}
+    records[4] |= {"action": "inject"}
+    records[6] |= {"loop": True, "regime": "lehv"}
+    records[7] |= {"text": NASTY}
+    records.insert(8, token(11, retracted=True, row=row, regime="hehv"))
+    return records
+
+
+def lines_of(records: list[Json]) -> list[str]:
+    return [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+
+
+def write(path: Path, *records: Json) -> Path:
+    path.write_text("".join(lines_of(list(records))), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    records = run_of()
+    return write(tmp_path / "trace.jsonl", header(prompt=NASTY), *records, footer(records))
+
+
+# Reading.
+
+
+def test_the_format_stays() -> None:
+    assert TRACE_FORMAT == 1  # another number refuses every existing trace
+
+
+def test_a_complete_trace(whole: Path) -> None:
+    found = load_trace(whole)
+    written = [json.loads(line) for line in whole.read_text("utf-8").split("\n")[:-1]]
+    assert [found.header, *found.tokens, found.footer] == written
+    assert not found.torn
+    reader = TraceReader(whole)
+    assert b"".join(line.raw for line in reader) == whole.read_bytes()
+    assert (reader.tokens, reader.retracted) == ({0: 12}, {0: 1})
+
+
+@pytest.mark.parametrize(
+    "cut", ["in the last token", "at its beginning", "in a character", "after a whole line"]
+)
+def test_a_killed_run(tmp_path: Path, cut: str) -> None:
+    records = [header(), *run_of()]
+    last = token(15, text="né")
+    line = lines_of([last])[0].encode()
+    part = {
+        "in the last token": line[:200],
+        "at its beginning": line[:3],
+        "in a character": line[: line.index("é".encode()) + 1],
+        "after a whole line": b"",
+    }[cut]
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes("".join(lines_of(records)).encode() + part)
+    found = load_trace(path)
+    assert found.tokens == [json.loads(text) for text in lines_of(records[1:])]
+    assert found.footer is None
+    assert found.torn is bool(part)
+    text = run_page(path)
+    assert "the run was interrupted" in text
+    assert ("in a truncated line" in text) is bool(part)
+    assert unpacked(text, "trace-0") == "".join(lines_of(records)).encode()
+
+
+def without(record: Json, name: str) -> Json:
+    return {key: value for key, value in record.items() if key != name}
+
+
+def ended(**changes: Any) -> Json:
+    """A footer of one token, with a changed row."""
+    whole = footer([token(3)])
+    return whole | {"rows": [whole["rows"][0] | changes]}
+
+
+def conditions(**changes: Any) -> Json:
+    values = {**load_sampler("entropix").values, **changes}
+    return header(sampler_parameters={k: v for k, v in values.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        # Not a trace, or of another version.
+        ([], "empty: not a trace"),
+        (["Once upon a time\n"], "line 1: not JSON: not a trace"),
+        ([b"\x89PNG\r\n\x1a\n\xff\x00"], "line 1: not UTF-8"),
+        (["[1, 2]\n"], "line 1: not a JSON object: not a trace"),
+        ([token(3)], "line 1: not a trace: the first line must be a header"),
+        (['{"type": "header", "for'], "line 1: truncated within the header"),
+        ([header(format_version=2)], "line 1: trace format 2; this version"),
+        # A bad header.
+        ([without(header(), "model")], "line 1: 'model' is missing"),
+        ([header(model=1)], "line 1: 'model' is not text"),
+        ([header(sampler_parameters={}), token(3)], "lack 'regimes.lelv'"),
+        ([conditions(**{"regimes.lehv": ["entropy ~ 3"]})], "'entropy ~ 3': expected QUANTITY"),
+        ([conditions(**{"regimes.lehv": ["surprise < 3"]})], "no quantity 'surprise' (known: "),
+        ([conditions(**{"regimes.lehv": ["entropy < h9"]})], "'h9' is neither a number"),
+        ([conditions(**{"regimes.lehv": [3]})], "regimes.lehv: 3: expected QUANTITY"),
+        ([conditions(**{"thresholds.h2": None})], "'thresholds.h2' is missing"),
+        # Bad lines.
+        ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
+        ([header(), '{"type": "to\n', token(3)], "line 2: not JSON"),
+        ([header(), token(3), "Killed"], "line 3: not JSON"),
+        ([header(), "\n", token(3)], "line 2: not JSON"),
+        # Bad tokens.
+        ([header(), token(3, entropy=float("nan"))], "line 2: NaN is not a number"),
+        ([header(), json.dumps(token(3)).replace("27,", "1e999,") + "\n"], "is not an integer"),
+        ([header(), json.dumps(token(3, top_p=0.5)).replace("0.5,", "1e999,") + "\n"], "a number"),
+        ([header(), without(token(3), "row")], "line 2: 'row' is missing"),
+        ([header(), without(token(3), "row") | {"context": 3}], "line 2: a trace of inspect"),
+        ([header(), token(3, entropy=True)], "'entropy' is not a number"),
+        ([header(), token(3) | {"position": 1.5}], "'position' is not an integer"),
+        ([header(), token(3, regime="none")], 'line 2: unknown regime "none"'),
+        ([header(), token(3, top=[[1, 2]])], "'top[0]' is not a list of 3"),
+        ([header(), token(3, layers=[0.5])], "'layers[0]' is not a list"),
+        ([header(), branching(3, branches=[{"tokens": []}])], "'branches[0].text' is missing"),
+        ([header(), token(3), token(5)], "line 3: row 0 has position 5, expected 4: lines are"),
+        ([header(), token(3), token(3)], "line 3: row 0 has position 3, expected 4"),
+        # Bad footers.
+        ([header(), token(3), footer([token(3)]), token(4)], "line 4: data after the footer"),
+        ([header(), token(3), ended(tokens=7)], "counts 7 tokens in row 0, the file has 1"),
+        ([header(), without(footer([]), "rows")], "line 2: 'rows' is missing"),
+        ([header(), footer([], rows=[3])], "'rows[0]' is not an object"),
+        ([header(), token(3), ended(finish_reason=["eos"])], "'rows[0].finish_reason' is not text"),
+        ([header(), footer([], timings={"total": "long"})], "'timings.total' is not a number"),
+    ],
+)
+def test_a_damaged_trace_is_refused_with_its_line(
+    content: list[Json | str | bytes],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An existing page stays."""
+    path, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
+    lines = [json.dumps(line) + "\n" if isinstance(line, dict) else line for line in content]
+    path.write_bytes(b"".join(x.encode() if isinstance(x, str) else x for x in lines))
+    output.write_text("before")
+    assert command.main([str(path), "--output", str(output)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"error: {path}: ")
+    assert message in line
+    assert output.read_text() == "before"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "trace.jsonl"]
+
+
+def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LONGEST_LINE", 5000)
+    path = write(tmp_path / "t.jsonl", header(), token(3, text="a" * 5000))
+    with pytest.raises(UserError, match="line 2: the line is too long"):
+        load_trace(path)
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("trace", "output", "message"),
+    [
+        ("missing.jsonl", "page.html", "missing.jsonl: no such file"),
+        (".", "page.html", "a folder: give a trace"),
+        ("trace.jsonl", "no/page.html", "page.html: cannot be written: no folder"),
+        ("trace.jsonl", ".", "cannot be written: it is a folder"),
+        ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
+        ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
+        ("pipe", "page.html", "pipe: not a regular file: save it in one"),
+        # What to do instead.
+        ("batch", "page.html", "a batch's output has no page: read it with pandas.read_json("),
+        ("study", "page.html", "a study has no page: read its summary.md and plots/"),
+    ],
+)
+def test_what_is_refused(
+    trace: str, output: str, message: str, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, before = whole.parent, whole.read_bytes()
+    os.mkfifo(folder / "pipe")
+    (folder / "batch").write_text('{"id": "a", "line": 1, "digest": "0", "text": "x"}\n')
+    (folder / "study").mkdir()
+    (folder / "study" / "study.json").touch()
+    names = sorted(folder.iterdir())
+    assert command.main([str(folder / trace), "--output", str(folder / output)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert whole.read_bytes() == before
+    assert sorted(folder.iterdir()) == names
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_read_only_folder(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Refused early, even if the page itself could be overwritten."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    output = folder / "page.html"
+    if there:
+        output.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    with pytest.raises(UserError, match=r"page\.html: cannot be written: no permission"):
+        check_report(output, whole)
+
+
+def test_without_plotly(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else find(name)
+    )
+    with pytest.raises(UserError, match="plotly is not installed: pip install"):
+        run_page(whole)
+
+
+def test_reports_import_no_engine() -> None:
+    """Nor plotly's Python half."""
+    code = (
+        "import sys, entropix_jax.report.page as page; page.plotly_source(); "
+        "print({'jax', 'plotly', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_scripts_name_the_regimes_alike() -> None:
+    script = (STATIC / "regimes.js").read_text("utf-8")
+    assert dict(re.findall(r'(\w+): \{ title: "\w+", meaning: "(\w+)"', script)) == MEANINGS
+
+
+# The page.
+
+
+class Parsed(HTMLParser):
+    """The elements of a page, and the text of each script by its id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str, str] = {}
+        self._script: str | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self._script = dict(attrs).get("id") or "own"
+            self.scripts[self._script] = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._script is not None:
+            self.scripts[self._script] += data
+
+
+def unpacked(text: str, name: str) -> bytes:
+    return zlib.decompress(base64.b64decode(Parsed(text).scripts[name]))
+
+
+def test_a_page_carries_its_trace(whole: Path) -> None:
+    text = run_page(whole)
+    assert unpacked(text, "trace-0") == whole.read_bytes()
+    (facts,) = json.loads(Parsed(text).scripts["traces"])
+    assert facts["prompt"] == NASTY
+    assert facts["seed"] == 0
+    assert facts["speed"] == (12 - 1) / (3.0 - 1.0)
+    assert facts["rows"][0]["forwards"] == 99
+    box = facts["boxes"][0]
+    assert box["regime"] == "lelv"
+    assert box["conditions"][0] == {"quantity": "entropy", "sign": "<", "name": "h1"}
+
+
+HOSTILE = "</script><script>alert(1)</script>'\"><img src=x onerror=alert(1)>"
+
+
+def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each text; that of a key ends in `...`."""
+    if isinstance(value, str):
+        yield path
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str):
+                yield (*path, key, ...)
+            yield from strings(inner, (*path, key))
+
+
+def hostile(value: Any, path: tuple[Any, ...]) -> Any:
+    """The value with the text, or the key, at a path replaced."""
+    if not path:
+        return HOSTILE
+    key, *rest = path
+    if rest == [...]:
+        return {HOSTILE if k == key else k: v for k, v in value.items()}
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[key] = hostile(value[key], tuple(rest))
+    return changed
+
+
+def test_no_text_breaks_out_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text and each key of a trace in turn: only elements that a plain page has."""
+    monkeypatch.setattr(page, "plotly_source", bytes)
+    monkeypatch.setattr(page, "script", lambda name: "")
+    records = [token(3), branching(4), token(5, retracted=True), token(5)]
+    lines = [header(), *records, footer(records)]
+    other = write(tmp_path / "other.jsonl", *lines)
+
+    def pages(*lines: Json) -> list[str]:
+        path = write(tmp_path / "t.jsonl", *lines)
+        return [run_page(path), comparison_page([path, other])]
+
+    plain = [[tag for tag, _ in Parsed(text).tags] for text in pages(*lines)]
+    made = 0
+    for number, line in enumerate(lines):
+        paths = [*strings(line)]
+        # One of the sampler's many parameters stands for all.
+        for path in [p for p in paths if p[0] != "sampler_parameters" or "thought" in str(p)]:
+            try:
+                found = pages(*lines[:number], hostile(line, path), *lines[number + 1 :])
+            except UserError:
+                continue
+            made += 1
+            for text, tags in zip(found, plain, strict=True):
+                assert HOSTILE not in text
+                new = [tag for tag, _ in Parsed(text).tags]
+                assert new.count("script") == tags.count("script"), path
+                assert set(new) <= {*tags, "p"}, path  # a banner
+    assert made > 30
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    path, output = tmp_path / "t.jsonl", tmp_path / "page.html"
+    line = json.dumps(header(model="caf\udce9", prompt="\ud800")) + "\n"
+    path.write_text(line + lines_of([token(3)])[0], encoding="utf-8")
+    write_report(path, output)
+    assert "<dd>caf?</dd>" in output.read_text("utf-8")
+
+
+def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
+    parsed = Parsed(run_page(whole))
+    for tag, attributes in parsed.tags:
+        for name in ("src", "href", "action", "srcset"):
+            assert attributes.get(name, "data:,") == "data:,", (tag, attributes)
+    (policy,) = (
+        attributes["content"]
+        for tag, attributes in parsed.tags
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+    for source in (parsed.scripts["own"].encode(), unpacked(run_page(whole), "plotly")):
+        assert embedding.digest(source) in policy
+
+
+def test_the_same_trace_gives_the_same_page(whole: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first.html"
+    write_report(whole, first)
+    second = tmp_path / "second.html"
+    assert cli.main(["report", str(whole), "--output", str(second)]) == 0
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_page_of_a_large_model_is_small_enough(tmp_path: Path) -> None:
+    """1,000 tokens with the heads of Llama-3.2-1B, 16 layers of 32: at most 8 MB."""
+    draw = random.Random(0)
+
+    def heads() -> list[list[float]]:
+        return [[round(draw.uniform(0, 8), 7) for _ in range(32)] for _ in range(16)]
+
+    records = [token(3 + i, layers=heads()) for i in range(1000)]
+    path = write(tmp_path / "t.jsonl", header(), *records, footer(records))
+    assert path.stat().st_size > 5e6
+    assert len(run_page(path).encode()) < 8e6
+
+
+def test_scripts_are_joined_in_dependency_order() -> None:
+    text = embedding.script("page")
+    names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)
+    assert sorted(names) == sorted(path.stem for path in STATIC.glob("*.js"))
+    for i, name in enumerate(names):
+        source = (STATIC / f"{name}.js").read_text("utf-8")
+        assert set(re.findall(r'from "\./(\w+)\.js"', source)) <= set(names[:i]), name
+    assert not re.search(r"^(import|export)\b", text, re.MULTILINE)
+    assert "</script" not in text
+    tops = re.findall(r"^(?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
+    assert len(tops) == len(set(tops))
+
+
+def test_the_text_needs_no_script(whole: Path) -> None:
+    """A page without its scripts has the text, drawn as in a notebook."""
+    text = re.sub(r"<script.*?</script>", "", run_page(whole), flags=re.DOTALL)
+    rows = re.findall(r'<span class="(token[^"]*)" data-regime="(\w+)">([^<]*)', text)
+    drawn = [(classes, regime) for classes, regime, word in rows if word.startswith(" word")]
+    records = load_trace(whole).tokens
+    assert [regime for _, regime in drawn] == [r["regime"] for r in records if r["text"] != NASTY]
+    assert [name.split()[1:] for name, _ in drawn][2] == ["branched", "branch-start"]

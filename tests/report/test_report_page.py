@@ -1,0 +1,576 @@
+"""The page of a run in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.cli import generate as main
+from entropix_jax.names import QUANTITIES, REGIMES
+from entropix_jax.report.page import run_page, write_report
+from entropix_jax.sampler.presets import load_sampler, parse_setting
+from entropix_jax.sampler.regimes import classify
+from tests.report.test_report import NASTY, STATIC, Parsed, footer, header, run_of, token, write
+from tests.support.browsing import (
+    Watched,
+    each,
+    frames,
+    nothing_is_cut_off,
+    opened_in_time,
+    plot,
+    reloaded,
+    texts_stand_out,
+    watched_page,
+)
+from tests.support.samplers import metrics_of, params_of
+from tests.support.traces import Trace, load_trace
+
+# A run of the embedded model in which everything happens.
+RUN = [
+    *("--model", "tiny"),
+    *("--prompt", "Guests:", "--max-new-tokens", "1000", "--seed", "3", "--ignore-eos"),
+    *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
+    "sampler.base.temperature=1.0",
+]
+SERIES = ("entropy", "varentropy", "agreement", "temperature")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
+    """The page of a thousand tokens, as the command makes it, and its trace."""
+    folder = tmp_path_factory.mktemp("run")
+    path, output = folder / "trace.jsonl", folder / "page.html"
+    assert main.main([*RUN, "--trace", str(path), "--report", str(output)]) == 0
+    trace = load_trace(path)
+    tokens = committed(trace)
+    assert (len(tokens), {record["regime"] for record in tokens}) == (1000, set(REGIMES))
+    assert any(len(record.get("branches", ())) > 1 for record in tokens)
+    assert len(trace.tokens) > len(tokens)
+    assert output.stat().st_size < 8e6
+    return output, trace
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Any, run: tuple[Path, Trace]) -> Iterator[Any]:
+    with watched_page(browser, run[0]) as page:
+        yield page
+
+
+@pytest.fixture
+def page(shown: Any) -> Any:
+    return reloaded(shown)
+
+
+@pytest.fixture
+def opened(watched: Callable[..., Watched], tmp_path: Path) -> Callable[..., Any]:
+    """Opens the page of a trace of these lines."""
+
+    def opened(*lines: dict[str, Any]) -> Any:
+        write_report(write(tmp_path / "trace.jsonl", *lines), tmp_path / "page.html")
+        return watched().open(tmp_path / "page.html")
+
+    return opened
+
+
+def committed(trace: Trace) -> list[dict[str, Any]]:
+    return [record for record in trace.tokens if record["type"] == "token"]
+
+
+def details(page: Any) -> dict[str, float]:
+    """The metrics of the selected token, by their names in the trace."""
+    value = "[node.dataset.field, Number(node.querySelector('data').value)]"
+    return dict(each(page, "#details-body tr[data-field]", value))
+
+
+def selected(page: Any) -> int:
+    return int(page.locator("#text-0 .token.selected").get_attribute("data-index"))
+
+
+def quoted(record: dict[str, Any]) -> str:
+    text = record["text"]
+    return f"“{text}”".replace("\n", "↵") if text else f"⟨{record['token_id']}⟩"
+
+
+# What it shows.
+
+
+def test_it_loads_without_a_request_and_in_time(
+    watched: Callable[..., Watched], run: tuple[Path, Trace]
+) -> None:
+    """In two seconds, with plots."""
+    one = opened_in_time(watched, run[0])
+    assert one.requests == [run[0].as_uri()]
+    assert one.page.locator("#plane .scatterlayer .trace").count() > 5
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1440, "light"), (1440, "dark")])
+def test_nothing_is_cut_off(
+    watched: Callable[..., Watched], run: tuple[Path, Trace], width: int, scheme: str
+) -> None:
+    """And text has enough contrast."""
+    page = watched(width, scheme=scheme).open(run[0])
+    page.locator("#attention").scroll_into_view_if_needed()
+    page.wait_for_selector("#heat .heatmaplayer image")
+    nothing_is_cut_off(page, width)
+    texts_stand_out(page, "#legend .token, #legend .muted, main .about, main .muted, .marks li")
+    assert page.locator("main > .panel:not([hidden])").count() == 9
+
+
+def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
+    text = "[...node.childNodes].filter((c) => c.className !== 'sign').map((c) => c.data).join('')"
+    spans = each(page, "#text-0 .token", f"[{text}, node.dataset.regime, [...node.classList]]")
+    for (shown, regime, classes), record in zip(spans, run[1].tokens, strict=True):
+        assert shown == (record["text"] or f"⟨{record['token_id']}⟩")
+        assert regime == record["regime"]
+        assert ("retracted" in classes) == (record["type"] == "retracted")
+        assert ("injected" in classes) == (record["action"] == "inject")
+        assert ("branched" in classes) == (record["action"] == "branch")
+        assert ("loop" in classes) == record["loop"]
+
+
+def test_regimes_are_told_apart_without_colour(page: Any) -> None:
+    line = "(({textDecorationLine: l, textDecorationStyle: s}) => l + s)(getComputedStyle(node))"
+    assert len(set(each(page, "#legend .token", line))) == len(REGIMES)
+    symbols = plot(page, "plane", "data.map((trace) => trace.marker.symbol)")
+    assert len(set(symbols[:5])) == len(REGIMES)
+
+
+def test_the_header(page: Any, run: tuple[Path, Trace]) -> None:
+    trace = run[1]
+    assert trace.footer is not None
+    (row,) = trace.footer["rows"]
+    words = page.locator("header").inner_text()
+    for word in ("tiny", "entropix", "token limit", *trace.header["versions"].values()):
+        assert word in words
+    assert page.locator("#prompt").text_content() == trace.header["prompt"]
+    assert f"Positions evaluated\n{row['forwards']}" in words
+    timings = trace.footer["timings"]
+    speed = (row["tokens"] - 1) / (timings["total"] - timings["first_token"])
+    (found,) = re.findall(r"([\d.]+) tokens/s", words)
+    assert float(found) == pytest.approx(speed, abs=0.5)
+
+
+def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
+    """Of every 50th token and every retracted one."""
+    for i, record in enumerate(run[1].tokens):
+        if i % 50 and record["type"] != "retracted":
+            continue
+        page.evaluate(f"document.getElementById('text-0-{i}').click()")
+        found = details(page)
+        assert found == {name: record[name] for name in found}
+        assert len(found) == 16
+        top = each(page, ".alternatives data", "Number(node.value)")
+        assert top == [probability for _, _, probability in record["top"]]
+
+
+def test_the_plots_have_every_token(page: Any, run: tuple[Path, Trace]) -> None:
+    tokens = committed(run[1])
+    points = plot(page, "plane", "data.map((trace) => [trace.x, trace.y])")
+    for (xs, ys), regime in zip(points, REGIMES, strict=False):
+        found = [r for r in tokens if r["regime"] == regime]
+        assert (xs, ys) == ([r["entropy"] for r in found], [r["varentropy"] for r in found])
+    assert len(points[5][0]) == len(run[1].tokens) - len(tokens)
+    lines = plot(page, "series", "data.map((trace) => [trace.name, trace.x, trace.y])")
+    positions = [r["position"] for r in tokens]
+    assert lines == [[name, positions, [r[name] for r in tokens]] for name in SERIES]
+    page.locator("#attention").scroll_into_view_if_needed()
+    page.wait_for_selector("#heat .heatmaplayer image")
+    flat = [[value for layer in r["layers"] for value in layer] for r in tokens]
+    np.testing.assert_array_equal(np.array(plot(page, "heat", "data[0].z")), np.array(flat).T)
+
+
+def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
+    branched = [r for r in committed(run[1]) if "branches" in r]
+    forked = [r for r in branched if len(r["branches"]) > 1]
+    leaf = "[leaf.querySelector('.leaf-text').textContent, Number(leaf.querySelector('data').value)"
+    leaves = f"[...node.querySelectorAll('.leaf')].map((leaf) => {leaf}, leaf.matches('.chosen')])"
+    position = "Number(node.querySelector('.root data').value)"
+    trees = each(page, "#branches-list .tree", f"[{position}, {leaves}]")
+    for (place, found), record in zip(trees, forked, strict=True):
+        assert place == record["position"]
+        assert Counter(map(tuple, found)) == Counter(
+            (quoted({**b, "token_id": b["tokens"][0]}), b["score"], b["chosen"])
+            for b in record["branches"]
+        )
+        assert [score for _, score, _ in found] == sorted((s for _, s, _ in found), reverse=True)
+    page.locator("#branches-several").uncheck()
+    assert page.locator("#branches-list .tree").count() == len(branched)
+    page.locator("#branches-list .root").first.click()
+    assert selected(page) == run[1].tokens.index(branched[0])
+    assert page.locator("#branches-list .tree.current").count() == 1
+
+
+def test_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
+    records = run[1].tokens
+    rows = each(page, "#retractions-list tr", "[...node.cells].map((cell) => cell.textContent)")
+    retracted = [(i, r) for i, r in enumerate(records) if r["type"] == "retracted"]
+    for (_, before, after, _), (i, record) in zip(rows, retracted, strict=True):
+        instead = next(r for r in records[i:] if r["type"] == "token")
+        assert instead["position"] == record["position"]
+        assert (before, after) == (quoted(record), quoted(instead))
+
+
+# Selecting.
+
+
+def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> None:
+    spans = page.locator("#text-0 .token")
+    for i in (5, 9):
+        spans.nth(i).hover()
+        assert selected(page) == i
+        frames(page)
+        record = run[1].tokens[i]
+        assert details(page)["entropy"] == record["entropy"]
+        ring = plot(page, "plane", "[data.at(-1).x[0], data.at(-1).y[0]]")
+        assert ring == [record["entropy"], record["varentropy"]]
+        assert plot(page, "series", "layout.shapes[0].x0") == record["position"]
+    spans.nth(7).click()  # holds it
+    spans.nth(3).hover()
+    assert selected(page) == 7
+    spans.nth(7).click()  # releases it
+    spans.nth(3).hover()
+    assert selected(page) == 3
+
+
+def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) -> None:
+    box, current = page.locator("#text-0"), page.locator("#text-0 .token.selected")
+    box.focus()
+    last = len(run[1].tokens) - 1
+    for key, expected in (
+        *(("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Home", 0), ("ArrowLeft", 0)),
+        *(("End", last), ("ArrowRight", last)),
+    ):
+        page.keyboard.press(key)
+        assert selected(page) == expected
+        assert box.get_attribute("aria-activedescendant") == f"text-0-{expected}"
+    outer, inner = box.bounding_box(), current.bounding_box()
+    assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"] - inner["height"]
+    page.keyboard.press("Home")
+    tops = [current.bounding_box()["y"]]
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
+        page.keyboard.press(key)
+        tops.append(current.bounding_box()["y"])
+    assert tops[0] < tops[1] < tops[2]
+    assert tops[3] == pytest.approx(tops[1], abs=8)
+
+
+def test_every_control_is_reached_by_the_keyboard(page: Any) -> None:
+    reached = set()
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(
+            """() => { const node = document.activeElement;
+                const {outlineStyle} = getComputedStyle(node);
+                return [node.id || node.dataset.regime || "", outlineStyle]; }"""
+        )
+        assert not name or outline != "none", name  # the focus is visible
+        reached.add(name)
+        if name == "copy-file":
+            break
+    assert {"save", "text-0", "details-body", "knob-h1", "copy-command", "copy-file"} <= reached
+    assert set(REGIMES) <= reached
+
+
+def on_screen(page: Any, entropy: float, varentropy: float) -> tuple[float, float]:
+    """A point of the plane in pixels of the window."""
+    area = page.locator("#plane .nsewdrag").bounding_box()
+    (x0, x1), (y0, y1) = plot(page, "plane", "[layout.xaxis.range, layout.yaxis.range]")
+    x = area["x"] + area["width"] * (entropy - x0) / (x1 - x0)
+    return x, area["y"] + area["height"] * (1 - (varentropy - y0) / (y1 - y0))
+
+
+def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, Trace]) -> None:
+    page.locator("#plane").scroll_into_view_if_needed()
+    page.locator("#plane .modebar-btn[data-title='Box Select']").click()
+    left, right, bottom, top = 1.5, 3.6, 3.0, 9.0
+    page.mouse.move(*on_screen(page, left, bottom))
+    page.mouse.down()
+    page.mouse.move(*on_screen(page, right, top), steps=5)
+    page.mouse.up()
+    page.wait_for_selector("#text-0 .token.faded")
+    inside = [
+        i
+        for i, r in enumerate(run[1].tokens)
+        if left < r["entropy"] < right and bottom < r["varentropy"] < top
+    ]
+    assert 5 < len(inside) < 500
+    found = each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)")
+    assert found == inside
+
+
+def test_a_point_of_the_plane_selects_its_token(page: Any, run: tuple[Path, Trace]) -> None:
+    """The token farthest from all others."""
+    points = np.array([[r["entropy"], r["varentropy"]] for r in run[1].tokens])
+    apart = np.linalg.norm((points[:, None] - points[None]) / points.max(axis=0), axis=-1)
+    np.fill_diagonal(apart, np.inf)
+    index = int(apart.min(axis=1).argmax())
+    page.locator("#plane").scroll_into_view_if_needed()
+    x, y = on_screen(page, *points[index].tolist())
+    page.mouse.move(x - 3, y)
+    page.mouse.move(x, y)
+    page.wait_for_selector(f"#text-0-{index}.selected")
+    page.mouse.click(x, y)
+    page.wait_for_selector(f"#text-0-{index}.pinned")
+
+
+def test_regimes_are_hidden_and_shown(page: Any, run: tuple[Path, Trace]) -> None:
+    button = page.locator("#legend button[data-regime=mid]")
+    for pressed in ("false", "true"):
+        button.click()
+        frames(page)
+        assert button.get_attribute("aria-pressed") == pressed
+        hidden = sum(r["regime"] == "mid" for r in run[1].tokens) if pressed == "false" else 0
+        assert page.locator("#text-0 .token.faded").count() == hidden
+        assert plot(page, "plane", "data[4].visible") is (pressed == "true")
+
+
+# Other thresholds.
+
+
+def shares(page: Any) -> dict[str, list[int]]:
+    counts = "[...node.querySelectorAll('data')].map((one) => Number(one.value))"
+    return dict(each(page, "#occupancy tr", f"[node.dataset.regime, {counts}]"))
+
+
+def set_knob(page: Any, name: str, value: float) -> None:
+    page.locator(f"#knob-{name} + input").fill(str(value))
+    frames(page)
+
+
+def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
+    """The sampler of the file that the page offers."""
+    file = folder / "mine.toml"
+    file.write_text(page.locator("#what-if-file").text_content(), encoding="utf-8")
+    return dict(load_sampler(str(file)).values)
+
+
+def test_other_thresholds_reclassify_the_run(
+    page: Any, run: tuple[Path, Trace], tmp_path: Path
+) -> None:
+    """As the sampler itself would have."""
+    records = run[1].tokens
+    start = Counter(r["regime"] for r in committed(run[1]))
+    before = {name: [start[name], start[name]] for name in REGIMES}
+    assert shares(page) == before
+    assert page.locator("#what-if .what-if-reset").is_disabled()
+
+    values = {"h1": 0.8, "h2": 2.1, "u1": 0.9, "u2": 3.5}
+    for name, value in values.items():
+        set_knob(page, name, value)
+    settings = {f"thresholds.{name}": value for name, value in values.items()}
+    sampler = load_sampler("entropix").with_values(settings | {"thresholds.calibrated": False})
+    made = sampler.settings(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
+    metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
+    found = np.asarray(jax.jit(jax.vmap(classify, in_axes=(0, None)))(stacked, made))
+    expected = ["lehv" if r["loop"] else REGIMES[i] for r, i in zip(records, found, strict=True)]
+    now = Counter(e for e, r in zip(expected, records, strict=True) if r["type"] == "token")
+    assert now != start
+    assert shares(page) == {name: [start[name], now[name]] for name in REGIMES}
+    assert each(page, "#text-0 .token", "node.dataset.regime") == expected
+    assert plot(page, "plane", "layout.shapes[0].x1") == float(np.float32(0.8))
+
+    # The command and a sampler file understand what the page prints.
+    words = page.locator("#what-if-command").text_content().split()
+    assert words[0] == "--set"
+    assert dict(map(parse_setting, words[1:])) == settings
+    assert settings.items() <= sampler_of(page, tmp_path).items()
+    page.locator("#what-if-note .what-if-reset").click()
+    frames(page)
+    assert shares(page) == before
+    assert page.locator("#what-if-note").is_hidden()
+
+
+def test_a_slider_and_refused_thresholds(page: Any) -> None:
+    page.locator("#knob-h2").focus()
+    page.keyboard.press("ArrowRight")
+    frames(page)
+    assert float(page.locator("#knob-h2 + input").input_value()) > 3.8
+    set_knob(page, "h1", 4.5)
+    assert "h1 is above h2" in page.locator("#what-if-problem").text_content()
+    assert page.locator("#copy-command").is_disabled()
+    set_knob(page, "h1", 0.5)
+    assert page.locator("#what-if-problem").text_content() == ""
+    assert page.locator("#copy-command").is_enabled()
+
+
+def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """And valid TOML whatever the settings contain."""
+    changes = {
+        "base.temperature": 0.3,
+        "inject.thought": [NASTY, '\\ \x7f\t"'],
+        "metrics.layers": [1e-7, 1.0, 0.0, 1e6],
+        "draw.bans": [2, 3],
+    }
+    values = dict(load_sampler("entropix").with_values(changes).values)
+    page = opened(header(sampler="mine", sampler_parameters=values), *run_of())
+    assert sampler_of(page, tmp_path) == values | {"thresholds.calibrated": False}
+
+
+def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """A preset with numbers in its conditions."""
+    values = dict(load_sampler("document-001").values)
+    records = [token(3 + i, entropy=0.3 * i, varentropy=0.05) for i in range(20)]
+    start = header(sampler="document-001", sampler_parameters=values)
+    page = opened(start, *records, footer(records))
+    set_knob(page, "entropy-0-1", 1.0)
+    words = shlex.split(page.locator("#what-if-command").text_content())
+    expected = {f"regimes.{box}": values[f"regimes.{box}"] for box in REGIMES[:-1]}
+    expected["regimes.lelv"] = ["entropy < 1", "varentropy < 0.1"]
+    found = dict(map(parse_setting, words[1:]))
+    assert found == {k: [text.replace(".0", "") for text in v] for k, v in expected.items()}
+    assert shares(page)["lelv"][1] == 4  # 0, 0.3, 0.6, 0.9
+    kept = sampler_of(page, tmp_path)
+    assert {key: kept[key] for key in found} == found
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("entropix", {}),
+        ("document-001", {}),
+        (
+            "entropix",
+            {
+                "regimes.lelv": ["entropy < h1", "agreement > 0.4", "attn_entropy_norm < 0.6"],
+                "regimes.helv": ["entropy > 1", "entropy > h2", "varentropy < u1"],
+                "regimes.hehv": ["varentropy > u2", "agreement < 0.7", "agreement > 0.1"],
+            },
+        ),
+        ("document-004", {"thresholds.h1": 1.0, "thresholds.u2": 1.3}),
+    ],
+)
+def test_the_page_classifies_as_the_sampler_does(
+    browser: Any, tmp_path: Path, preset: str, changes: dict[str, Any]
+) -> None:
+    """Thousands of points, many on a bound or one float32 step beside it."""
+    sampler = load_sampler(preset).with_values(changes)
+    start = header(sampler_parameters=dict(sampler.values))
+    text = run_page(write(tmp_path / "trace.jsonl", start))
+    (facts,) = json.loads(Parsed(text).scripts["traces"])
+    draw = np.random.default_rng(0)
+    count = 6000
+    points = draw.uniform(0, [7, 7, 1, 1], (count, 4)).astype(np.float32)
+    bounds = [value for value in facts["thresholds"].values() if value]
+    limits = np.array([*bounds, 0.1, 3, 5, 1, 0.4, 0.6, 0.7])
+    near = draw.random((count, 4)) < 0.5
+    exact = draw.choice(limits, (count, 4)).astype(np.float32)
+    side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 4)).astype(np.float32))
+    points = np.where(near, np.where(draw.random((count, 4)) < 0.5, exact, side), points)
+    names = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
+    assert names == QUANTITIES
+    # As in a trace: the shortest decimals of the float32.
+    tokens = [
+        {**{n: float(str(v)) for n, v in zip(names, p, strict=True)}, "loop": False} for p in points
+    ]
+    tokens += [{**one, "loop": True} for one in tokens[:10]]
+    module = base64.b64encode((STATIC / "regimes.js").read_bytes()).decode()
+    blank = browser.new_page()
+    found = blank.evaluate(
+        """async ([module, facts, tokens]) => {
+            const source = `data:text/javascript;base64,${module}`;
+            const {boundsOf, classify, valuesOf} = await import(source);
+            const bounds = boundsOf(facts.boxes, valuesOf(facts));
+            return tokens.map((token) => classify(token, bounds));
+        }""",
+        [module, facts, tokens],
+    )
+    blank.close()
+    made = params_of(preset, changes)
+    metrics = jax.tree.map(lambda x: jnp.broadcast_to(x, (count,)), metrics_of())
+    metrics = metrics.replace(**{n: jnp.asarray(points[:, i]) for i, n in enumerate(names)})
+    expected = jax.jit(jax.vmap(classify, in_axes=(0, None)))(metrics, made)
+    assert found[:count] == [REGIMES[i] for i in np.asarray(expected)]
+    assert found[count:] == ["lehv"] * 10
+    assert len(set(found)) == 5
+
+
+# Other traces.
+
+
+def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    records = run_of()
+    words = [NASTY, f"<img src=x onerror=alert(2)>{NASTY}"]
+    for record, word in zip(records, words * len(records), strict=False):
+        record |= {"text": word, "top": [[1, word, 0.5]]}
+        for branch in record.get("branches", ()):
+            branch["text"] = word
+    names = dict.fromkeys(("prompt", "model", "sampler", "backend"), NASTY)
+    rows = footer(records)["rows"]
+    rows[0] |= {"finish_reason": NASTY, "error": NASTY}
+    path = write(tmp_path / "trace.jsonl", header(**names), *records, footer(records, rows=rows))
+    output = tmp_path / "page.html"
+    write_report(path, output)
+    one = watched()
+    page = one.open(output)
+    page.locator("#text-0").focus()
+    for _ in records:
+        page.keyboard.press("ArrowRight")
+    frames(page)
+    assert one.requests == [output.as_uri()]
+    assert page.locator("img, svg image[href^=http], b > script, #text-0 script").count() == 0
+    assert page.locator("#prompt").text_content() == NASTY
+    assert NASTY.split("\n")[0][:28] in page.locator("#details-word").text_content()
+
+
+def test_the_policy_stops_a_foreign_script(browser: Any, tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    intruder = (
+        "<script>document.title = 'intruded'</script><img src=x onerror=\"document.title='i'\">"
+    )
+    text = run_page(write(tmp_path / "trace.jsonl", header(), *run_of()))
+    output.write_text(text.replace("<main", f"{intruder}<main"), encoding="utf-8")
+    one = Watched(browser)
+    page = one.open(output)
+    assert page.title() == "entropix: Once"
+    assert any("Content Security Policy" in message for message in one.messages)
+    one.context.close()
+
+
+def test_several_texts(opened: Callable[..., Any]) -> None:
+    rows = {0: run_of(12, 0), 3: run_of(8, 3)}
+    records = [r for row in rows.values() for r in row]
+    page = opened(header(), *records, footer(records))
+    assert page.locator("#text-0 .token").count() == 13
+    page.locator("#sides button").nth(1).click()
+    frames(page)
+    assert page.locator("#text-0").is_hidden()
+    assert page.locator("#text-1 .token").count() == 9
+    assert "none: the run ended" in page.locator("#retractions-list").inner_text()
+    assert page.locator("[data-of-row='0']").first.is_hidden()
+    assert page.locator("[data-of-row='3']").first.is_visible()
+    assert details(page)["entropy"] == rows[3][0]["entropy"]
+    entropies = [r["entropy"] for r in rows[3] if r["type"] == "token"]
+    assert plot(page, "series", "data[0].y") == entropies
+
+
+def test_the_trace_is_saved_as_it_was(page: Any, run: tuple[Path, Trace], tmp_path: Path) -> None:
+    with page.expect_download() as download:
+        page.locator("#save").click()
+    download.value.save_as(tmp_path / "saved.jsonl")
+    assert (tmp_path / "saved.jsonl").read_bytes() == (run[0].parent / "trace.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_interrupted_run(opened: Callable[..., Any], count: int) -> None:
+    """With tokens that lack all optional fields, or without tokens."""
+    bare = [token(3 + i, top=None, layers=None) for i in range(count)]
+    page = opened(header(), *bare)
+    assert "the run was interrupted" in page.locator("body").inner_text()
+    assert ("has no tokens" in page.locator("body").inner_text()) == (count == 0)
+    assert page.locator("main").count() == count
+    if count:
+        assert details(page)["entropy"] == bare[0]["entropy"]
+        for name in ("branches", "retractions", "attention"):
+            assert page.locator(f"#{name}").is_hidden()

@@ -1,0 +1,323 @@
+"""Each arm's formulas: document 001's worked scenarios, and a float64 oracle."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.mechanisms.adaptive import confidence
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.regimes import classify
+from entropix_jax.sampler.sampler import scalars
+from entropix_jax.sampler.settings import RULES, SamplerSettings
+from entropix_jax.sampler.step import as_seen, propose
+from tests.support.samplers import ARMS, batch_of, metrics_of, params_of, view
+
+Values = Mapping[str, Any]
+
+
+def proposal_at(
+    arm: str | jax.Array, point: Metrics, params: SamplerSettings, row: RowView | None = None
+) -> Proposal:
+    """What an arm, by its name or its number, proposes for one row."""
+    index = jnp.int32(ARMS.index(arm)) if isinstance(arm, str) else arm
+    return propose(index, as_seen(point, params), params, row or view())
+
+
+def published(**metrics: float) -> Metrics:
+    """A point of document 001. What its preset's arms must not read is a number that would show."""
+    return metrics_of(agreement=9.0, attn_entropy_norm=9.0, **metrics)
+
+
+def scenario(**metrics: float) -> tuple[str, str, Proposal]:
+    """Regime, action and proposal of the preset document-001."""
+    params = params_of("document-001")
+    point = published(**metrics)
+    regime = classify(point, params)
+    proposal = proposal_at(params.arms[regime], point, params)
+    assert RULES[int(proposal.rule)] == "nucleus"
+    return REGIMES[int(regime)], ACTIONS[int(proposal.action)], proposal
+
+
+def numbers(proposal: Proposal, *names: str) -> list[float]:
+    return [float(getattr(proposal, name)) for name in names]
+
+
+# Document 001, "Example Generations"
+
+
+def test_low_uncertainty() -> None:
+    regime, action, proposal = scenario(entropy=0.05, varentropy=0.02)
+    assert (regime, action) == ("lelv", "argmax")
+    assert float(proposal.temperature) == 0
+    assert int(proposal.draws) == 1
+
+
+def test_high_entropy_low_varentropy() -> None:
+    regime, action, _ = scenario(entropy=3.5, varentropy=0.08)
+    assert (regime, action) == ("helv", "inject")
+
+
+def test_exploration() -> None:
+    regime, action, proposal = scenario(
+        entropy=2.1, varentropy=5.5, interaction_strength=0.8, agreement_published=0.6
+    )
+    assert (regime, action) == ("lehv", "explore")
+    # The factor is 1.44; top-k is floor(27 * 1.2), the rest the base.
+    assert float(proposal.temperature) == pytest.approx(0.666 * 1.44, rel=1e-6)
+    assert float(proposal.temperature) == pytest.approx(0.959, abs=5e-4)
+    assert int(proposal.top_k) == 32
+    assert numbers(proposal, "top_p", "min_p", "draws") == pytest.approx([0.9, 0.03, 1])
+
+
+def test_high_uncertainty() -> None:
+    point = {"entropy": 5.5, "varentropy": 5.2, "attn_varentropy": 0.9, "attn_entropy": 1.0}
+    regime, action, proposal = scenario(**point)
+    assert (regime, action) == ("hehv", "resample")
+    assert float(proposal.temperature) == 2.0  # 0.666 * 2.45 is below the floor
+    assert numbers(proposal, "top_p", "top_k", "min_p") == pytest.approx([0.7, 27, 0.03])
+    changes = {"resample.temperature_min": 0.0}
+    unfloored = proposal_at("resample", published(**point), params_of("document-001", changes))
+    assert float(unfloored.temperature) == pytest.approx(0.666 * 2.45, rel=1e-6)
+
+
+def test_adaptive_sampling() -> None:
+    point = {
+        "entropy": 2.8,
+        "varentropy": 1.5,
+        "attn_entropy": 1.9,
+        "attn_varentropy": 0.7,
+        "agreement_published": 0.6,
+        "interaction_strength": 0.75,
+    }
+    regime, action, proposal = scenario(**point)
+    assert (regime, action) == ("mid", "adaptive")
+    assert float(proposal.temperature) == pytest.approx(1.7915, abs=5e-5)
+    assert float(proposal.top_p) == pytest.approx(0.963, rel=1e-6)
+    assert int(proposal.top_k) == 30
+    assert float(proposal.min_p) == pytest.approx(0.01)
+    assert int(proposal.draws) == 12
+    params = params_of("document-001")
+    reported = confidence(as_seen(published(**point), params), params)
+    assert float(reported) == pytest.approx(0.36, rel=1e-5)
+
+
+def test_candidates_of_the_two_documents() -> None:
+    assert int(params_of("document-000").own["adaptive"].draws) == 5
+    assert int(params_of("document-001").own["adaptive"].draws) == 12
+
+
+# The oracle
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
+    """What stands for attention entropy and agreement."""
+    normalised = v["metrics.attn_entropy"] == "normalised"
+    published = v["metrics.agreement"] == "published"
+    return (
+        metrics["attn_entropy_norm" if normalised else "attn_entropy"],
+        metrics["agreement_published" if published else "agreement"],
+    )
+
+
+def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
+    """The proposal of an arm in Python's own floats, from the file's own values."""
+    if not may:
+        arm = {"branch": "explore", "backspace": "resample"}.get(arm, arm)
+    h, u, va = metrics["entropy"], metrics["varentropy"], metrics["attn_varentropy"]
+    ea, a = seen_by(metrics, v)
+    strength = metrics["interaction_strength"]
+    t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
+
+    action, t, k, p, m, draws = arm, t0, k0, p0, m0, 1
+    if arm == "argmax":
+        t = 0.0
+    elif arm == "inject":
+        action = "inject" if may else "sample"
+        scale = v["inject.temperature_scale"] + v["inject.temperature_attn_entropy"] * ea
+        t = min(v["inject.temperature_max"], t0 * scale)
+    elif arm == "explore":
+        scale = v["explore.temperature_scale"] + v["explore.temperature_interaction"] * strength
+        t = min(v["explore.temperature_max"], t0 * scale)
+        k = math.floor(k0 * (1 + v["explore.top_k_disagreement"] * (1 - a)))
+        k = max(v["explore.top_k_min"], k) if k0 else 0
+    elif arm == "branch":
+        t, k = v["branch.temperature"], v["branch.width"]
+        p, m = v["branch.top_p"], v["branch.min_p"]
+    elif arm == "edt":
+        action = "sample"
+        nats = h * math.log(2)
+        if v["edt.theta"]:
+            t = t0 * v["edt.base"] ** (v["edt.theta"] / nats) if nats else 0.0
+    elif arm == "resample":
+        scale = v["resample.temperature_scale"] + v["resample.temperature_attn_varentropy"] * va
+        t = max(v["resample.temperature_min"], t0 * scale)
+        p = max(v["resample.top_p_min"], p0 - v["resample.top_p_attn_entropy"] * ea)
+    elif arm == "adaptive":
+        t = t0 * (
+            1
+            + v["adaptive.temperature_logits"] * (h + u)
+            + v["adaptive.temperature_attn"] * (ea + va)
+            - v["adaptive.temperature_agreement"] * a
+        )
+        p = clip(p0 * (1 + v["adaptive.top_p_attn_varentropy"] * va), v["adaptive.top_p_min"], 1)
+        k = round(
+            k0
+            * (1 + v["adaptive.top_k_interaction"] * strength - v["adaptive.top_k_agreement"] * a)
+        )
+        k = clip(k, 1, v["adaptive.top_k_max"]) if k0 else 0
+        m = m0 * (1 - v["adaptive.min_p_logits"] * (h + u))
+        m = clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
+        draws = v["adaptive.draws"]
+    return {
+        "action": ACTIONS.index(action),
+        "temperature": max(t, 0.0),
+        "top_k": k,
+        "top_p": p,
+        "min_p": m,
+        "draws": draws,
+        "rule": RULES.index(v["truncation.rule"]),
+    }
+
+
+def confidence_of(metrics: Values, v: Values) -> float:
+    """The documents' score, in Python's own floats."""
+    ea, a = seen_by(metrics, v)
+    return (
+        v["adaptive.confidence_entropy"] * (1 - metrics["entropy"])
+        + v["adaptive.confidence_attn_entropy"] * (1 - ea)
+        + v["adaptive.confidence_varentropy"] * (1 - metrics["varentropy"])
+        + v["adaptive.confidence_attn_varentropy"] * (1 - metrics["attn_varentropy"])
+        + v["adaptive.confidence_agreement"] * a
+        + v["adaptive.confidence_interaction"] * metrics["interaction_strength"]
+    )
+
+
+def random_point(rng: np.random.Generator) -> dict[str, float]:
+    ranges = {
+        "entropy": 8.0,
+        "varentropy": 8.0,
+        "attn_entropy": 6.0,
+        "attn_entropy_norm": 1.0,
+        "attn_varentropy": 3.0,
+        "agreement": 1.0,
+        "agreement_published": 0.2,
+        "interaction_strength": 4.0,
+    }
+    assert set(ranges) == set(Metrics.__dataclass_fields__)
+    return {name: float(np.float32(rng.uniform(0, high))) for name, high in ranges.items()}
+
+
+# Values that keep every clip out of the way, so that each coefficient shows.
+WIDE: Values = {
+    "explore.temperature_max": 100.0,
+    "inject.temperature_max": 100.0,
+    "resample.temperature_min": 0.0,
+    "resample.top_p_min": 1e-6,
+    "adaptive.top_k_max": 10_000,
+    "adaptive.min_p_min": 0.0,
+}
+
+
+def random_values(rng: np.random.Generator) -> dict[str, Any]:
+    """Settings with every real coefficient drawn at random."""
+    values: dict[str, Any] = {}
+    for key, number in scalars().items():
+        if number["low"] == -100.0:  # a coefficient
+            values[key] = float(rng.uniform(0.05, 1.5))
+    values["base.temperature"] = float(rng.uniform(0.1, 2))
+    values["base.top_k"] = int(rng.choice([0, 1, 27, 300]))
+    values["base.top_p"] = float(rng.uniform(0.2, 1))
+    values["base.min_p"] = float(rng.choice([0.0, 0.03, 0.4]))
+    values["adaptive.draws"] = int(rng.integers(1, 17))
+    values["branch.temperature"] = float(rng.uniform(0.1, 2))
+    values["branch.width"] = int(rng.integers(1, 9))
+    values["branch.top_p"] = float(rng.uniform(0.2, 1))
+    values["branch.min_p"] = float(rng.uniform(0, 1))
+    values["edt.base"] = float(rng.uniform(0.1, 1))
+    values["edt.theta"] = float(rng.choice([0.0, 0.1, 2.0]))
+    values["truncation.rule"] = str(rng.choice(RULES))
+    values["metrics.attn_entropy"] = str(rng.choice(["normalised", "raw"]))
+    values["metrics.agreement"] = str(rng.choice(["corrected", "published"]))
+    if rng.random() < 0.5:
+        values |= WIDE
+    return values
+
+
+@jax.jit
+@jax.vmap
+def propose_each(
+    arm: jax.Array, metrics: Metrics, params: SamplerSettings, row: RowView
+) -> tuple[Proposal, jax.Array]:
+    """Each row's proposal and confidence."""
+    return proposal_at(arm, metrics, params, row), confidence(as_seen(metrics, params), params)
+
+
+def views(may: list[bool]) -> RowView:
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(view, may))
+
+
+def stacked(points: list[dict[str, float]]) -> Metrics:
+    return jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
+
+
+def test_random_points() -> None:
+    """Every arm, each row of a batch by its own arm, settings and metrics."""
+    rng = np.random.default_rng(0)
+    base = load_sampler("entropix")
+    arms = [arm for arm in ARMS for _ in range(40)]
+    samplers = [base.with_values(random_values(rng)) for _ in arms]
+    points = [random_point(rng) for _ in arms]
+    for row in range(0, len(arms), 40):
+        points[row]["entropy"] = 0.0
+    may = [bool(x) for x in rng.random(len(arms)) < 0.5]
+    params = batch_of(*(params_of("entropix", s.values) for s in samplers))
+    indices = jnp.asarray([ARMS.index(arm) for arm in arms], jnp.int32)
+    proposal, reported = propose_each(indices, stacked(points), params, views(may))
+    for row, arm in enumerate(arms):
+        expected = oracle(arm, points[row], samplers[row].values, may[row])
+        assert set(expected) == set(vars(proposal))
+        for name, value in expected.items():
+            got = float(getattr(proposal, name)[row])
+            assert got == pytest.approx(value, rel=2e-5, abs=2e-5), (row, name)
+        wanted = confidence_of(points[row], samplers[row].values)
+        assert float(reported[row]) == pytest.approx(wanted, rel=2e-5, abs=2e-5), row
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("inject", "sample"), ("branch", "explore"), ("backspace", "resample")]
+)
+def test_each_permission_concerns_its_own_arm(name: str, instead: str) -> None:
+    """Without it that arm does something else, and all others do what they did."""
+    point, params = metrics_of(entropy=2.0, attn_varentropy=0.5), params_of("entropix")
+    for arm in ARMS:
+        allowed = proposal_at(arm, point, params)
+        got = proposal_at(arm, point, params, view(**{name: False}))
+        if arm == name:
+            assert (ACTIONS[int(allowed.action)], ACTIONS[int(got.action)]) == (arm, instead)
+        else:
+            assert jax.tree.leaves(got) == jax.tree.leaves(allowed)
+
+
+def test_extreme_metrics_stay_within_the_types() -> None:
+    """No widening overflows the integer, no cooling makes a temperature negative."""
+    params = params_of("entropix", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
+    wide = metrics_of(interaction_strength=1e30)
+    proposal = proposal_at("adaptive", wide, params)
+    assert int(proposal.top_k) == 2**30  # more than any vocabulary has, and a float32, too
+    cold = params_of("entropix", {"adaptive.temperature_agreement": 100.0})
+    proposal = proposal_at("adaptive", metrics_of(agreement=1.0), cold)
+    assert float(proposal.temperature) == 0
+    assert 0 < float(proposal.top_p) <= 1

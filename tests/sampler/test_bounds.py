@@ -1,0 +1,183 @@
+"""Every run ends, whatever the bounds and however large the budgets of the arms."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product, repeat
+from typing import Any
+
+import pytest
+
+from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.names import BOXES, REGIMES
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.state import MAX_ATTEMPTS
+from tests.sampler.test_schedules import CAPACITY, Line, play
+from tests.support.folders import token_ids, write_model
+from tests.support.runs import Spec, run_specs
+from tests.support.samplers import ARMS, BATCH, Job, params_of
+
+HUGE = 10**6
+ENDLESS: Mapping[str, Any] = {
+    "inject.per_row": HUGE,
+    "inject.cooldown": 0,
+    "branch.per_row": HUGE,
+    "branch.depth": 3,
+    "backspace.per_row": HUGE,
+    "backspace.per_position": MAX_ATTEMPTS,
+    "loop.max_period": 0,
+}
+
+
+def everywhere(regime: str) -> dict[str, Any]:
+    """Bounds under which every distribution is of one regime."""
+    bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
+    return bounds if regime == "mid" else {**bounds, f"regimes.{regime}": ["entropy > -1"]}
+
+
+def job_of(regime: str, budget: int = 20, **changes: Any) -> Job:
+    settings = {**ENDLESS, **everywhere(regime)}
+    settings |= {key.replace("__", "."): value for key, value in changes.items()}
+    return Job([5, 6, 7], params_of("entropix", settings), budget=budget)
+
+
+def run(jobs: Sequence[Job]) -> list[list[Line]]:
+    """Rows ten by ten, each of which ends with all of its budget, every position counted."""
+    rows: list[list[Line]] = []
+    for first in range(0, len(jobs), BATCH):
+        some = [*jobs[first : first + BATCH]]
+        some += [jobs[0]] * (BATCH - len(some))  # one shape, one program
+        rows += play(some, (-1, -1), repeat(32))
+    for job, lines in zip(jobs, rows, strict=False):
+        retractions = [line.action for line in lines].count("backspace")
+        assert len(lines) <= job.budget + retractions
+        assert sum(len(line.tokens) for line in lines) == job.budget + retractions
+        assert [line.finish for line in lines] == [RUNNING] * (len(lines) - 1) + [FINISHED_LENGTH]
+        last = lines[-1]
+        assert last.position + len(last.tokens) == len(job.prompt) + job.budget
+        # One position is read in each step but the first, which reads the prompt's last.
+        assert last.forwards == len(lines) - 1 + sum(line.rolled_out for line in lines)
+    return rows[: len(jobs)]
+
+
+def actions_of(lines: Sequence[Line]) -> list[str]:
+    return [line.action for line in lines]
+
+
+def test_all_is_taken_back() -> None:
+    """Each position but the last is drawn as often as the budgets allow, then for good."""
+    budgets = [1, 2, 20, CAPACITY - 3]
+    limits = [*product((0, 1, 8), (0, 3, HUGE), budgets)]
+    jobs = [
+        job_of("hehv", budget, backspace__per_position=position, backspace__per_row=row)
+        for position, row, budget in limits
+    ]
+    for (position, row, budget), lines in zip(limits, run(jobs), strict=True):
+        expected, left = ["resample"], row
+        for _ in range(budget - 1):
+            again = min(position, left)
+            left -= again
+            expected += ["backspace"] * again + ["resample"]
+        assert actions_of(lines) == expected, (position, row, budget)
+        tokens: dict[int, list[int]] = {}
+        for line in lines:
+            tokens.setdefault(line.position, []).extend(line.tokens)
+        assert all(len({*drawn}) == len(drawn) for drawn in tokens.values())
+
+
+def test_all_is_thought() -> None:
+    """Thoughts follow each other, a token apart; one that does not fit any more is not begun."""
+    cases = [*product(("a", "abc", "x" * 19, "x" * 20, "x" * 21, ""), (0, 2, HUGE), (0, HUGE))]
+    jobs = [
+        job_of("helv", inject__thought=thought, inject__per_row=row, inject__cooldown=cooldown)
+        for thought, row, cooldown in cases
+    ]
+    for (thought, row, cooldown), lines in zip(cases, run(jobs), strict=True):
+        expected: list[str] = []
+        thoughts = 0
+        while len(expected) < 20:
+            fits = 0 < len(thought) <= 20 - len(expected)
+            just_ended = expected[-1:] == ["inject"]
+            waits = cooldown > 0 and thoughts > 0
+            if fits and thoughts < row and not just_ended and not waits:
+                thoughts += 1
+                expected += ["inject"] * len(thought)
+            else:
+                expected.append("sample")
+        assert actions_of(lines) == expected, (thought, row, cooldown)
+
+
+def test_all_branches() -> None:
+    cases = [
+        *product((1, MAX_WIDTH), (1, 5), (True, False), (0, 3, HUGE), (20,)),
+        *product((MAX_WIDTH,), (MAX_DEPTH,), (True,), (HUGE,), (1, CAPACITY - 3)),
+        (MAX_WIDTH, MAX_DEPTH, False, HUGE, 4),
+    ]
+    jobs = [
+        job_of(
+            "lehv",
+            budget,
+            branch__width=width,
+            branch__depth=depth,
+            branch__commit_all=whole,
+            branch__per_row=row,
+            branch__min_p=0.0,
+            branch__top_p=1.0,
+        )
+        for width, depth, whole, row, budget in cases
+    ]
+    for (width, depth, whole, row, budget), lines in zip(cases, run(jobs), strict=True):
+        left, branchings = budget, 0
+        for line in lines:
+            branches = branchings < row
+            assert line.action == ("branch" if branches else "explore")
+            assert line.rolled_out == (width * depth if branches else 0)
+            assert len(line.tokens) == (min(depth, left) if branches and whole else 1)
+            left -= len(line.tokens)
+            branchings += branches
+        assert left == 0
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_any_arm_everywhere(regime: str) -> None:
+    """Every arm for every regime, with and without a loop guard that sees loops everywhere."""
+    guards: list[dict[str, Any]] = [{}, {"loop__max_period": 4, "loop__repeats": 2}]
+    arms = [*product(ARMS, guards)]
+    jobs = [
+        job_of(regime, inject__thought="ab", **{f"arms__{regime}": arm}, **guard)
+        for arm, guard in arms
+    ]
+    for (arm, guard), lines in zip(arms, run(jobs), strict=True):
+        if not guard:
+            expected = {"edt": "sample"}.get(arm, arm)
+            assert expected in actions_of(lines)
+
+
+# With answers from the host
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(str(write_model(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.mark.parametrize("thought", ["", "ab"])
+@pytest.mark.parametrize("text", ["", "x", "a text that does not fit " * 20])
+def test_a_hook_that_is_always_asked(model: LanguageModel, text: str, thought: str) -> None:
+    asked: list[str] = []
+
+    def retrieve(said: str) -> str:
+        asked.append(said)
+        return text
+
+    settings = {**ENDLESS, **everywhere("helv"), "inject.thought": thought}
+    sampler = load_sampler("entropix").with_values({"thresholds.calibrated": False, **settings})
+    prompt = [token_ids()["<|begin_of_text|>"], 60, 61]
+    generation = run_specs(
+        model, [Spec(prompt, "0", 20)], sampler, ignore_eos=True, retrieve=retrieve
+    )
+    (row,) = generation.run()
+    assert len(row.tokens) == 20
+    assert row.finish_reason == "length"
+    assert 5 <= len(asked) <= 20
+    assert len({*asked}) == len(asked), "once at a position"

@@ -1,0 +1,173 @@
+"""Defects of the public implementations, on the sampler's side: each test fails where one is."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.state import Recording
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.draw import truncated_draw
+from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
+from entropix_jax.sampler.regimes import classify
+from entropix_jax.sampler.settings import TruncationSettings
+from tests.sampler.test_sample import Play
+from tests.support.samplers import (
+    Job,
+    batch_of,
+    generate,
+    metrics_of,
+    params_of,
+    proposal_of,
+    start,
+    tiny_model,
+    tokens_of,
+)
+
+
+def frequencies(probabilities: list[float], number: int = 20_000, **rules: float) -> np.ndarray:
+    """How often each token is drawn, at as many positions of one row."""
+    positions = jnp.arange(number, dtype=jnp.int32)
+    zeros = jnp.zeros(number, jnp.int32)
+    keys = jnp.asarray(np.tile(row_key(0, "0"), (number, 1)))
+    numbers = uniforms(keys, positions, zeros, zeros + STREAM_DRAW, 1)
+    logits = jnp.log(jnp.asarray([probabilities] * number, jnp.float32))
+    rows = {name: [value] * number for name, value in rules.items()}
+    proposal = proposal_of(**{"temperature": [1.0] * number, **rows})
+    nothing = jnp.full(number, jnp.nan)  # the numbers of rules that are not in use
+    truncation = TruncationSettings(
+        **dict.fromkeys(TruncationSettings.__dataclass_fields__, nothing)
+    )
+    drawn = truncated_draw(logits, proposal, numbers, truncation, nothing)
+    return np.bincount(drawn.ids[:, 0], minlength=len(probabilities)) / number
+
+
+def test_defect_06_min_p_without_effect() -> None:
+    """min-p masks before the probabilities are taken: what it drops is never drawn."""
+    found = frequencies([0.1, 0.6, 0.05, 0.25], min_p=0.4)
+    assert found[0] == found[2] == 0
+    np.testing.assert_allclose(found, [0, 0.6 / 0.85, 0, 0.25 / 0.85], atol=0.015)
+
+
+def test_defect_07_top_p_in_ascending_order() -> None:
+    """Top-p keeps the likeliest tokens of a flat distribution and trims the tail."""
+    found = frequencies([0.02, 0.12, 0.11, 0.13, 0.12, 0.11, 0.13, 0.12, 0.12, 0.02], top_p=0.9)
+    assert found[0] == found[9] == 0
+    assert np.all(found[1:9] > 0.09)
+
+
+def test_defect_08_one_key_for_all_steps_and_rows() -> None:
+    """Rows and positions of one distribution draw different tokens."""
+    flat = params_of("temperature", {"base.temperature": 50.0})
+    texts = generate(tiny_model(), [Job([5], flat, row_id=str(i)) for i in range(4)])
+    tokens = np.array([tokens_of(steps) for steps in texts])
+    for row in tokens:
+        assert len({*row.tolist()}) > 9  # of 12
+    for step in tokens.T:
+        assert len({*step.tolist()}) > 1
+
+
+def test_defect_09_wrong_frequencies() -> None:
+    """(.50, .30, .15, .05) are drawn so often, not .586, .261, .117, .037."""
+    expected = np.array([0.50, 0.30, 0.15, 0.05])
+    number = 20_000
+    found = frequencies(expected.tolist(), number)
+    assert stats.chisquare(number * found, number * expected).pvalue > 1e-3
+    wrong = np.array([0.586, 0.261, 0.117, 0.036])
+    assert stats.chisquare(number * found, number * wrong).pvalue < 1e-12
+
+
+def test_defect_11_no_match_reads_as_lelv() -> None:
+    """A point in no box is MID, and is served by that arm."""
+    for preset in ("entropix", "document-000", "document-001"):
+        params = params_of(preset)
+        middle = metrics_of(entropy=2.0, varentropy=2.0)
+        assert REGIMES[int(classify(middle, params))] == "mid"
+
+
+def test_defect_12_rows_that_steer_each_other() -> None:
+    """Each row's regime and arm follow from its own metrics, and stay when the others change."""
+    config, params = tiny_model()
+    sampler = params_of("entropix")
+
+    def first_steps(prompts: list[list[int]]) -> list[tuple[str, str, float]]:
+        jobs = [Job(prompt, sampler, budget=1, row_id=str(i)) for i, prompt in enumerate(prompts)]
+        steps = [row[0] for row in generate((config, params), jobs)]
+        metrics = [step.record.choice.observation.metrics for step in steps]
+        return [(s.regime, s.action, float(m.entropy)) for s, m in zip(steps, metrics, strict=True)]
+
+    prompts = [[50], [15], [53], [7]]
+    together = first_steps(prompts)
+    assert [regime for regime, _, _ in together] == ["lelv", "lehv", "hehv", "mid"]
+    for row, prompt in enumerate(prompts):
+        crowd = [[9, 9]] * 4
+        crowd[row] = prompt
+        regime, action, entropy = first_steps(crowd)[row]
+        assert (regime, action) == together[row][:2]
+        assert math.isclose(entropy, together[row][2], rel_tol=1e-3)
+
+
+def test_defect_13_a_question_that_is_asked_once() -> None:
+    """A thought comes again after its cooldown, also where the whole history holds its tokens."""
+    row = Play(inject__thought="?", inject__cooldown=2, inject__until_confident=False)
+    row.tokens = [*[ord("?")] * (len(row.tokens) - 1), ord(".")]
+    assert row.play("hhhhhhh") == "ississi"
+
+
+def primitives(jaxpr: Any) -> list[str]:
+    """The names of all operations of a program, those of its parts included."""
+    names = []
+    for equation in jaxpr.eqns:
+        names.append(equation.primitive.name)
+        for parameter in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                names += primitives(inner)
+    return names
+
+
+def test_defect_17_host_round_trips() -> None:
+    """Many steps are one program: traced without any value, one loop, and no call of the host."""
+    config, params = tiny_model()
+    job = Job([5, 6, 7], params_of("entropix"))
+    abstract = jax.eval_shape(
+        lambda: (params, batch_of(job.sampler), jnp.zeros(1, jnp.int32), jnp.int32(0))
+    )
+    state = jax.eval_shape(lambda: start(config, params, [job], 64))
+    program = jax.make_jaxpr(
+        lambda weights, sampler, eos, steps, state: decode(
+            weights,
+            sampler,
+            eos,
+            state,
+            steps,
+            config=config,
+            window=64,
+            max_steps=32,
+            recording=Recording(top=3, layers=True),
+        )
+    )(*abstract, state)
+    names = primitives(program.jaxpr)
+    assert "while" in names
+    assert {"cond", "dot_general", "top_k"} <= {*names}  # parts were looked into
+    assert not [name for name in names if "callback" in name or "infeed" in name]
+
+
+def test_defect_17_many_steps_in_one_call() -> None:
+    """One call of the compiled loop commits a whole text, through every kind of action."""
+    changes = {
+        "regimes.lelv": ["entropy < 0.5"],
+        "regimes.helv": ["entropy > 2.5", "varentropy < 2.5"],
+        "inject.thought": "ab",
+        "branch.per_row": 2,
+    }
+    sampler = params_of("entropix", changes)
+    (steps,) = generate(tiny_model(), [Job([5, 6, 7], sampler, budget=24)], chunks=(32,))
+    assert len(tokens_of(steps)) == 24
+    assert {step.action for step in steps} >= {"argmax", "inject", "branch", "backspace"}

@@ -1,0 +1,288 @@
+"""Any draw, under any rule: what may be drawn, from any logits, against float64 oracles that sort.
+
+The other tests of the draw have the cases that were thought of; here they are made up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entropix_jax.sampler.draw import HEAD, Drawn
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import TruncationSettings
+from entropix_jax.sampler.truncation import surprise
+from tests.sampler.test_draw import LAST, LLAMA3, Oracle, one_against
+from tests.sampler.test_truncation import NUMBERS, Kept, settings_of, truncated_draw
+from tests.support import reference
+from tests.support.examples import examples
+from tests.support.samplers import proposal_of
+
+# Few shapes, so that few programs are compiled: the smallest, one just longer than the head, and
+# that of Llama 3.
+VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # and so many rows side by side
+DRAWS = 4
+MARGIN = 1e-5  # of min-p, within which a token may fall either way
+TINY = float(np.finfo(np.float32).tiny)
+LEAST = 1e-30
+
+
+# Logits
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e4, -1e4, 3e38, -3e38, 1e-30, -1e-30, 1e-40, -1e-45, -np.inf)
+
+
+def numbers(least: float, most: float) -> st.SearchStrategy[float]:
+    """None so small that a temperature makes a denormal of it: that is a 0 to a machine that knows
+    none of them, and whether two tokens tie would depend on where it is divided."""
+    drawn = st.floats(least, most, width=32)
+    return drawn.map(lambda number: number if abs(number) >= LEAST else 0.0)
+
+
+values = st.sampled_from(SPECIAL) | numbers(-30, 30)
+
+
+@st.composite
+def short_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
+    """Logits that are each made up, from few values or many: ties are frequent."""
+    pool = draw(st.lists(values, min_size=1, max_size=5))
+    row = draw(st.lists(st.sampled_from(pool) | values, min_size=vocab, max_size=vocab))
+    row[draw(st.integers(0, vocab - 1))] = draw(numbers(-1e4, 1e4))  # a possible one
+    return np.array(row, np.float32)
+
+
+@st.composite
+def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
+    """Logits of a kind: levels with ties, slopes, noise of any width, nearly all impossible."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(("levels", "slope", "noise", "one", "sparse", "far")))
+    width = draw(st.sampled_from((1e-6, 1e-3, 0.1, 1.0, 4.0, 30.0)))
+    if kind == "levels":
+        levels = np.array(draw(st.lists(numbers(-20, 20), min_size=1, max_size=6)))
+        row = rng.choice(levels, size=vocab)
+    elif kind == "slope":
+        row = -width * rng.permutation(vocab) / vocab
+    elif kind == "one":
+        row = rng.permutation(
+            one_against(-draw(st.sampled_from((0.0, 1e-3, 5.0, 17.0, 95.0, 1e4))))
+        )
+        row = row if vocab == LLAMA3 else row[np.argsort(-row)][rng.permutation(vocab)]
+    else:
+        row = width * rng.normal(size=vocab)
+    if kind == "far":
+        row = row + draw(st.sampled_from((-1e4, 1e4)))
+    if kind == "sparse" or draw(st.booleans()):
+        holes = rng.random(vocab) < draw(st.sampled_from((0.1, 0.9, 0.9999, 1.0)))
+        holes[rng.integers(vocab)] = False
+        row = np.where(holes, -np.inf, row)
+    return row.astype(np.float32)
+
+
+def rows_of(vocab: int) -> st.SearchStrategy[np.ndarray]:
+    """One row of a vocabulary; all impossible but one is a frequent one."""
+    if vocab == 2:
+        return short_rows(vocab)
+    lone = st.tuples(st.integers(0, vocab - 1), st.sampled_from((0.0, 1e4, -1e4, 1e-40))).map(
+        lambda at: np.where(np.arange(vocab) == at[0], at[1], -np.inf).astype(np.float32)
+    )
+    made_up = (short_rows(vocab),) if vocab <= HEAD + 1 else ()
+    return st.one_of(long_rows(vocab), lone, *made_up)
+
+
+uniform_numbers = st.lists(
+    st.sampled_from((0.0, 0.5, LAST)) | st.floats(0, LAST, width=32),
+    min_size=DRAWS,
+    max_size=DRAWS,
+)
+
+
+# Settings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row is drawn by; `number` is that of a rule which is not `nucleus`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    rule: str
+    number: float
+
+
+temperatures = st.sampled_from((0.0, 1e-3, 0.666, 1.0, 2.0, 100.0)) | st.floats(
+    0.0625, 100, width=32
+)
+shares = st.sampled_from((1e-6, 0.5, 0.9, 0.999, 1.0)) | st.floats(2.0**-19, 1, width=32)
+
+
+@st.composite
+def nucleus_settings(draw: st.DrawFn, vocab: int) -> Setting:
+    near = (0, 1, 2, HEAD - 1, HEAD, HEAD + 1, vocab - 1, vocab, vocab + 1, 2**31 - 1)
+    return Setting(
+        temperature=draw(temperatures),
+        top_k=draw(st.sampled_from(near) | st.integers(0, vocab)),
+        top_p=draw(shares),
+        min_p=draw(st.sampled_from((0.0, 1e-30, 1e-4, 0.5, 1.0)) | st.floats(0, 1, width=32)),
+        rule="nucleus",
+        number=0.0,
+    )
+
+
+@st.composite
+def rule_settings(draw: st.DrawFn) -> Setting:
+    rule = draw(st.sampled_from(sorted(NUMBERS)))
+    numbers = st.sampled_from(NUMBERS[rule])
+    ranges = {"top_n_sigma": (0, 20), "typical": (2.0**-19, 1), "eta": (0, 1), "mirostat": (-8, 40)}
+    made_up = st.floats(*ranges[rule], width=32, allow_subnormal=False)
+    # Nothing else of the proposal counts: the rule stands in its place.
+    temperature = draw(st.sampled_from((0.0, 0.3, 1.0, 2.0)) | st.floats(0.25, 8, width=32))
+    return Setting(temperature, 5, 0.5, 0.5, rule, draw(numbers | made_up))
+
+
+def proposals(settings: list[Setting]) -> tuple[Proposal, TruncationSettings, jax.Array]:
+    rules = [setting.rule for setting in settings]
+    proposal = proposal_of(
+        temperature=[setting.temperature for setting in settings],
+        top_k=[setting.top_k for setting in settings],
+        top_p=[setting.top_p for setting in settings],
+        min_p=[setting.min_p for setting in settings],
+        draws=DRAWS,
+        rule=rules,
+    )
+    return proposal, *settings_of(rules, [setting.number for setting in settings])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with their settings and uniform numbers, and what was drawn."""
+
+    logits: np.ndarray
+    settings: list[Setting]
+    uniforms: np.ndarray
+
+    def drawn(self) -> Drawn:
+        given = jnp.asarray(self.logits), jnp.asarray(self.uniforms)
+        proposal, *truncation = proposals(self.settings)
+        return jax.device_get(truncated_draw(given[0], proposal, given[1], *truncation))
+
+
+@st.composite
+def batches(draw: st.DrawFn, vocab: int) -> Batch:
+    number = VOCABULARIES[vocab]
+    setting = nucleus_settings(vocab) | rule_settings()
+    return Batch(
+        np.stack([draw(rows_of(vocab)) for _ in range(number)]),
+        [draw(setting) for _ in range(number)],
+        np.array([draw(uniform_numbers) for _ in range(number)], np.float32),
+    )
+
+
+# Oracles
+
+
+def check_nucleus(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
+    """The row's set and draws are those of its min-p; of tokens that lie right at that bound any
+    number may have fallen either way."""
+    proposal = proposals([setting])[0]
+    try:
+        return Oracle(logits, proposal).check(kept, ids, uniforms)
+    except AssertionError as error:
+        failure = error
+    fewest, most = (
+        Oracle(logits, proposals([replace(setting, min_p=min_p, top_p=1.0)])[0]).most
+        for min_p in (setting.min_p * (1 + MARGIN), setting.min_p * (1 - MARGIN))
+    )
+    numbers = range(max(fewest, 1), most + 1)
+
+    def limited(number: int) -> Oracle:
+        return Oracle(logits, proposals([replace(setting, min_p=0.0, top_k=number)])[0])
+
+    # The more tokens pass min-p, the more of them top-p keeps.
+    place = bisect_left(numbers, kept, key=lambda number: limited(number).most)
+    if place == len(numbers):
+        raise failure
+    limited(numbers[place]).check(kept, ids, uniforms)
+
+
+def check(batch: Batch, drawn: Drawn) -> None:
+    # A denormal is a 0: a machine that knows none of them draws the same.
+    logits = np.where(np.abs(batch.logits) < TINY, np.float32(0), batch.logits)
+    for row, setting in enumerate(batch.settings):
+        kept, ids = int(drawn.kept[row]), np.asarray(drawn.ids[row])
+        try:
+            check_row(logits[row], setting, kept, ids, batch.uniforms[row].astype(np.float64))
+        except AssertionError as error:
+            values, counts = np.unique(logits[row], return_counts=True)
+            told = dict(zip(values[-9:].tolist(), counts[-9:].tolist(), strict=True))
+            error.add_note(f"row {row}: {setting}, kept {kept}: {ids}; highest logits: {told}")
+            raise
+
+
+def check_row(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
+    assert 1 <= kept <= logits.size
+    assert np.all((ids >= 0) & (ids < logits.size))
+    assert np.all(logits[ids] > -np.inf)
+    if setting.rule == "nucleus" or setting.temperature == 0:
+        check_nucleus(logits, replace(setting, rule="nucleus"), kept, ids, uniforms)
+    else:
+        temperature, number = np.float32(setting.temperature), np.float32(setting.number)
+        oracle = Kept.of(setting.rule, logits, float(temperature), float(number))
+        oracle.check(kept, ids, uniforms)
+
+
+@examples(60)
+@given(batches(2))
+def test_two_tokens(batch: Batch) -> None:
+    check(batch, batch.drawn())
+
+
+@examples(40)
+@given(batches(HEAD + 1))
+def test_one_token_more_than_the_head(batch: Batch) -> None:
+    check(batch, batch.drawn())
+
+
+@examples(12)
+@given(batches(LLAMA3))
+def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
+    check(batch, batch.drawn())
+
+
+@examples(15)
+@given(batches(HEAD + 1), st.permutations(range(VOCABULARIES[HEAD + 1])))
+def test_the_rows_beside_a_row_change_nothing(batch: Batch, order: list[int]) -> None:
+    """To the bit, whatever their rules."""
+    shuffled = Batch(batch.logits[order], [batch.settings[i] for i in order], batch.uniforms[order])
+    one, other = batch.drawn(), shuffled.drawn()
+    np.testing.assert_array_equal(one.kept[order], other.kept)
+    np.testing.assert_array_equal(one.ids[order], other.ids)
+
+
+surprise_of = jax.jit(surprise)
+
+
+@examples(40)
+@given(batches(HEAD + 1))
+def test_the_surprise_of_what_was_drawn(batch: Batch) -> None:
+    """In bits, of the tempered distribution before any truncation; 0 at temperature 0."""
+    tokens = batch.drawn().ids[:, 0]
+    temperature = np.array([setting.temperature for setting in batch.settings], np.float32)
+    found = surprise_of(jnp.asarray(batch.logits), jnp.asarray(temperature), jnp.asarray(tokens))
+    for row, (token, said) in enumerate(zip(tokens, np.asarray(found), strict=True)):
+        logits, t = batch.logits[row].astype(np.float64), float(temperature[row])
+        if t == 0:
+            assert said == 0
+            continue
+        top = logits.max()
+        expected = -reference.log_softmax((logits - top) / t)[token] / np.log(2)
+        if expected < np.finfo(np.float32).max / 2:
+            np.testing.assert_allclose(said, expected, rtol=1e-5, atol=1e-5)

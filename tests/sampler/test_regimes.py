@@ -1,0 +1,228 @@
+"""The regime table at and around every bound, and the loop guard against a plain Python oracle."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.names import QUANTITIES, REGIMES
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.regimes import classify, is_looping
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
+from tests.support.samplers import batch_of, metrics_of, params_of
+
+classify_each = jax.jit(jax.vmap(classify))
+
+
+def regimes_of(params: SamplerSettings, points: Sequence[dict[str, float]]) -> list[str]:
+    """The regimes of many points under one sampler."""
+    metrics = jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
+    rows = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * len(points)), params)
+    return [REGIMES[i] for i in classify_each(metrics, rows)]
+
+
+def around(bound: float) -> list[float]:
+    """A float32 bound and its two neighbours."""
+    middle = np.float32(bound)
+    return [
+        float(np.nextafter(middle, np.float32(-np.inf))),
+        float(middle),
+        float(np.nextafter(middle, np.float32(np.inf))),
+    ]
+
+
+def test_worked_scenarios() -> None:
+    points = [(0.05, 0.02), (3.5, 0.08), (2.1, 5.5), (5.5, 5.2), (2.8, 1.5)]
+    found = regimes_of(
+        params_of("document-001"), [{"entropy": h, "varentropy": u} for h, u in points]
+    )
+    assert found == ["lelv", "helv", "lehv", "hehv", "mid"]
+
+
+def test_the_published_thresholds() -> None:
+    values = load_sampler("entropix").values
+    assert [values[f"thresholds.{name}"] for name in ("h1", "h2", "u1", "u2")] == [
+        0.3,
+        2.5,
+        1.2,
+        2.5,
+    ]
+
+
+@pytest.mark.parametrize("quantity", ["entropy", "varentropy", "attn_entropy_norm", "agreement"])
+def test_nan_is_mid(quantity: str) -> None:
+    """Every box with a condition on a quantity excludes a NaN of it."""
+    conditions = {f"regimes.{box}": [f"{quantity} < 100"] for box in REGIMES[:-1]}
+    params = params_of("entropix", conditions)
+    assert regimes_of(params, [{quantity: 1.0}, {quantity: float("nan")}]) == ["lelv", "mid"]
+
+
+def test_conditions_on_attention() -> None:
+    """Document 002: heads that look at few keys and agree are a reason to trust the argmax."""
+    params = params_of(
+        "entropix",
+        {
+            "regimes.lelv": ["entropy < 1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
+            "regimes.hehv": ["agreement < 0.3", "varentropy > u2", "varentropy < 9"],
+        },
+    )
+    trusted = {"entropy": 0.5, "attn_entropy_norm": 0.3, "agreement": 0.9, "varentropy": 2.0}
+    divided = {"entropy": 4.0, "agreement": 0.2, "varentropy": 8.0}
+    assert regimes_of(
+        params,
+        [
+            trusted,
+            trusted | {"attn_entropy_norm": 0.5},
+            trusted | {"agreement": 0.7},
+            # The corrected one counts, also where the arms see the published one.
+            trusted | {"agreement": 0.7, "agreement_published": 0.9},
+            divided,
+            divided | {"agreement": 0.4},
+            divided | {"varentropy": 9.5},
+        ],
+    ) == ["lelv", "mid", "mid", "mid", "hehv", "mid", "mid"]
+
+
+def box_by_hand(values: Mapping[str, Any], point: Mapping[str, float]) -> str:
+    """The first box all of whose written conditions hold, in float32."""
+    for box in REGIMES[:-1]:
+        holds = True
+        for condition in values[f"regimes.{box}"]:
+            quantity, sign, bound = condition.split()
+            number = np.float32(values.get(f"thresholds.{bound}", bound))
+            x = np.float32(point[quantity])
+            holds &= bool(x < number if sign == "<" else x > number)
+        if holds:
+            return box
+    return "mid"
+
+
+def bounds_of(values: Mapping[str, Any], quantity: str) -> list[float]:
+    conditions = [c.split() for box in REGIMES[:-1] for c in values[f"regimes.{box}"]]
+    bounds = {values.get(f"thresholds.{b}", b) for q, _, b in conditions if q == quantity}
+    return sorted(map(float, bounds))
+
+
+WITH_ATTENTION = {
+    "regimes.lelv": ["entropy < h1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
+    "regimes.helv": ["entropy > h2", "varentropy < u1", "attn_entropy_norm > 0.4"],
+    "regimes.lehv": ["varentropy > u2", "agreement < 0.3", "agreement > 0.1"],
+    "regimes.hehv": ["entropy > 1", "entropy < 4", "varentropy > u1"],
+}
+
+
+def test_every_bound_of_every_row() -> None:
+    """All four quantities on, just below and just above every bound, in every combination, each
+    row of one batch by its own bounds."""
+    samplers = [
+        load_sampler("entropix"),
+        load_sampler("document-001"),
+        load_sampler("document-004").with_values({"thresholds.h1": 1.0, "thresholds.u2": 3.5}),
+        load_sampler("entropix").with_values(WITH_ATTENTION),
+        load_sampler("entropix").with_values({**WITH_ATTENTION, "thresholds.h2": 3.75}),
+    ]
+    whose, points, expected = [], [], []
+    for i, sampler in enumerate(samplers):
+        values = [
+            [*itertools.chain(*map(around, bounds_of(sampler.values, q)))] or [0.5]
+            for q in QUANTITIES
+        ]
+        for numbers in itertools.product(*values):
+            point = dict(zip(QUANTITIES, numbers, strict=True))
+            whose.append(i)
+            points.append(point)
+            expected.append(box_by_hand(sampler.values, point))
+    order = np.random.default_rng(0).permutation(len(points))
+    params = batch_of(*(params_of(sampler.name, sampler.values) for sampler in samplers))
+    rows = jax.tree.map(lambda x: x[np.array(whose)[order]], params)
+    columns = {q: np.array([p[q] for p in points], np.float32)[order] for q in QUANTITIES}
+    metrics = metrics_of()
+    metrics = replace(metrics, **dict.fromkeys(vars(metrics), jnp.zeros(len(points))))
+    metrics = replace(metrics, **{q: jnp.asarray(x) for q, x in columns.items()})
+    found = [REGIMES[i] for i in classify_each(metrics, rows).tolist()]
+    assert found == [expected[i] for i in order]
+    for i in range(len(samplers)):
+        assert {e for w, e in zip(whose, expected, strict=True) if w == i} == {*REGIMES}
+
+
+# The loop guard
+
+SLOTS = 300
+looping_each = jax.jit(jax.vmap(is_looping, in_axes=(0, 0, 0, None)))
+
+
+def looping(rows: Sequence[tuple[Sequence[int], int]], max_period: int, repeats: int) -> list[bool]:
+    """Whether each of (tokens, how many of them were generated) loops. Junk follows the tokens."""
+    history = np.full((len(rows), SLOTS), 7, np.int32)
+    for row, (tokens, _) in enumerate(rows):
+        history[row, : len(tokens)] = tokens
+    params = LoopSettings(max_period=jnp.int32(max_period), repeats=jnp.int32(repeats))
+    length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
+    generated = jnp.asarray([number for _, number in rows], jnp.int32)
+    return [bool(x) for x in looping_each(jnp.asarray(history), length, generated, params)]
+
+
+def is_loop(tokens: Sequence[int], generated: int, max_period: int, repeats: int) -> bool:
+    """The oracle: the generated tokens end in `repeats` copies of a stretch."""
+    if repeats < 2:
+        return False
+    tail = list(tokens)[len(tokens) - generated :]
+    for period in range(1, max_period + 1):
+        stretch = tail[-period:]
+        if len(tail) >= period * repeats and tail[-period * repeats :] == stretch * repeats:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("max_period", "repeats"), [(1, 2), (4, 3), (16, 4), (32, 2), (3, 85)])
+def test_loops_against_the_oracle(max_period: int, repeats: int) -> None:
+    rng = np.random.default_rng(max_period)
+    rows: list[tuple[list[int], int]] = []
+    for _ in range(400):
+        prompt = rng.integers(0, 3, rng.integers(1, 20)).tolist()
+        noise = rng.integers(0, 3, rng.integers(0, 12)).tolist()
+        period = int(rng.integers(1, min(MAX_PERIOD, max_period + 2) + 1))
+        stretch = rng.integers(0, 3, period).tolist()
+        copies = min(repeats + int(rng.integers(-1, 2)), 250 // period)
+        part = stretch[: rng.integers(0, period)]
+        text = noise + stretch * copies + part
+        if rng.random() < 0.2 and text:
+            text[int(rng.integers(0, len(text)))] ^= 1
+        rows.append((prompt + text, len(text)))
+    expected = [is_loop(tokens, number, max_period, repeats) for tokens, number in rows]
+    assert looping(rows, max_period, repeats) == expected
+    assert 20 < sum(expected) < 380
+
+
+def test_a_prompt_is_no_loop() -> None:
+    """What the prompt repeats does not count, and no copy may begin in it."""
+    tokens = [5, 6] * 10
+    assert looping([(tokens, n) for n in (0, 1, 7, 8, 20)], 4, 4) == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_junk_past_the_end_is_no_loop() -> None:
+    """The unused slots all hold 7."""
+    assert looping([([7], 1), ([1, 2, 3, 7, 7, 7], 6), ([1, 2, 7, 7, 7, 7], 6)], 4, 4) == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_the_longest_loop() -> None:
+    """The longest period, as often as the window holds it."""
+    repeats = LOOP_WINDOW // MAX_PERIOD
+    tokens = [*range(MAX_PERIOD)] * repeats
+    rows = [(tokens, len(tokens)), ([99, *tokens[1:]], len(tokens))]
+    assert looping(rows, MAX_PERIOD, repeats) == [True, False]

@@ -1,0 +1,562 @@
+"""The truncation rules against float64 oracles that follow the papers' formulas, and sort."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from scipy import stats
+
+from entropix_jax.sampler import draw
+from entropix_jax.sampler.draw import Drawn
+from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.settings import RULES, TruncationSettings
+from entropix_jax.sampler.truncation import (
+    _nearness,
+    mirostat_update,
+    surprise,
+    truncate,
+)
+from tests.sampler.test_draw import (
+    LAST,
+    LLAMA3,
+    TOLERANCE,
+    below_one,
+    random_logits,
+    random_uniforms,
+)
+from tests.support.samplers import proposal_of
+
+SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
+
+# What a row's rule is set to: the field of its number. For mirostat it is mu, no field.
+NUMBER = {"top_n_sigma": "sigmas", "typical": "typical_mass", "eta": "eta_epsilon"}
+
+truncated_draw = jax.jit(draw.truncated_draw)
+
+
+# Oracles. Each is given the logits of the tokens that are possible, the temperature and the rule's
+# number, and returns the key that the tokens are ordered by, lowest first, and the fewest and the
+# most that may be kept, which differ where rounding decides.
+
+Outcome = tuple[np.ndarray, int, int]
+
+
+def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    mass = np.exp((logits - logits.max()) / temperature)
+    return mass / mass.sum()
+
+
+def entropy(p: np.ndarray) -> float:
+    return -float(np.sum(p[p > 0] * np.log(p[p > 0])))
+
+
+def top_n_sigma(logits: np.ndarray, temperature: float, sigmas: float) -> Outcome:
+    # What is farther than 1e15 is taken for as far, for the sum of the squares to be a float32.
+    tempered = np.maximum(logits - logits.max(), -1e15) / temperature
+    deviation = np.sqrt(np.mean((tempered - np.mean(tempered)) ** 2))
+    threshold = tempered.max() - sigmas * deviation
+    error = 1e-6 * np.ptp(tempered)
+    fewest, most = (int(np.sum(tempered >= threshold + e)) for e in (error, -error))
+    return -logits, max(fewest, 1), most
+
+
+def typical(logits: np.ndarray, temperature: float, mass: float) -> Outcome:
+    p = softmax(logits, temperature)
+    content = -np.log(p.max()) - (logits - logits.max()) / temperature  # -ln p, where p is 0 too
+    distance = np.abs(content - entropy(p))
+
+    def number(shift: float, mass: float) -> int:
+        off = np.abs(content - entropy(p) - shift)
+        shares = np.cumsum(p[np.lexsort((-p, off))])
+        return min(1 + int(np.sum(shares < mass)), p.size)
+
+    if mass >= 1:
+        return distance, p.size, p.size
+    shifts = (-SLACK, 0.0, SLACK)
+    fewest = min(number(shift, mass - TOLERANCE) for shift in shifts)
+    return distance, fewest, max(number(shift, mass + TOLERANCE) for shift in shifts)
+
+
+def eta(logits: np.ndarray, temperature: float, epsilon: float) -> Outcome:
+    p = softmax(logits, temperature)
+    threshold = min(epsilon, np.sqrt(epsilon) * np.exp(-entropy(p)))
+    fewest, most = (int(np.sum(p >= threshold * (1 + e))) for e in (TOLERANCE, -TOLERANCE))
+    return -logits, max(fewest, 1), max(most, 1)
+
+
+def zipf_exponent(logits: np.ndarray, temperature: float) -> float:
+    top = np.sort(logits)[::-1][:100] / temperature
+    i = np.arange(1, top.size)
+    t, b = np.log((i + 1) / i), top[:-1] - top[1:]
+    return float(np.sum(t * b) / np.sum(t**2)) if top.size > 1 else 0.0
+
+
+def mirostat(logits: np.ndarray, temperature: float, mu: float) -> Outcome:
+    number = logits.size
+    s = zipf_exponent(logits, temperature)
+    epsilon = s - 1
+    if number == 1:
+        return -logits, 1, 1
+    if s == 0:  # the limit of a number to the power of 1 / s: 0 or infinite, but at 1
+        few, many = 2**mu <= number - 1, 2**mu >= number - 1
+        return -logits, 1 if few else number, number if many else 1
+    scale = np.log(number) if epsilon == 0 else (1 - float(number) ** -epsilon) / epsilon
+    log_k = (mu * np.log(2) - np.log(scale)) / s
+    # The logarithm of a scale near 1 is rounded like the 1, not like its own small value.
+    error = TOLERANCE * (1 + max(1, abs(mu * np.log(2)) + abs(np.log(scale))) / s)
+    fewest, most = (
+        int(np.clip(np.round(np.exp(min(log_k + e, 50.0))), 1, number)) for e in (-error, error)
+    )
+    return -logits, fewest, most
+
+
+ORACLES: dict[str, Callable[[np.ndarray, float, float], Outcome]] = {
+    "top_n_sigma": top_n_sigma,
+    "typical": typical,
+    "eta": eta,
+    "mirostat": mirostat,
+}
+
+NUMBERS: dict[str, list[float]] = {
+    "top_n_sigma": [0, 0.3, 1, 2.5, 10],
+    "typical": [1e-6, 0.2, 0.5, 0.9, 0.95, 0.999, 1],
+    "eta": [0, 3e-4, 2e-3, 0.05, 0.9],
+    "mirostat": [-2, 0, 1, 3, 6, 12, 30],
+}
+
+
+@dataclass
+class Kept:
+    """What one row may draw: the possible tokens in the rule's order, and how many it keeps."""
+
+    order: np.ndarray  # their ids
+    key: np.ndarray
+    mass: np.ndarray
+    fewest: int
+    most: int
+    slack: float  # tokens whose keys are this close may stand either way
+
+    @classmethod
+    def of(cls, rule: str, logits: np.ndarray, temperature: float, number: float) -> "Kept":
+        ids = np.flatnonzero(logits > -np.inf)
+        possible = logits[ids].astype(np.float64)
+        key, fewest, most = ORACLES[rule](possible, temperature, number)
+        places = np.lexsort((ids, -possible, key))
+        mass = softmax(possible, temperature)[places]
+        slack = 2 * SLACK if rule == "typical" else 0.0
+        return cls(ids[places], key[places], mass, fewest, most, slack)
+
+    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
+        """Raises where a row kept another set, or drew what it should not. False: the last token
+        that is kept and the first that is not may change places, so nothing is said of draws."""
+        assert self.fewest <= kept <= self.most
+        if kept < self.key.size:
+            last, beyond = self.key[kept - 1], self.key[kept]
+            near = self.key[(self.key >= last - self.slack) & (self.key <= beyond + self.slack)]
+            if 0 < beyond - last <= self.slack or (beyond == last and np.unique(near).size > 1):
+                return False
+        rank = np.full(self.order.max() + 1, self.order.size)
+        rank[self.order] = np.arange(self.order.size)
+        drawn = rank[ids]
+        assert drawn.max() < kept
+        cumulated = np.concatenate([[0.0], np.cumsum(self.mass)])
+        key = self.key[drawn]
+        # Certainly before a token: clearly lower keys, and of its own key the lower ids.
+        own = np.searchsorted(self.key, key, "left"), np.searchsorted(self.key, key, "right")
+        before = cumulated[np.searchsorted(self.key, key - self.slack, "left")]
+        before = before + (drawn - own[0]) * self.mass[drawn]
+        through = cumulated[np.searchsorted(self.key, key + self.slack, "right")]
+        through = through - (own[1] - 1 - drawn) * self.mass[drawn]
+        assert np.all(before / cumulated[kept] <= uniforms + TOLERANCE)
+        assert np.all(through / cumulated[kept] >= uniforms - TOLERANCE)
+        return True
+
+
+# Batches
+
+
+def settings_of(rules: Any, numbers: Any) -> tuple[TruncationSettings, jax.Array]:
+    """`truncation` and `mu` of rows with these rules and numbers; what is not the row's is NaN."""
+    rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
+
+    def column(rule: str) -> jax.Array:
+        return jnp.asarray(np.where(rules == rule, numbers, np.nan), jnp.float32)
+
+    unused = column("none")
+    truncation = TruncationSettings(
+        rule=jnp.full(rules.size, -1, jnp.int32),  # the proposal's counts
+        **{field: column(rule) for rule, field in NUMBER.items()},
+        mirostat_target=unused,
+        mirostat_rate=unused,
+    )
+    return truncation, column("mirostat")
+
+
+def one_row(
+    rule: str, number: float, logits: Any, uniforms: Any = (0.0,), temperature: float = 1.0
+) -> Drawn:
+    """What one row keeps and draws. Impossible tokens fill it up: few shapes, few programs."""
+    shape = (256 if len(logits) <= 256 else 5000, 8 if len(uniforms) <= 8 else len(uniforms))
+    padded, numbers = np.full(shape[0], -np.inf), np.zeros(shape[1])
+    padded[: len(logits)], numbers[: len(uniforms)] = logits, uniforms
+    drawn = truncated_draw(
+        jnp.asarray(padded, jnp.float32)[None],
+        proposal_of(temperature, rule=rule, draws=len(uniforms)),
+        jnp.asarray(numbers, jnp.float32)[None],
+        *settings_of(rule, number),
+    )
+    return replace(drawn, ids=drawn.ids[0, : len(uniforms)])
+
+
+def kept_of(rule: str, number: float, logits: Any, temperature: float = 1.0) -> int:
+    """How many tokens one row keeps."""
+    return int(one_row(rule, number, logits, temperature=temperature).kept[0])
+
+
+def drawn_by(rule: str, number: float, logits: Any, uniforms: Any) -> list[int]:
+    """What one row draws at each uniform number."""
+    return one_row(rule, number, logits, uniforms).ids.tolist()
+
+
+def row_of(tree: Any, row: int) -> Any:
+    return jax.tree.map(lambda x: x[row][None], tree)
+
+
+def zipf(number: int, exponent: float) -> np.ndarray:
+    """Logits that follow Zipf's law, in no order of ids."""
+    ranks = np.random.default_rng(4).permutation(number) + 1
+    return (-exponent * np.log(ranks)).astype(np.float32)
+
+
+def test_mirostat_of_all_but_even_tokens() -> None:
+    """Zipf's exponent is nearly 0, and a surprise of 0 bits lies at the limit: one or both."""
+    logits = np.array([np.finfo(np.float64).eps, 0.0], np.float32)
+    assert mirostat(logits.astype(np.float64), 0.3, 0.0)[1:] == (1, 2)
+    assert kept_of("mirostat", 0.0, logits, 0.3) in (1, 2)
+    assert kept_of("mirostat", -1.0, logits, 0.3) == 1
+    assert kept_of("mirostat", 1.0, logits, 0.3) == 2
+
+
+# Random rows
+
+
+@pytest.mark.parametrize("vocab", [2, 5, 300, 5000])
+@pytest.mark.parametrize("rule", ORACLES)
+def test_random_rows(rule: str, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    rows = 200 if vocab < 1000 else 60
+    logits = random_logits(rng, rows, vocab)
+    temperature = rng.choice([0.3, 0.666, 1, 2, 30], size=rows).astype(np.float32)
+    numbers = rng.choice(NUMBERS[rule], size=rows).astype(np.float32)
+    uniforms = random_uniforms(rng, rows, 8)
+    drawn = truncated_draw(
+        jnp.asarray(logits),
+        proposal_of(temperature, top_k=1, top_p=0.1, min_p=0.9, draws=8, rule=rule),
+        jnp.asarray(uniforms),
+        *settings_of([rule] * rows, numbers),
+    )
+    told = 0
+    for row in range(rows):
+        oracle = Kept.of(rule, logits[row], float(temperature[row]), float(numbers[row]))
+        ids = np.asarray(drawn.ids[row])
+        told += oracle.check(int(drawn.kept[row]), ids, uniforms[row].astype(np.float64))
+    assert told >= 0.9 * rows
+    assert len(set(drawn.kept.tolist())) >= min(vocab, 10)  # sets of all sizes
+
+
+@pytest.mark.parametrize(
+    ("rule", "number", "vocab"),
+    [
+        *(("top_n_sigma", 1.2, 120), ("top_n_sigma", 1.2, 1000)),
+        *(("typical", 0.8, 80), ("typical", 0.8, 1000)),
+        *(("eta", 0.25, 80), ("eta", 0.25, 1000)),
+        *(("mirostat", 7.5, 80), ("mirostat", 11.0, 1000)),
+    ],
+)
+def test_every_token_of_the_set_is_drawn(rule: str, number: float, vocab: int) -> None:
+    """A uniform number in the middle of each token's share gives that token: the set, in order."""
+    slope = (3.0 * np.random.default_rng(6).permutation(vocab) / vocab).astype(np.float32)
+    logits = zipf(vocab, 0.9) if rule == "mirostat" else slope
+    oracle = Kept.of(rule, logits, 1.0, float(np.float32(number)))
+    assert oracle.fewest == oracle.most
+    size = oracle.most
+    assert 30 < size < vocab
+    assert (size > draw.HEAD) == (vocab == 1000)
+    shares = oracle.mass[:size] / np.sum(oracle.mass[:size])
+    uniforms = np.zeros(vocab)  # of one shape for all
+    uniforms[:size] = np.cumsum(shares) - shares / 2
+    assert drawn_by(rule, number, logits, uniforms)[:size] == oracle.order[:size].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "number"),
+    [("top_n_sigma", 2.0), ("typical", 0.9), ("eta", 0.2), ("mirostat", 11.0)],
+)
+def test_frequencies(rule: str, number: float) -> None:
+    rng = np.random.default_rng(8)
+    draws = 20_000
+    logits = zipf(1000, 0.9) if rule == "mirostat" else rng.normal(size=1000).astype(np.float32)
+    oracle = Kept.of(rule, logits, 1.0, float(np.float32(number)))
+    assert 10 < oracle.fewest == oracle.most < 1000
+    ids = np.asarray(drawn_by(rule, number, logits, below_one(rng.random(draws))))
+    expected = draws * oracle.mass[: oracle.most] / np.sum(oracle.mass[: oracle.most])
+    observed = np.bincount(ids, minlength=1000)[oracle.order[: oracle.most]]
+    assert observed.sum() == draws
+    likely = expected >= 5  # rare tokens count together
+    observed = np.append(observed[likely], observed[~likely].sum())
+    expected = np.append(expected[likely], expected[~likely].sum())
+    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+# Rows of different rules in one batch
+
+
+def mixed_batch(
+    rows: int, vocab: int
+) -> tuple[jax.Array, Proposal, jax.Array, TruncationSettings, jax.Array]:
+    rng = np.random.default_rng(vocab)
+    rules = np.array([*RULES, *ORACLES] * rows)[:rows]
+    numbers = [rng.choice(NUMBERS.get(rule, [0])) for rule in rules]
+    proposal = proposal_of(
+        temperature=rng.choice([0, 0.5, 1, 2], size=rows, p=[0.1, 0.2, 0.5, 0.2]),
+        top_k=rng.choice([0, 3, 40, 400], size=rows),
+        top_p=rng.choice([0.3127, 0.9041, 1], size=rows),
+        min_p=rng.choice([0, 0, 0.02], size=rows),
+        draws=4,
+        rule=rules,
+    )
+    logits = jnp.asarray(random_logits(rng, rows, vocab))
+    return (
+        logits,
+        proposal,
+        jnp.asarray(below_one(rng.random((rows, 4)))),
+        *settings_of(rules, numbers),
+    )
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    """Rows of all rules, greedy ones among them, to the bit."""
+    rows = 45
+    batch = mixed_batch(rows, 1000)
+    together = truncated_draw(*batch)
+    for row in range(rows):
+        alone = truncated_draw(*row_of(batch, row))
+        assert int(alone.kept[0]) == int(together.kept[row])
+        np.testing.assert_array_equal(alone.ids[0], together.ids[row])
+
+
+def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of the head is a matter of speed alone."""
+    batch = mixed_batch(150, 1000)
+    outcomes = []
+    for head in (2, 64, 1000):
+        monkeypatch.setattr(draw, "HEAD", head)
+        outcomes.append(jax.jit(lambda *a: draw.truncated_draw(*a))(*batch))
+    for other in outcomes[1:]:
+        np.testing.assert_array_equal(outcomes[0].kept, other.kept)
+        np.testing.assert_array_equal(outcomes[0].ids, other.ids)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("vocab", [5, 300])
+def test_zero_temperature_is_argmax(rule: str, vocab: int) -> None:
+    """Of a tie the lowest id, whatever the rule would keep."""
+    rng = np.random.default_rng(2)
+    logits = random_logits(rng, 30, vocab)
+    drawn = truncated_draw(
+        jnp.asarray(logits),
+        proposal_of([0.0] * 30, rule=rule),
+        jnp.asarray(random_uniforms(rng, 30, 3)),
+        *settings_of([rule] * 30, NUMBERS.get(rule, [0])[-1]),
+    )
+    np.testing.assert_array_equal(drawn.ids[:, 1], np.argmax(logits, axis=1))
+    np.testing.assert_array_equal(drawn.kept, 1)
+
+
+@pytest.mark.parametrize("rule", ORACLES)
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+def test_temperatures_next_to_zero(rule: str, temperature: float) -> None:
+    drawn = truncated_draw(
+        jnp.asarray([[1.0, 3.0, 2.0, -jnp.inf]]),
+        proposal_of(temperature, rule=rule),
+        jnp.asarray([[LAST]]),
+        *settings_of(rule, NUMBERS[rule][2]),
+    )
+    assert int(drawn.ids[0, 0]) == 1
+
+
+def test_nothing_is_sorted() -> None:
+    """A sort of 128,256 tokens costs more than all the rest of the draw."""
+    batch = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
+    program = truncated_draw.lower(*batch).compile().as_text()
+    assert program is not None
+    assert " sort(" not in program
+
+
+# Single rules, by hand
+
+
+def test_top_n_sigma() -> None:
+    two_levels = np.tile([0.0, -2.0], 100)  # sigma is 1
+    assert kept_of("top_n_sigma", 1.99, two_levels) == 100
+    assert kept_of("top_n_sigma", 2.0, two_levels) == 200
+    assert kept_of("top_n_sigma", 0.0, two_levels) == 100  # all that tie with the first
+    assert kept_of("top_n_sigma", 1.0, np.full(200, 1e4)) == 200
+    tiny = np.float32(1e-22) * two_levels  # its squares are none in float32
+    assert kept_of("top_n_sigma", 1.99, tiny) == 100
+    assert kept_of("top_n_sigma", 2.01, tiny) == 200
+    # Logits that a mask made as low as can be.
+    masked = np.where(np.arange(200) % 2 == 0, 0.0, -3e38)
+    assert kept_of("top_n_sigma", 1.99, masked) == 100
+    assert kept_of("top_n_sigma", 2.01, masked) == 200
+    # In the order of the logits, though their distances to the first are the same float.
+    assert drawn_by("top_n_sigma", 20.0, [0.0, 1e-30, 1.0], [0.5, 0.7, 0.9]) == [2, 1, 0]
+
+
+def test_typical() -> None:
+    """-ln p is 0.799, 1.204, 1.897, 2.303 and H 1.235: the distances are 0.436, 0.031, 0.662,
+    1.068, and the second token comes first."""
+    logits = np.log([0.45, 0.30, 0.15, 0.10])
+    assert [kept_of("typical", mass, logits) for mass in (0.29, 0.31, 0.74, 0.76, 0.91)] == [
+        *(1, 2, 2, 3, 4)
+    ]
+    assert drawn_by("typical", 0.29, logits, [0.0, LAST]) == [1, 1]
+    assert drawn_by("typical", 0.89, logits, [0.0, 0.3, 0.35, 0.8, 0.85]) == [1, 1, 0, 0, 2]
+    # Their cubes are so uneven that the likeliest is the most typical: distances 0.395, 0.821, ...
+    assert kept_of("typical", 0.74, logits, 1 / 3) == 1
+    assert drawn_by("typical", 0.74, 3 * logits, [0.0, LAST]) == [0, 0]
+    # One token of 1/4, four of 1/8, four of 1/16: H is ln 8, and the first and the last are as far
+    # from it as each other. The likelier one goes before.
+    tied = np.log(2) * np.array([-2, -1, -2, -1, 0, -1, -2, -1, -2])
+    assert kept_of("typical", 0.7, tied) == 5
+    assert drawn_by("typical", 0.7, tied, [0.0, LAST]) == [1, 4]
+    # Equal tokens are equally typical.
+    flat = np.zeros(1000)
+    assert kept_of("typical", 0.5, flat) == 500
+    assert drawn_by("typical", 0.5, flat, [0.0, LAST]) == [0, 499]
+
+
+def test_the_order_of_typical() -> None:
+    """Nearest first; of two as near the likelier one; nothing at all is as far as -inf."""
+    deviation = jnp.asarray([0.5, -0.5, 0.25, 0.0, -jnp.inf, 1.5, -1.5, -0.25, 3e38], jnp.float32)
+    order = _nearness(deviation)
+    assert jnp.argsort(-order).tolist() == [3, 2, 7, 0, 1, 5, 6, 8, 4]
+    assert jnp.all(jnp.isfinite(order))
+
+
+def test_eta() -> None:
+    """H is 1.2405, so sqrt(0.25) * exp(-H) is 0.1446 and sqrt(0.0064) * exp(-H) 0.0231."""
+    logits = np.log([0.5, 0.3, 0.1, 0.06, 0.04])
+    assert kept_of("eta", 0.25, logits) == 2
+    assert kept_of("eta", 0.0064, logits) == 5
+    # Here epsilon is the smaller one, until the entropy is large.
+    assert kept_of("eta", 0.05, logits) == 4
+    flat = np.zeros(5000)
+    assert kept_of("eta", 3e-4, flat) == 5000  # each has 2e-4, less than epsilon
+    assert kept_of("eta", 1.0, flat) == 5000  # exactly exp(-H)
+    peaked = np.append(0.0, np.full(4999, -20.0))
+    assert kept_of("eta", 3e-4, peaked) == 1
+    assert kept_of("eta", 0.0, peaked) == 5000
+
+
+def test_mirostat() -> None:
+    """On a Zipf distribution the exponent is found exactly. At s = 1 k is 2^mu / ln N."""
+    for_40 = float(np.log2(40 * np.log(1000)))
+    assert kept_of("mirostat", for_40, zipf(1000, 1.0)) == 40
+    assert kept_of("mirostat", for_40, zipf(1000, 1.0 + 1e-6)) == 40
+    # Two tokens, 2/3 and 1/3: s is 1 to the last bit, and k is 1.4 or 1.7.
+    assert [kept_of("mirostat", mu, [0.0, -np.log(2)]) for mu in (0.0, 0.2)] == [1, 2]
+    # s = 2, N = 3: (2^mu / (1 - 1/3))^(1/2)
+    for tokens, bits in ((1, -1.0), (2, float(np.log2(4 * 2 / 3))), (3, 9.0)):
+        assert kept_of("mirostat", bits, zipf(3, 2.0)) == tokens
+    # A temperature of 1/2 doubles the exponent.
+    assert kept_of("mirostat", float(np.log2(4 * 2 / 3)), zipf(3, 1.0), 0.5) == 2
+    # Only the 100 likeliest tokens are looked at, but all possible ones are counted.
+    cut_off = np.append(np.sort(zipf(1000, 1.0))[::-1][:100], np.full(900, -60.0))
+    assert kept_of("mirostat", for_40, cut_off) == 40
+
+
+def test_mirostat_on_equal_tokens() -> None:
+    """The limit of the formula: all of them once mu reaches their surprise, until then one."""
+    assert kept_of("mirostat", 9.9, np.zeros(1000)) == 1
+    assert kept_of("mirostat", 10.0, np.zeros(1000)) == 1000
+
+
+# Mirostat's feedback
+
+
+def test_surprise() -> None:
+    rng = np.random.default_rng(1)
+    logits = random_logits(rng, 40, 300)
+    temperature = rng.choice([0.3, 1, 2], size=40).astype(np.float32)
+    temperature[5] = 0.0
+    tokens = np.array([rng.choice(np.flatnonzero(row > -np.inf)) for row in logits])
+    expected = []
+    for row, t, token in zip(logits.astype(np.float64), temperature, tokens, strict=True):
+        tempered = (row - row.max()) / (float(t) or 1.0)
+        log_p = tempered[token] - np.log(np.sum(np.exp(tempered)))
+        expected.append(-log_p / np.log(2) if t > 0 else 0.0)
+    actual = jax.jit(surprise)(
+        jnp.asarray(logits), jnp.asarray(temperature), jnp.asarray(tokens, jnp.int32)
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("target", "exponent"), [(2.0, 1.5), (3.0, 1.3), (5.0, 0.9)])
+def test_a_run_of_mirostat(target: float, exponent: float) -> None:
+    """Each step does what the oracle does from there, mu keeps to the oracle's path, and the mean
+    surprise comes to the target."""
+    steps, rate = 1500, 0.1
+    logits = zipf(2000, exponent)
+    uniforms = below_one(np.random.default_rng(7).random(steps))
+    truncation, _ = settings_of("mirostat", 0)
+    truncation = replace(
+        truncation, mirostat_target=jnp.asarray([target]), mirostat_rate=jnp.asarray([rate])
+    )
+    proposal = proposal_of(rule="mirostat")
+    row = jnp.asarray(logits)[None]
+
+    def step(mu: jax.Array, uniform: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        drawn = draw.truncated_draw(row, proposal, uniform[None, None], truncation, mu)
+        bits = surprise(row, proposal.temperature, drawn.ids[:, 0])
+        return mirostat_update(mu, bits, truncation), (mu[0], drawn.kept[0], bits[0])
+
+    start = jnp.asarray([2 * target], jnp.float32)
+    record = jax.jit(lambda: lax.scan(step, start, jnp.asarray(uniforms))[1])()
+    mus, kept, surprises = (np.asarray(x) for x in record)
+
+    exact = logits.astype(np.float64)
+    descending = np.sort(softmax(exact, 1.0))[::-1]
+
+    def after(mu: float, uniform: float) -> tuple[int, int, float]:
+        """The fewest and the most that `mu` keeps, and the next `mu`."""
+        _, fewest, most = mirostat(exact, 1.0, mu)
+        cumulated = np.cumsum(descending[:most])
+        place = min(int(np.sum(cumulated <= uniform * cumulated[-1])), most - 1)
+        return fewest, most, mu - rate * (-np.log2(descending[place]) - target)
+
+    path = [2 * target]
+    for i, uniform in enumerate(uniforms.astype(np.float64)):
+        fewest, most, following = after(float(mus[i]), uniform)
+        assert fewest <= kept[i] <= most
+        if fewest == most and i + 1 < steps:
+            assert mus[i + 1] == pytest.approx(following, abs=1e-5)
+        path.append(after(path[-1], uniform)[2])
+    np.testing.assert_allclose(mus, path[:-1], atol=0.01)
+    assert np.ptp(kept) >= 3
+    assert abs(np.mean(surprises) - target) < 0.03
+
+
+def test_a_batch_without_other_rules_takes_the_short_way() -> None:
+    """Its cut costs nothing beyond its order: all else is behind a condition."""
+    batch = mixed_batch(2, 1000)
+    jaxpr = jax.make_jaxpr(truncate)(batch[0], batch[1], batch[3], batch[4])
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert "exp" not in names
+    assert "top_k" not in names
+    assert names.count("cond") == 1

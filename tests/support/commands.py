@@ -1,0 +1,33 @@
+"""Runs commands in this process, and checks how they refuse bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from entropix_jax.cli.options import EXIT_USAGE
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def run_command(main: Callable[[Sequence[str]], int], *arguments: object) -> Result:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(argument) for argument in arguments])
+    assert "Traceback" not in err.getvalue()
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def refusal(result: Result) -> str:
+    """The one line of an error, after any notes."""
+    assert (result.status, result.out) == (EXIT_USAGE, "")
+    *notes, line = result.err.splitlines()
+    assert line.startswith("error: ")
+    assert not [note for note in notes if note.startswith("error")]
+    return line

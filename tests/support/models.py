@@ -1,0 +1,197 @@
+"""Tiny random models, and the compiled functions that the tests share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.state import DecodeState, Recording, StepRecord, init_state
+from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.config import ModelConfig, RopeScaling
+from entropix_jax.model.llama import forward, unembed
+from entropix_jax.model.params import Params, param_specs
+from entropix_jax.sampler.metrics import Metrics, measure
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.stats import AttnStats
+
+# Shapes of one file of the published family, small: the original context is short, so that a prompt
+# of 200 tokens reaches the stretched wavelengths.
+SCALING = RopeScaling(
+    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
+)
+TINY = ModelConfig(
+    vocab_size=64,
+    width=32,
+    mlp_width=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=1024,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=SCALING,
+    tied_head=True,
+    dtype="float32",
+)
+
+# What the published Llama-3.2-1B says of itself, value by value.
+LLAMA_3_2_1B: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    return replace(TINY, **changes)
+
+
+def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
+    """Weights at which everything matters: unit activations, uneven norms, picky attention."""
+    rng = np.random.default_rng(seed)
+    specs, tree = jax.tree.flatten(param_specs(config))
+
+    def leaf(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            values = rng.uniform(0.5, 1.5, shape)
+        else:
+            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            values = gain * rng.normal(size=shape) / np.sqrt(shape[1])
+        return jnp.asarray(values, dtype)
+
+    return jax.tree.unflatten(tree, [leaf(spec.name, spec.shape) for spec in specs])
+
+
+def random_tokens(config: ModelConfig, number: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(1000 + seed).integers(0, config.vocab_size, number, dtype=np.int32)
+
+
+def write_config(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
+    """The published file with some values changed; a value of `...` removes its key."""
+    raw = {**LLAMA_3_2_1B, **(changes or {})}
+    raw = {key: value for key, value in raw.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+# One compiled program for each shape, whatever the test.
+run = jax.jit(forward, static_argnames=("config", "window"))
+logits_of = jax.jit(unembed)
+metrics_of = jax.jit(
+    lambda logits, stats, weights: measure(jax.nn.log_softmax(logits, axis=-1), stats, weights)
+)
+
+
+def teacher_forced(
+    params: Params, config: ModelConfig, tokens: np.ndarray
+) -> tuple[np.ndarray, AttnStats, KVCache]:
+    """The logits [B, T, V] of whole rows in one pass, the last position's statistics, the cache."""
+    batch, number = tokens.shape
+    cache = init_cache(config, batch, number, jnp.dtype(jnp.float32))
+    count = jnp.full(batch, number, jnp.int32)
+    hidden, stats, cache = run(params, config, jnp.asarray(tokens), count, cache, window=number)
+    return np.asarray(logits_of(params, hidden)), stats, cache
+
+
+def fill_unused(cache: KVCache, junk: float) -> KVCache:
+    """The cache with `junk` in every slot that is not in use."""
+    slot = jnp.arange(cache.capacity, dtype=jnp.int32)[None, :]
+    used = (slot < cache.length[:, None])[:, None, :, None]
+
+    def fill(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.where(used, x, jnp.asarray(junk, x.dtype)) for x in arrays)
+
+    return replace(cache, keys=fill(cache.keys), values=fill(cache.values))
+
+
+def all_metrics(config: ModelConfig, logits: jax.Array | np.ndarray, stats: AttnStats) -> Metrics:
+    """Metrics with every layer counting the same."""
+    return metrics_of(logits, stats, jnp.ones((logits.shape[0], config.num_layers), jnp.float32))
+
+
+def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> SamplerSettings:
+    """A preset for every row of a batch."""
+    params = load_sampler(preset).settings(
+        num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: list(text.encode())
+    )
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(jnp.asarray(leaf)[None], (batch, *jnp.shape(leaf))), params
+    )
+
+
+def start(
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    *,
+    capacity: int,
+) -> DecodeState:
+    """Rows whose prompts are cached, but for each last token."""
+    keys = np.zeros((len(prompts), 2), np.uint32)
+    state = init_state(
+        config, prompts, budgets, keys, capacity=capacity, dtype=jnp.dtype(jnp.float32)
+    )
+    count = jnp.asarray([len(prompt) - 1 for prompt in prompts], jnp.int32)
+    tokens = jnp.array(state.history)  # a copy: the state is donated
+    return prefill(params, state, tokens, count, config=config, window=capacity)
+
+
+def generate(
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    *,
+    capacity: int,
+    steps: int | None = None,
+    max_steps: int = 24,
+    eos: Sequence[int] = (-1,),
+) -> tuple[DecodeState, StepRecord]:
+    """Greedy rows, all in one call of the loop."""
+    state = start(params, config, prompts, budgets, capacity=capacity)
+    state, records, _ = decode(
+        params,
+        sampler_params(config, len(prompts)),
+        jnp.asarray(eos, jnp.int32),
+        state,
+        jnp.int32(steps or max(budgets)),
+        config=config,
+        window=capacity,
+        max_steps=max_steps,
+        recording=Recording(),
+    )
+    return state, records

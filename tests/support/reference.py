@@ -1,0 +1,153 @@
+"""The formulas in float64 NumPy, written down a second time and as plainly as possible.
+
+No function here knows of caches, batches, padding or jit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from entropix_jax.model.config import ModelConfig, RopeScaling
+from entropix_jax.model.params import Params
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    top = x.max(axis=-1, keepdims=True)
+    return x - top - np.log(np.sum(np.exp(x - top), axis=-1, keepdims=True))
+
+
+def entropy_bits(p: np.ndarray) -> float:
+    """Of one distribution, over the outcomes that are possible."""
+    p = np.asarray(p, np.float64)
+    p = p[p > 0]
+    return float(-(p * np.log2(p)).sum())
+
+
+def varentropy_bits(p: np.ndarray) -> float:
+    p = np.asarray(p, np.float64)
+    p = p[p > 0]
+    information = -np.log2(p)
+    return float((p * (information - (p * information).sum()) ** 2).sum())
+
+
+@dataclass
+class Attention:
+    """Of one position of one row: scaled scores `s[L, N, n]` over the keys that it sees."""
+
+    scores: np.ndarray
+
+    @property
+    def weights(self) -> np.ndarray:
+        return np.exp(log_softmax(self.scores))
+
+    def _per_head(self, measure) -> np.ndarray:
+        return np.array([[measure(a) for a in layer] for layer in self.weights])
+
+    @property
+    def entropy(self) -> np.ndarray:
+        return self._per_head(entropy_bits)
+
+    @property
+    def varentropy(self) -> np.ndarray:
+        return self._per_head(varentropy_bits)
+
+    @property
+    def divergence(self) -> np.ndarray:
+        a = self.weights
+        return np.array([np.abs(x - x.mean(axis=0)).sum(axis=-1).mean() for x in a])
+
+    @property
+    def interaction(self) -> np.ndarray:
+        return np.abs(self.scores).mean(axis=(1, 2))
+
+    def metrics(self, layer_weights: np.ndarray) -> dict[str, float]:
+        """The six metrics of attention, each from its definition."""
+        layers, _, n = self.scores.shape
+        w = np.asarray(layer_weights, np.float64) / np.sum(layer_weights)
+        a = self.weights
+        away = np.abs(a - a.mean(axis=1, keepdims=True))  # [L, N, n]
+        e = self.entropy
+        return {
+            "attn_entropy": sum(w[i] * e[i].mean() for i in range(layers)),
+            "attn_entropy_norm": sum(
+                w[i] * (e[i] / np.log2(max(n, 2))).mean() for i in range(layers)
+            ),
+            "attn_varentropy": sum(
+                w[i] * ((e[i] - e[i].mean()) ** 2).mean() for i in range(layers)
+            ),
+            "agreement": 1 - sum(w[i] * (away[i].sum(-1) / 2).mean() for i in range(layers)),
+            "agreement_published": sum(w[i] * away[i].mean() for i in range(layers)),
+            "interaction_strength": sum(
+                w[i] * np.abs(self.scores[i]).mean() for i in range(layers)
+            ),
+        }
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians per position, by the three bands of wavelengths that Llama 3 tells apart."""
+    out = []
+    for i in range(config.head_dim // 2):
+        frequency = 1 / config.rope_theta ** (2 * i / config.head_dim)
+        s = config.rope_scaling
+        if s is not None:
+            assert isinstance(s, RopeScaling)
+            wavelength = 2 * np.pi / frequency
+            longest = s.original_max_positions / s.low_freq_factor
+            shortest = s.original_max_positions / s.high_freq_factor
+            if wavelength > longest:
+                frequency /= s.factor
+            elif wavelength > shortest:
+                smooth = (s.original_max_positions / wavelength - s.low_freq_factor) / (
+                    s.high_freq_factor - s.low_freq_factor
+                )
+                frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+        out.append(frequency)
+    return np.array(out)
+
+
+def rotate(config: ModelConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`x[T, heads, H]` turned as complex numbers, the halves being real and imaginary parts."""
+    half = config.head_dim // 2
+    angles = positions[:, None, None] * inverse_frequencies(config)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def forward(
+    params: Params, config: ModelConfig, tokens: np.ndarray
+) -> tuple[np.ndarray, list[Attention]]:
+    """One row in one pass: logits [T, V], and the attention of each position."""
+    p = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), params)
+    number, n, k, h = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
+    positions = np.arange(number)
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * weight
+
+    x = p.embedding[tokens]
+    all_scores = []
+    for layer in p.layers:
+        y = norm(x, layer.attention_norm)
+        q = rotate(config, (y @ layer.query.T).reshape(number, n, h), positions)
+        keys = rotate(config, (y @ layer.key.T).reshape(number, k, h), positions)
+        values = (y @ layer.value.T).reshape(number, k, h)
+        scores = np.zeros((n, number, number))
+        mixed = np.zeros((number, n, h))
+        for head in range(n):
+            group = head // (n // k)
+            scores[head] = q[:, head] @ keys[:, group].T / np.sqrt(h)
+            for t in range(number):
+                a = np.exp(log_softmax(scores[head, t, : t + 1]))
+                mixed[t, head] = a @ values[: t + 1, group]
+        all_scores.append(scores)
+        x = x + mixed.reshape(number, n * h) @ layer.output.T
+        y = norm(x, layer.mlp_norm)
+        gate = y @ layer.gate.T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer.up.T)) @ layer.down.T
+    logits = norm(x, p.final_norm) @ p.unembedding.T
+    stacked = np.stack(all_scores)
+    return logits, [Attention(stacked[:, :, t, : t + 1]) for t in range(number)]

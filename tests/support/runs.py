@@ -1,0 +1,70 @@
+"""Runs in one line: requests from prompts, a sampler by name, and all options of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.results import Request
+from entropix_jax.engine.state import Recording
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+
+
+class Spec(NamedTuple):
+    """What differs between the requests of most runs."""
+
+    prompt: Sequence[int]
+    row_id: str = "0"
+    max_new_tokens: int = 1
+
+
+def calibrated(model: LanguageModel, sampler: Sampler | str = "entropix") -> CalibratedSampler:
+    loaded = load_sampler(sampler) if isinstance(sampler, str) else sampler
+    return calibrate_sampler(loaded, model)
+
+
+def requests(
+    model: LanguageModel,
+    specs: Sequence[Spec],
+    sampler: Sampler | str = "entropix",
+    *,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    turn_end: bool = False,
+    **options: Any,
+) -> list[Request]:
+    fitted = calibrated(model, sampler)
+    return [
+        Request(
+            spec.prompt,
+            fitted,
+            max_new_tokens=spec.max_new_tokens,
+            row_id=spec.row_id,
+            eos_ids=() if ignore_eos else model.end_ids(chat=turn_end),
+            stop=[stop] if isinstance(stop, str) else stop,
+            **options,
+        )
+        for spec in specs
+    ]
+
+
+def run_specs(
+    model: LanguageModel,
+    specs: Sequence[Spec],
+    sampler: Sampler | str = "entropix",
+    *,
+    recording: Recording | None = None,
+    **options: Any,
+) -> Generation:
+    return Generation(model, requests(model, specs, sampler, **options), recording=recording)
+
+
+def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int = 1) -> Request:
+    """A request for rows that no engine made."""
+    sampler: Any = None
+    return Request(prompt, sampler, max_new_tokens=max_new_tokens, row_id=row_id)

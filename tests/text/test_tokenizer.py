@@ -1,0 +1,624 @@
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from entropix_jax.errors import UserError
+from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+
+SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"]
+TEXTS = [
+    "A small grey cat sat on a wall.",
+    "  two  spaces, a\ttab\nand a line ",
+    "naïve café, Größe, 東京, שלום",
+    "family 👩‍👩‍👧 and flag 🇳🇴, thumbs 👍🏽",
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}\n"
+    "    {% if m['role'] == 'system' %}{{ raise_exception('no ' + m['role']) }}{% endif %}\n"
+    "<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}\n"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level(bos: bool = True) -> tokenizers.Tokenizer:
+    """In the manner of Llama 3."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens(["plain é"])  # added, not special, and no byte-level spelling
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+        )
+    return tokenizer
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """In the manner of Llama 2."""
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *sorted(set("".join(TEXTS)) & set("abcdefghijklmnopqrstuvwxyz.,é東")), "▁a"]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[("▁", "a")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+LIBRARY = {kind: make() for kind, make in KINDS.items()}
+
+
+def save(
+    folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any] | None = None
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_ranks(folder: Path) -> Path:
+    """Llama 3's format in small: the bytes, and a few merges."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", "é".encode(), b"12"]
+    lines = [f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)]
+    (folder / "tokenizer.model").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """One tokenizer of each kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+    tokenizers_by_kind = {
+        kind: load_tokenizer(save(folder / kind, make())) for kind, make in KINDS.items()
+    }
+    (folder / "ranks").mkdir()
+    return tokenizers_by_kind | {"ranks": load_tokenizer(write_ranks(folder / "ranks"))}
+
+
+ALL_KINDS = [*KINDS, "ranks"]
+
+
+# Text and ids
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "ranks"])
+@given(text=st.text() | st.sampled_from(TEXTS))
+def test_text_survives_the_round_trip(loaded: dict[str, Tokenizer], kind: str, text: str) -> None:
+    if kind == "byte_fallback":
+        text = text.replace("▁", "_")  # such a vocabulary cannot tell its mark from a space
+    ids = loaded[kind].encode(text, add_bos=False)
+    assert loaded[kind].decode(ids, skip_special=False) == text
+
+
+def test_bos_is_put_once(loaded: dict[str, Tokenizer]) -> None:
+    for kind, name in (("byte_level", "<|begin|>"), ("ranks", "<|begin_of_text|>")):
+        tokenizer = loaded[kind]
+        bos = tokenizer.bos_id
+        assert bos == tokenizer.token_id(name) is not None
+        plain = tokenizer.encode("a cat", add_bos=False)
+        assert bos not in plain
+        assert tokenizer.encode("a cat", add_bos=True) == [bos, *plain]
+        assert tokenizer.encode(f"{name}a cat", add_bos=True) == [bos, *plain]
+        assert tokenizer.encode("", add_bos=True) == [bos]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "config", "expected"),
+    [
+        (False, None, None),
+        (False, {"bos_token": "<|begin|>"}, None),
+        (False, {"bos_token": "<|begin|>", "add_bos_token": True}, 0),
+        (False, {"bos_token": {"content": "<|begin|>"}, "add_bos_token": True}, 0),
+        (True, None, 0),
+        (True, {"bos_token": "<|begin|>", "add_bos_token": None}, 0),
+        (True, {"bos_token": "<|begin|>", "add_bos_token": False}, None),
+    ],
+)
+def test_who_decides_on_bos(
+    tmp_path: Path, post_processor: bool, config: dict[str, Any] | None, expected: int | None
+) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(bos=post_processor), config))
+    assert tokenizer.bos_id == expected
+    assert (tokenizer.encode("a", add_bos=True)[0] == 0) == (expected == 0)
+
+
+def test_vocabulary(loaded: dict[str, Tokenizer]) -> None:
+    for kind in ALL_KINDS:
+        tokenizer = loaded[kind]
+        last = tokenizer.vocab_size - 1
+        assert tokenizer.decode([last], skip_special=False) != ""
+        assert tokenizer.decode([last + 1, 2**40, -1], skip_special=False) == ""
+        assert tokenizer.token_id("no such token") is None
+    assert loaded["byte_level"].special_ids == {0, 1, 2, 3}
+    assert loaded["byte_level"].token_id("plain é") == loaded["byte_level"].vocab_size - 1
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_vocabulary_with_gaps(tmp_path: Path, kind: str) -> None:
+    """An id past the model's embedding is seen when the model is loaded, and takes no memory."""
+    raw = json.loads(KINDS[kind]().to_str())
+    raw["model"]["vocab"]["ž"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode_within("ž") == [2**32 - 1] or kind == "byte_level"
+    assert tokenizer.vocab_size == 2**32
+    assert tokenizer.decode_within(tokenizer.encode_within(" a cat")) == " a cat"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_settings_of_training_do_not_act(
+    tmp_path: Path, loaded: dict[str, Tokenizer], kind: str
+) -> None:
+    raw = KINDS[kind]()
+    raw.enable_truncation(4)
+    raw.enable_padding(length=64)
+    tokenizer = load_tokenizer(save(tmp_path, raw))
+    expected = loaded[kind].encode(TEXTS[0], add_bos=True)
+    assert 4 < len(expected) < 64
+    assert tokenizer.encode(TEXTS[0], add_bos=True) == expected
+    assert tokenizer.encode_within(TEXTS[0]) == loaded[kind].encode_within(TEXTS[0])
+
+
+def test_text_that_is_not_unicode(loaded: dict[str, Tokenizer]) -> None:
+    for kind in ALL_KINDS:
+        with pytest.raises(UserError, match="not valid Unicode at character 2"):
+            loaded[kind].encode("ab\udcff", add_bos=False)
+
+
+# Streams
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@given(data=st.data())
+def test_stream_gives_the_text_of_decode(
+    loaded: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    tokenizer = loaded[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3)))
+    skip_special = data.draw(st.booleans())
+    stream = tokenizer.stream(skip_special=skip_special)
+    pushed = [stream.push(token_id) for token_id in ids]
+    assert "".join(pushed) + stream.flush() == tokenizer.decode(ids, skip_special=skip_special)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@given(data=st.data())
+def test_decode_gives_the_text_of_the_library(
+    loaded: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, loaded[kind].vocab_size - 1)))
+    skip_special = data.draw(st.booleans())
+    expected = LIBRARY[kind].decode(ids, skip_special_tokens=skip_special)
+    assert loaded[kind].decode(ids, skip_special=skip_special) == expected
+
+
+@given(words=st.lists(st.text() | st.sampled_from([*SPECIAL, " ", "▁▁ a"])))
+def test_byte_fallback_gives_the_text_of_the_library_on_utf8(
+    loaded: dict[str, Tokenizer], words: list[str]
+) -> None:
+    ids = [i for word in words for i in loaded["byte_fallback"].encode(word, add_bos=False)]
+    for skip_special in (True, False):
+        expected = LIBRARY["byte_fallback"].decode(ids, skip_special_tokens=skip_special)
+        assert loaded["byte_fallback"].decode(ids, skip_special=skip_special) == expected
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "ranks"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_character_comes_with_the_token_that_completes_it(
+    loaded: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode(text, add_bos=False)
+    if not text.isascii():
+        assert any("\ufffd" in tokenizer.decode([token_id]) for token_id in ids)
+    stream = tokenizer.stream()
+    shown = ""
+    for end, token_id in enumerate(ids, start=1):
+        shown += stream.push(token_id)
+        # The whole characters so far: all of them, and nothing else.
+        assert shown == tokenizer.decode(ids[:end]).rstrip("\ufffd")
+    assert shown == text
+    assert stream.flush() == ""
+
+
+def test_invalid_bytes_are_replaced(loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded["ranks"]  # ids of bytes are the bytes
+    stream = tokenizer.stream()
+    assert [stream.push(byte) for byte in b"\xe2\x82a\xffb\xf0\x9f"] == [
+        *("", "", "\ufffda", "\ufffd", "b", "", "")
+    ]
+    assert stream.flush() == "\ufffd"
+
+
+def test_special_tokens_in_text(loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded["byte_level"]
+    end = tokenizer.token_id("<|end|>")
+    ids = tokenizer.encode("a<|end|>b", add_bos=False)
+    assert ids[1] == end
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
+
+
+def test_stream_goes_on_after_a_prompt(loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded["byte_fallback"]
+    ids = tokenizer.encode("a cat a", add_bos=False)
+    assert tokenizer.decode(ids[-1:]) == "a"  # the space at the start of a text is dropped
+    assert tokenizer.stream(after=ids[:-1]).run(ids[-1:]) == " a"
+    assert tokenizer.decode(ids[:-1]) + tokenizer.decode_within(ids[-1:]) == "a cat a"
+
+
+@pytest.mark.parametrize("text", [" a", "a", "\n12\n", "  a cat ", "a<|end|> a", ""])
+@pytest.mark.parametrize("kind", [*ALL_KINDS, "prefixed"])
+def test_text_within_a_text(
+    tmp_path: Path, loaded: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    """It is the text that was given: no space comes before it, and none is lost."""
+    if kind == "prefixed":
+        tokenizer = byte_level()
+        parts = [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+        within = load_tokenizer(save(tmp_path, tokenizer))
+    else:
+        within = loaded[kind]
+    if kind == "metaspace":
+        text = text.replace("\n12\n", " a ")  # its vocabulary has neither of them
+    if kind == "ranks":
+        text = text.replace("<|end|>", "<|eot_id|>")
+    ids = within.encode_within(text)
+    assert within.decode_within(ids) == text
+    before = within.encode("a", add_bos=True)
+    assert within.stream(skip_special=False, after=before).run(ids) == text
+    assert within.bos_id not in ids
+    if kind in ("byte_level", "ranks"):  # they have nothing to leave out
+        assert ids == within.encode(text, add_bos=False)
+
+
+# Chats
+
+
+CHAT = [{"role": "user", "content": " a cat "}, {"role": "assistant", "content": "two"}]
+
+
+def test_chat(tmp_path: Path) -> None:
+    config = {"bos_token": "<|begin|>", "chat_template": TEMPLATE}
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
+    text = "<|begin|><|user|>a cat<|end|><|assistant|>two<|end|><|assistant|>"
+    assert tokenizer.render_chat(CHAT) == text
+    assert tokenizer.render_chat(CHAT, add_generation_prompt=False) + "<|assistant|>" == text
+    ids = tokenizer.apply_chat(CHAT)
+    assert ids == tokenizer.encode(text, add_bos=False)
+    assert ids.count(0) == 1
+
+
+def test_chat_template_that_leaves_bos_to_the_tokenizer(tmp_path: Path) -> None:
+    config = {"chat_template": TEMPLATE}  # bos_token is undefined: renders as nothing
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
+    assert tokenizer.render_chat(CHAT).startswith("<|user|>")
+    ids = tokenizer.apply_chat(CHAT)
+    assert ids[0] == 0
+    assert ids.count(0) == 1
+
+
+def test_chat_template_sources(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    save(tmp_path, byte_level(), {"chat_template": named})
+    assert load_tokenizer(tmp_path).chat_template == "named"
+    save(tmp_path, byte_level(), {"chat_template": named[:1]})
+    assert load_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_tokenizer(tmp_path).chat_template == "file"
+
+
+def test_what_templates_may_use(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
+        "{{ m | tojson }}{% endfor %}{% generation %}{{ tools is none }}{% endgeneration %}"
+        "{{ strftime_now('%Y') | length }}{{ date_string is defined }}"
+    )
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": template}))
+    chat = [{"role": "user", "content": "<é>"}, *CHAT]
+    assert tokenizer.render_chat(chat) == '{"role": "user", "content": "<é>"}True4False'
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "no chat template"),
+        ("a\n{% if %}", "line 2"),
+        ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
+        ("{{ messages[0].absent.more }}", "the chat template fails: UndefinedError"),
+        ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError"),
+        ("{{ messages.append(1) }}", "the chat template fails: SecurityError"),
+    ],
+)
+def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": template}))
+    with pytest.raises(UserError, match=message) as caught:
+        tokenizer.apply_chat(CHAT)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "non-empty list"),
+        ({"role": "user", "content": "a"}, "non-empty list"),
+        (["a"], "message 1 must be an object"),
+        ([CHAT[0], {"content": "a"}], "message 2 has no 'role'"),
+        ([{"role": "user"}], "message 1 has no 'content'"),
+        ([{"role": 3, "content": "a"}], "message 1: 'role' must be text, not 3"),
+        ([{"role": "user", "content": ["a"]}], "message 1: 'content' must be text"),
+        ([{"role": "system", "content": "a"}], "refuses the messages: no system"),
+    ],
+)
+def test_bad_messages(tmp_path: Path, messages: object, message: str) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": TEMPLATE}))
+    with pytest.raises(UserError, match=message):
+        tokenizer.apply_chat(messages)
+
+
+# Files
+
+
+def test_libraries_are_imported_when_needed() -> None:
+    code = """if True:
+        import sys
+        import entropix_jax.tokenizer
+        assert not {"tokenizers", "jinja2"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "not a tokenizer.json"),
+        ("tokenizer.json", b"\xff\xfe", "not a tokenizer.json"),
+        ("tokenizer.json", b'{"version": "1.0"}', "not a tokenizer.json"),
+        ("tokenizer.model", b"YQ== 0\nnothing\n", "line 2 is not a token in base64"),
+        ("tokenizer.model", b"YQ== 0\nYg== one\n", "line 2 is not a token in base64"),
+        ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
+        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "numbers from 0 up"),
+        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "lack some of the 256 single bytes"),
+        ("tokenizer_config.json", b"[]", "must hold a JSON object"),
+        ("tokenizer_config.json", b"{", "not valid JSON"),
+        ("tokenizer_config.json", b'{"add_bos_token": "yes"}', "'add_bos_token' must be"),
+        ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
+        ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
+        ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
+        ("chat_template.jinja", b"\xff", "not UTF-8"),
+    ],
+)
+def test_garbage_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if name != "tokenizer.model":
+        save(tmp_path, byte_level())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # The library panics, which is no Exception: over these files as they are read, ...
+        ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
+        # ... and over a text, here one on which an expression backtracks without end.
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(x+x+)+y"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
+            "the tokenizer fails: Onig: Regex search error: retry-limit-in-match over",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [
+                        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                    "pair": [],
+                    "special_tokens": {"<s>": {"id": "<s>", "ids": [99999], "tokens": ["<s>"]}},
+                }
+            },
+            "the post-processor puts 99999, which is no token",
+        ),
+        # Some errors of its own come with the first text that meets them.
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
+            "the tokenizer fails: WordLevel error: Missing \\[UNK\\] token",
+        ),
+    ],
+)
+def test_what_the_library_does_over_hostile_files(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    raw = json.loads(byte_level(bos=False).to_str())
+    for key, value in change.items():
+        raw[key] = value if raw[key] is None or "type" in value else {**raw[key], **value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(tmp_path).encode("a" + "x" * 100, add_bos=False)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (None, "decoder null"),
+        (decoders.WordPiece(), "decoder WordPiece"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), r"ByteLevel \+ Fuse"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "Strip at the end"),
+    ],
+)
+def test_other_decoders_are_refused(
+    tmp_path: Path, decoder: decoders.Decoder | None, message: str
+) -> None:
+    raw = byte_level()
+    raw.decoder = decoder
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(save(tmp_path, raw))
+
+
+# Llama 3's ranks
+
+
+def test_ranks(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_ranks(tmp_path))
+    size = 256 + 5
+    assert tokenizer.vocab_size == size + 256
+    special = {
+        "<|begin_of_text|>": 0,
+        "<|end_of_text|>": 1,
+        "<|reserved_special_token_1|>": 3,
+        "<|finetune_right_pad_id|>": 4,
+        "<|reserved_special_token_2|>": 5,
+        "<|start_header_id|>": 6,
+        "<|end_header_id|>": 7,
+        "<|eom_id|>": 8,
+        "<|eot_id|>": 9,
+        "<|python_tag|>": 10,
+        "<|reserved_special_token_3|>": 11,
+        "<|reserved_special_token_247|>": 255,
+    }
+    for name, number in special.items():
+        assert tokenizer.token_id(name) == size + number
+        assert tokenizer.encode(name, add_bos=False) == [size + number]
+        assert tokenizer.decode([size + number], skip_special=False) == name
+        assert tokenizer.decode([size + number]) == ""
+    assert tokenizer.token_id("<|reserved_special_token_248|>") is None
+    # Words keep the space before them, and numbers are cut after three digits.
+    assert tokenizer.encode("the the", add_bos=False) == [257, 258]
+    assert tokenizer.encode("12", add_bos=False) == [260]
+    assert tokenizer.encode("0012", add_bos=False) == [*b"0012"]
+
+
+def test_ranks_with_a_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("bos_token", "''"))
+    tokenizer = load_tokenizer(write_ranks(tmp_path))
+    ids = tokenizer.apply_chat(CHAT)
+    assert ids[0] == tokenizer.bos_id
+    assert tokenizer.decode(ids) == tokenizer.render_chat(CHAT)
+
+
+def test_ranks_of_long_runs(loaded: dict[str, Tokenizer]) -> None:
+    """Where the expression that splits a text could backtrack."""
+    tokenizer = loaded["ranks"]
+    for text in (" " * 1_000_000, "x" + "a" * 60_000 + " " * 60_000 + "th"):
+        assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+
+
+@pytest.fixture(scope="session")
+def llama3(shared_data: Path) -> Tokenizer:
+    return load_tokenizer(shared_data / "llama3")
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("Hello world", [9906, 1917]),
+        (" ...", [2564]),
+        (
+            "naïve café, Größe, 東京, שלום",
+            [3458, 38672, 588, 53050, 11, 2895, 80040, 11, 119109, 11, 88898, 50391, 37769, 251],
+        ),
+        (
+            "  two  spaces\r\n\n\tdef f(x): return 12345",
+            [220, 1403, 220, 12908, 81923, 7604, 282, 2120, 1680, 471, 220, 4513, 1774],
+        ),
+        ("<|eot_id|>'LL don't", [128009, 6, 4178, 1541, 956]),
+    ],
+)
+def test_llama3(llama3: Tokenizer, text: str, ids: list[int]) -> None:
+    """The ids that tiktoken makes of Meta's file."""
+    assert (llama3.vocab_size, llama3.bos_id) == (128_256, 128_000)
+    assert llama3.encode(text, add_bos=True) == [128_000, *ids]
+    stream = llama3.stream(skip_special=False)
+    pushed = [stream.push(token_id) for token_id in ids]
+    assert "".join(pushed) == text
+    assert all("\ufffd" not in part for part in pushed)
+
+
+# The reference
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_chat_ids_equal_those_of_transformers(
+    tmp_path: Path, transformers: ModuleType, kind: str
+) -> None:
+    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    folder = save(tmp_path, KINDS[kind](), config)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = load_tokenizer(folder)
+    chat = [*CHAT, {"role": "user", "content": "what <|end|> is\n naïve 東京 👍🏽?"}]
+    for prompt in (True, False):
+        assert ours.render_chat(chat, add_generation_prompt=prompt) == (
+            reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+        )
+        assert ours.apply_chat(chat, add_generation_prompt=prompt) == (
+            reference.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
+        )
+    for text in TEXTS:
+        assert ours.encode(text, add_bos=True) == reference(text)["input_ids"]
