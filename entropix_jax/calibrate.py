@@ -156,7 +156,7 @@ def _parse_wanted(settings: Sequence[str]) -> dict[str, float]:
             number = -1.0
         if regime not in wanted or not 0 <= number <= 1:
             raise UserError(
-                f"--wanted {setting}: expected {', '.join(wanted)}, then = and a share from 0 to 1"
+                f"--wanted {setting}: expected REGIME=SHARE, of {', '.join(wanted)} and 0 to 1"
             )
         wanted[regime] = number
     return wanted

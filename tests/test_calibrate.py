@@ -156,7 +156,7 @@ def test_any_model_without_options(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         (("--self", "--output", "x.txt"), "a sampler file ends in .toml"),
         (("--self", "--output", "/no/such/folder/x.toml"), "no folder /no/such/folder"),
-        (("--self", "--output", "x.toml", "--wanted", "lelv"), "--wanted lelv: expected one of"),
+        (("--self", "--output", "x.toml", "--wanted", "lelv"), "--wanted lelv: expected REGIME"),
         (("--self", "--output", "x.toml", "--wanted", "lelv=2"), "--wanted lelv=2"),
         (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
         (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
