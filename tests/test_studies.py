@@ -43,7 +43,7 @@ from entropix_jax.loading import LanguageModel, load
 from entropix_jax.preparation import encode_prompt
 from entropix_jax.records import Outcome
 from entropix_jax.results import Event, Request, Row
-from entropix_jax.running import RunningRow
+from entropix_jax.running import RunningRow, check_request
 from entropix_jax.sampler.arms import ACTIONS
 from entropix_jax.scoring import score_tokens
 from entropix_jax.studies import command as studies_command
@@ -1104,16 +1104,16 @@ class Reciter:
 
     texts: dict[str, str]
 
-    def __init__(self, model: LanguageModel, *_: object, **__: object) -> None:
-        self._model = model
+    def __init__(self, model: LanguageModel, *, capacity: int, **_: object) -> None:
+        self._model, self._capacity = model, capacity
         self.steps, self.used = 1, 1.0
 
     def check(self, request: Request) -> None:
-        """Whatever it is."""
+        check_request(self._model, request, self._capacity)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Event]:
         tokenizer = self._model.tokenizer
-        waiting = [RunningRow(Row(request), self._model, 1024) for request in requests]
+        waiting = [RunningRow(Row(request), self._model, self._capacity) for request in requests]
         time.sleep(WAIT)
         for row in waiting:
             row.row.started = time.perf_counter()
