@@ -83,7 +83,7 @@ def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name:
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
-@pytest.mark.parametrize(("number", "at"), zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True))
+@pytest.mark.parametrize(("number", "at"), [*zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True)])
 def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> None:
     """In the prompt's first token, amid it, and in its last one, which the first step reads."""
 
@@ -132,7 +132,7 @@ def test_logits_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "dtype"), zip(NUMBERS, ["float32", "bfloat16", "int8"], strict=True)
+    ("number", "dtype"), [*zip(NUMBERS, ["float32", "bfloat16", "int8"], strict=True)]
 )
 def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
     def change(params: Params) -> Params:
