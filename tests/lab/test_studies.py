@@ -20,7 +20,6 @@ from xml.etree import ElementTree
 import jax
 import numpy as np
 import pytest
-from entropix_jax.sampler.arms import ACTIONS
 from pyarrow import parquet
 from tiny.corpus import Comparison, compare
 from tiny.tokenizer import build_tokenizer
@@ -47,6 +46,7 @@ from entropix_jax.lab.world.facts import WORLD_SEED, create
 from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
 from tests.support.folders import MAX_POSITIONS, write_model
