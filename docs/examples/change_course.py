@@ -1,8 +1,8 @@
-"""A mechanism of one's own: after several scattered tokens in a row it writes a fixed text.
+"""A mechanism of your own: after several scattered tokens in a row it writes a fixed text.
 
-A model that is lost rarely finds back by itself. Where `patience` tokens in a row were HEHV (high
-entropy, high varentropy), the next one of these begins a text such as "\\nIn short:". Until then
-the arm does what `resample` does.
+A scattered model rarely recovers by itself. After `patience` HEHV tokens in a row (high entropy,
+high varentropy) the next one starts a text such as "\\nIn short:". Until then the arm does what
+`resample` does.
 
     sampler = entropix_jax.load_sampler("entropix").with_mechanism(CHANGE_COURSE)
     sampler = sampler.with_values({"arms.hehv": "change_course", "change_course.patience": 4})
@@ -33,7 +33,7 @@ class Settings:
 
 @struct.dataclass
 class State:
-    """What is remembered of a row."""
+    """State of a row."""
 
     lost: jax.Array  # int32, HEHV tokens in a row
 
@@ -60,7 +60,7 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
 
 
 def advance(settings: SamplerSettings, tally: Tally, observation: Observation) -> State:
-    """Counts HEHV tokens in a row. The text's own tokens begin the count anew."""
+    """Counts HEHV tokens in a row. The text's own tokens reset the count."""
     own: State = tally.own["change_course"]
     lost = (observation.regime == HEHV) & (tally.queued == 0)
     return replace(own, lost=jnp.where(lost, own.lost + 1, 0))

@@ -60,7 +60,15 @@ def empty_slots(
 ) -> Slots:
     """Slots without rows, sharded by `rules`; `sampler` is any one row's, for its shapes."""
     no_keys = np.zeros((number, 2), np.uint32)
-    state = init_state(config, [()] * number, [0] * number, no_keys, capacity=capacity, dtype=dtype)
+    state = init_state(
+        config,
+        [()] * number,
+        [0] * number,
+        no_keys,
+        capacity=capacity,
+        dtype=dtype,
+        mechanisms=sampler.mechanisms,
+    )
     slots = Slots(
         state=replace(state, finish=jnp.full(number, FINISHED_LENGTH, jnp.int32)),
         sampler=jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), sampler),
