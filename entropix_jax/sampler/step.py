@@ -91,11 +91,11 @@ def choose(
     token = jnp.where(forced, ahead, drawn)
 
     # The state after it. One that takes another's place leaves the rest as it was after the first.
-    nothing_new = step.backspaces | step.waits | step.rolls_out
+    stays = ~rows.running | step.backspaces | step.waits | step.rolls_out
     was_drawn = ~forced & ~step.waits & ~step.rolls_out
     advanced = advance(step.tally, settings, step.origin.observation, rows.generated)
     tally = replace(
-        where_rows(nothing_new, step.tally, advanced),
+        where_rows(stays, step.tally, advanced),
         mirostat=jnp.where(was_drawn, mirostat, step.origin.mirostat),
     )
     choice = Choice(

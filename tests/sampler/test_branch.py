@@ -55,7 +55,6 @@ Model = tuple[ModelConfig, Params]
 CAPACITY = 48
 ROWS = 10  # of a batch: more than there are lanes
 STEPS = 16  # most steps of a row
-CASES = 100
 ENDS = (1245, 1248, 63)  # the end of a text, the end of a turn, and a question mark
 
 PRESET = load_sampler("entropix")
