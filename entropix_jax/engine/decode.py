@@ -160,7 +160,7 @@ def decode(
         state: donated.
         steps, fewest: int32, traced.
         config: static.
-        window: static, the cache slots that are read.
+        window: static, the cache positions that are read.
         max_steps: static, room for records: no more steps than this are run.
         recording: static, what is recorded of each step besides the choice.
 
@@ -233,7 +233,8 @@ def prefill(
         count: int32 [A], how many of a row's T tokens are real, from the first on.
         slots: int32 [A], the rows; None for all in order. Out-of-range row indices are ignored.
         config: static.
-        window: static, the cache slots that are read: at least as many as any of the rows then has.
+        window: static, the cache positions that are read: at least as many as any of the rows has
+            afterwards.
         check: static; the state notes where activations are not finite, and the row's first step
             then fails.
     """

@@ -394,13 +394,13 @@ def _read_batch(
         tokens[row, :end] = text.tokens
         following[row, : end - 1] = tokens[row, 1:end, None]
         following[row, end - 1, : len(text.lasts)] = text.lasts
-    params = None if sampler is None else for_rows(sampler.settings, rows)
+    settings = None if sampler is None else for_rows(sampler.settings, rows)
     cache = init_cache(config, rows, capacity, model.precision.activations)
     for start in range(0, length, size):
         chunk = slice(start, start + size)
         cache, scores = _score_chunk(
             model.params,
-            params,
+            settings,
             cache,
             jnp.asarray(tokens[:, chunk]),
             jnp.asarray(following[:, chunk]),
@@ -440,7 +440,7 @@ def _fault(model: LanguageModel, text: _Text) -> str:
 )
 def _score_chunk(
     params: Params,
-    sampler: SamplerSettings | None,
+    settings: SamplerSettings | None,
     cache: KVCache,
     tokens: jax.Array,
     following: jax.Array,
@@ -452,8 +452,8 @@ def _score_chunk(
     scored: bool,
 ) -> tuple[KVCache, _Scores | None]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
-    `following[B, T, K]`, and with a sampler (each leaf [B, ...]) the metrics."""
-    every, check = sampler is not None, recording.check
+    `following[B, T, K]`, and with settings (each leaf [B, ...]) the metrics."""
+    every, check = settings is not None, recording.check
     hidden, stats, cache = forward(
         params, config, tokens, count, cache, window=window, every=every, check=check
     )
@@ -465,8 +465,8 @@ def _score_chunk(
     finite, measured = jnp.all(jnp.isfinite(logits), axis=-1), None
     if stats.sound is not None:
         finite &= jnp.all(stats.sound, axis=-1).reshape(-1)
-    if sampler is not None:
-        of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), sampler)
+    if settings is not None:
+        of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), settings)
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
         regime = jax.vmap(classify)(metrics, of_token)

@@ -14,7 +14,7 @@ from entropix_jax.sampler.proposal import Proposal
 
 Tree = TypeVar("Tree")
 
-MAX_ATTEMPTS = 8  # tokens that may be backspaced at one position
+MAX_ATTEMPTS = 8  # tokens that may be retracted at one position
 
 
 @struct.dataclass
@@ -36,7 +36,7 @@ class Origin:
     proposal: Proposal
     mirostat: jax.Array  # float32 [B], as it was before the token
     drawn: jax.Array  # bool [B]; False: the token is the prompt's, forced, or a branch's
-    attempts: jax.Array  # int32 [B], tokens backspaced at its position
+    attempts: jax.Array  # int32 [B], tokens retracted at its position
     bans: jax.Array  # int32 [B, MAX_ATTEMPTS], those tokens; -1: none
 
 
@@ -107,9 +107,9 @@ class Step:
         def write() -> jax.Array:
             steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
             inside = acts[:, None] & (steps < count[:, None])
-            slots = jnp.where(inside, self.rows.length[:, None] + steps, history.shape[1])
+            positions = jnp.where(inside, self.rows.length[:, None] + steps, history.shape[1])
             row = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
-            return history.at[row, slots].set(tokens, mode="drop")
+            return history.at[row, positions].set(tokens, mode="drop")
 
         tally = replace(
             tally,

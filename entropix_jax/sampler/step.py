@@ -195,8 +195,8 @@ def modify(
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
     def penalise() -> jax.Array:
-        slot = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
-        tokens = jnp.where(slot < rows.length[:, None], rows.history, vocab)
+        position = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
+        tokens = jnp.where(position < rows.length[:, None], rows.history, vocab)
         seen = jnp.zeros((batch, vocab), bool).at[row, tokens].set(True, mode="drop")
         penalty = settings.repetition.penalty[:, None]
         return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)

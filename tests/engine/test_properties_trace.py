@@ -76,11 +76,9 @@ def rows(draw: st.DrawFn, number: int) -> Row:
     row = Row(unrun([1, 2, 3], str(number), 8))
     for i in range(draw(st.integers(0, 3))):
         for _ in range(draw(st.integers(0, 1))):
-            taken_back = replace(draw(records), row=number, position=3 + i)
-            row.taken_back.append(taken_back)
+            row.retracted_tokens.append(replace(draw(records), row=number, position=3 + i))
         row.tokens.append(replace(draw(records), row=number, position=3 + i))
     row.text = "".join(token.text for token in row.tokens)
-    row.retracted = len(row.taken_back)
     row.finish_reason = draw(st.sampled_from((None, "eos", "length", "stop", "error")))
     row.error = draw(texts) if row.finish_reason == "error" else None
     return row
