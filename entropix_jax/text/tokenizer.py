@@ -31,17 +31,11 @@ LLAMA3_SPLIT = (
 )
 # The special tokens that follow the ranks; the others of the 256 are reserved.
 _LLAMA3_SPECIAL = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
+    *"""
+    <|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> <|reserved_special_token_1|>
+    <|finetune_right_pad_id|> <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|>
+    <|eom_id|> <|eot_id|> <|python_tag|>
+    """.split(),
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
 
