@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -166,16 +165,11 @@ class TraceWriter:
     def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._file.close()
-        except OSError as error:
-            raise self._failure(error) from None
+        except OSError as failure:
+            raise self._failure(failure) from None
 
     def _failure(self, error: OSError) -> UserError:
         return UserError(f"{self._path}: cannot be written: {error.strerror}")
