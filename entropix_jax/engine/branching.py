@@ -1,4 +1,4 @@
-"""Carries branches out within a step: gathers the rows into lanes, rolls out, commits the best.
+"""Branching within a step: gathers the rows into lanes, rolls out, commits the best.
 
 The branches of a row share its cache and have short suffixes of their own; the best branch's suffix
 becomes part of the cache. Lanes are rolled out a few at a time, as long as some row is left, so the

@@ -347,7 +347,7 @@ def _read_last(
 
 
 def _rows(state: DecodeState) -> Rows:
-    """What the sampler is told of each row whose last token is being read."""
+    """The sampler's view of each row whose last token is being read."""
     length = state.cache.length + 1
     generated = length - state.prompt_length
     return Rows(

@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class RunningRow:
-    """A row on its way. A token is pending until the next step can no longer retract it."""
+    """A running row. A token is pending until the next step can no longer retract it."""
 
     def __init__(self, row: Row, model: LanguageModel, capacity: int) -> None:
         """`capacity` is the cache positions of the row.

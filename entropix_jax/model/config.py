@@ -131,8 +131,7 @@ def load_model_config(folder: Path) -> ModelConfig:
             maths and is not implemented (named in the message).
     """
     path = folder / CONFIG_FILE
-    raw = read_json_object(path)
-    return parse_model_config(raw, path)
+    return parse_model_config(read_json_object(path), path)
 
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -155,7 +154,9 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     # Shapes, and whether they are consistent.
     width = _positive_int(raw, "hidden_size", path)
     num_heads = _positive_int(raw, "num_attention_heads", path)
-    num_layers = _num_layers(raw, path)
+    num_layers = _positive_int(raw, "num_hidden_layers", path)
+    if num_layers > _MAX_LAYERS:
+        raise UserError(f"{path}: 'num_hidden_layers': {num_layers} is past {_MAX_LAYERS}")
     # For Llama these two default to values that follow from the others. The other families' classes
     # have defaults of their own, which no published file relies on.
     num_kv_heads = num_heads
@@ -332,13 +333,6 @@ def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
         raise UserError(f"{path}: '{key}' must be a positive number, not {value!r}")
     return value
-
-
-def _num_layers(raw: Mapping[str, Any], path: Path) -> int:
-    layers = _positive_int(raw, "num_hidden_layers", path)
-    if layers > _MAX_LAYERS:
-        raise UserError(f"{path}: 'num_hidden_layers': {layers} is past {_MAX_LAYERS}")
-    return layers
 
 
 def _positive_float(raw: Mapping[str, Any], key: str, path: Path) -> float:

@@ -69,7 +69,7 @@ def truncated_draw(
         proposal: fields [B].
         uniforms: float32 [B, n] in [0, 1), one for each token that may be drawn; only a row's first
             `proposal.draws` count, what the others yield is meaningless.
-        truncation: fields [B], the numbers of the rules; which rule it is says the proposal.
+        truncation: fields [B], the rules' parameters; `proposal.rule` says which rule applies.
         mu: float32 [B], bits, the state of `mirostat`; other rules do not read it.
     """
     batch, vocab = logits.shape

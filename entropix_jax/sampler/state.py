@@ -1,4 +1,4 @@
-"""What the sampler is told of each row, what it remembers of it, and a step on its way."""
+"""The sampler's view of each row, its state between steps, and a step in progress."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 8  # tokens that may be retracted at one position
 
 @struct.dataclass
 class Observation:
-    """What one distribution says; every field [B]."""
+    """Measurements of one distribution; every field [B]."""
 
     metrics: Metrics
     regime: jax.Array  # int32, index into REGIMES
@@ -54,7 +54,7 @@ class Tally:
 
 @struct.dataclass
 class SamplerState:
-    """What the sampler remembers of each row from step to step."""
+    """The sampler's state of each row between steps."""
 
     tally: Tally
     last: Origin  # of the last token
@@ -62,9 +62,9 @@ class SamplerState:
 
 @struct.dataclass
 class Rows:
-    """What the sampler is told of each row."""
+    """The sampler's view of each row."""
 
-    running: jax.Array  # bool [B]; what is chosen for the others means nothing
+    running: jax.Array  # bool [B]; the choice for other rows is meaningless
     keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
     history: jax.Array  # int32 [B, S], the tokens so far, prompt included, then forced ones
     length: jax.Array  # int32 [B], how many so far: also the position of the token to be chosen

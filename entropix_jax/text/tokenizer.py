@@ -198,7 +198,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; with `add_bos` they start with `bos_id`, where there is one.
 
-        It is not put again before a text that starts with it.
+        It is not repeated before a text that starts with it.
 
         Raises:
             UserError: text with surrogates, which stand for bytes that were not UTF-8.
@@ -280,7 +280,7 @@ class Tokenizer:
         )
 
     def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of `render_chat`'s text; `bos_id` is put where the template does not put it."""
+        """The ids of `render_chat`'s text; `bos_id` is added unless the template adds it."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_bos=True)
 
