@@ -182,6 +182,8 @@ def decode(
             recording=recording,
         )
     )
+
+    # Room for the records and the log.
     log = init_log(config, batch + LOG_STEPS * max_steps, recording)
     shapes = jax.eval_shape(step, state, log)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
@@ -207,6 +209,7 @@ def decode(
         records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
         return done + 1, state, records, log
 
+    # The loop; its counts and indices are those of all shards.
     _, state, records, log = lax.while_loop(unfinished, body, (jnp.int32(0), state, records, log))
     records = replace(records, branch=global_index(records.branch, log.committed.shape[0]))
     return state, records, replace(log, count=sum_shards(log.count))
@@ -246,10 +249,13 @@ def prefill(
             unsound = earlier(unsound, first_unsound(stats.sound, part.length))
         return grown, unsound
 
+    # All rows in place.
     if slots is None:
         tokens, count = local_rows((tokens, count), whole.length.shape[0])
         cache, unsound = cached(whole, state.unsound)
         return replace(state, cache=cache, unsound=unsound)
+
+    # Some rows: gathered, read, and scattered back, on the shards that have any of them.
     slots = local_index(slots, whole.length.shape[0])
 
     def picked(rows: jax.Array) -> jax.Array:
