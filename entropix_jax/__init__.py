@@ -31,36 +31,24 @@ _MODULES = {
     "stream": "engine.api",
     "use_compilation_cache": "host.compile_cache",
 }
-__all__ = [
-    "Engine",
-    "Event",
-    "Recording",
-    "Request",
-    "Retriever",
-    "Row",
-    "Sampler",
-    "UserError",
-    "calibrate_sampler",
-    "generate",
-    "load",
-    "load_sampler",
-    "score",
-    "stream",
-    "use_compilation_cache",
-]
+__all__ = [*_MODULES]
 
 if TYPE_CHECKING:
-    from entropix_jax.engine.api import generate, score, stream
-    from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.engine import Engine
-    from entropix_jax.engine.results import Event, Request, Row
-    from entropix_jax.engine.state import Recording
-    from entropix_jax.errors import UserError
-    from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
-    from entropix_jax.sampler.presets import load_sampler
-    from entropix_jax.sampler.sampler import Sampler
-    from entropix_jax.text.retrieval import Retriever
+    from entropix_jax.engine.api import generate as generate
+    from entropix_jax.engine.api import score as score
+    from entropix_jax.engine.api import stream as stream
+    from entropix_jax.engine.calibrated import calibrate_sampler as calibrate_sampler
+    from entropix_jax.engine.engine import Engine as Engine
+    from entropix_jax.engine.results import Event as Event
+    from entropix_jax.engine.results import Request as Request
+    from entropix_jax.engine.results import Row as Row
+    from entropix_jax.engine.state import Recording as Recording
+    from entropix_jax.errors import UserError as UserError
+    from entropix_jax.host.compile_cache import use_compilation_cache as use_compilation_cache
+    from entropix_jax.model.loading import load as load
+    from entropix_jax.sampler.presets import load_sampler as load_sampler
+    from entropix_jax.sampler.sampler import Sampler as Sampler
+    from entropix_jax.text.retrieval import Retriever as Retriever
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ _LONGEST = 1500  # characters of a message: what is quoted in it may have any le
 
 
 class UserError(Exception):
-    """Something that a user caused and can mend.
+    """Something that a user caused and can fix.
 
     The message is one line: where, what, and what to do. Commands print it on standard error and
     exit with status 2; it never comes with a traceback.

@@ -230,18 +230,8 @@ class BatchRun:
         """Writes the trace of a record atomically."""
         request = row.request
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
-            writer.write(
-                header(
-                    model=self._name,
-                    model_config=self._model.config,
-                    precision=self._model.precision,
-                    sampler=request.sampler.name,
-                    sampler_values=request.sampler.values,
-                    seed=request.seed,
-                    prompt=self._model.tokenizer.decode(request.prompt, skip_special=False),
-                    prompt_tokens=request.prompt,
-                )
-            )
+            sampler, prompt = request.sampler, request.prompt
+            writer.write(header(self._model, sampler, prompt, seed=request.seed, name=self._name))
             for token, retracted in row.history():
                 writer.write(token.to_json(retracted=retracted))
             writer.write(footer([{"row": 0, **row.to_json()}], timings))

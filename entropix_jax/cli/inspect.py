@@ -29,7 +29,7 @@ from entropix_jax.errors import UserError, check_range
 from entropix_jax.names import REGIMES
 
 if TYPE_CHECKING:
-    from entropix_jax.engine.scoring import ScoredToken
+    from entropix_jax.engine.score import ScoredToken
 
 _COLUMNS = (
     ("entropy", "entropy"),
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     text = _read_text(arguments)
     from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.scoring import score_tokens
+    from entropix_jax.engine.score import score_tokens
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import header
     from entropix_jax.host.compile_cache import use_compilation_cache
@@ -104,17 +104,7 @@ def _main(arguments: Arguments) -> int:
         print(f"note: {note}", file=sys.stderr)
     tally = _Tally(scored)
     if arguments.format == "json":
-        start = header(
-            model=name,
-            model_config=model.config,
-            precision=model.precision,
-            sampler=calibrated.name,
-            sampler_values=calibrated.values,
-            seed=None,
-            prompt=model.tokenizer.decode(tokens[:1], skip_special=False),
-            prompt_tokens=tokens[:1],
-        )
-        _print_json([start])
+        _print_json([header(model, calibrated, tokens[:1], seed=None, name=name)])
         _print_json(token.to_json() for token in tally)
         _print_json([{"type": "footer", **tally.to_json()}])
     elif arguments.format == "text":

@@ -35,11 +35,6 @@ class StatusLine:
         self._shared = _may_share_terminal(sys.stdout)
         self.enabled = self._console.is_terminal and not self._console.is_dumb_terminal
 
-    @property
-    def columns(self) -> int:
-        """The line's width."""
-        return self._console.width
-
     def show(self, line: str | Text) -> None:
         """Shows a line in place of the one before."""
         with self._lock:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from entropix_jax.cli.status import StatusLine, is_same_file, is_terminal
 from entropix_jax.engine.results import Event, Row
-from entropix_jax.engine.scoring import ScoredToken
+from entropix_jax.engine.score import ScoredToken
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import printable
 from entropix_jax.host.interrupts import leave_on_interrupt

@@ -9,7 +9,7 @@ from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import CalibratedSampler, Prompt, encode_prompt
 from entropix_jax.engine.results import Ask, Request, Retrieve, Rows
-from entropix_jax.engine.scoring import ScoredToken, score_tokens
+from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import check_range
 from entropix_jax.model.loading import LanguageModel

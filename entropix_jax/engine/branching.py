@@ -1,4 +1,4 @@
-"""Carries branches out within a step: gathers the rows into lanes, rolls out, commits the best.
+"""Branching within a step: gathers the rows into lanes, rolls out, commits the best.
 
 The branches of a row share its cache and have short suffixes of their own; the best branch's suffix
 becomes part of the cache. Lanes are rolled out a few at a time, as long as some row is left, so the
@@ -70,7 +70,7 @@ def commit_branches(
         inputs: of all rows.
         read: see `Read`.
         recording: static, what the log holds of each token.
-        window: static, the cache slots that are read.
+        window: static, the cache positions that are read.
         carry: state, record and log after the step, nothing committed yet in the rows that branch;
             the log has room for B more.
 
@@ -79,6 +79,7 @@ def commit_branches(
         and all branches in the log, where the record's `branch` says.
     """
     batch = pending.shape[0]
+    chex.assert_tree_shape_prefix((inputs, carry[:2]), (batch,))
     number = lanes_of(batch)
     commit = partial(_commit_lanes, inputs, read, recording, window)
     if batch <= number:
@@ -160,8 +161,8 @@ def _commit_lanes(
     def extend(cache: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # The last token is not cached: the next step reads it.
         return tuple(
-            write(slots, suffix[best].swapaxes(1, 2), rows.length, last, target)
-            for slots, suffix in zip(cache, own, strict=True)
+            write(cached, suffix[best].swapaxes(1, 2), rows.length, last, target)
+            for cached, suffix in zip(cache, own, strict=True)
         )
 
     steps = jnp.arange(MAX_DEPTH, dtype=jnp.int32)[None, :]

@@ -160,7 +160,7 @@ def decode(
         state: donated.
         steps, fewest: int32, traced.
         config: static.
-        window: static, the cache slots that are read.
+        window: static, the cache positions that are read.
         max_steps: static, room for records: no more steps than this are run.
         recording: static, what is recorded of each step besides the choice.
 
@@ -182,6 +182,8 @@ def decode(
             recording=recording,
         )
     )
+
+    # Room for the records and the log.
     log = init_log(config, batch + LOG_STEPS * max_steps, recording)
     shapes = jax.eval_shape(step, state, log)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
@@ -207,6 +209,7 @@ def decode(
         records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
         return done + 1, state, records, log
 
+    # The loop; its counts and indices are those of all shards.
     _, state, records, log = lax.while_loop(unfinished, body, (jnp.int32(0), state, records, log))
     records = replace(records, branch=global_index(records.branch, log.committed.shape[0]))
     return state, records, replace(log, count=sum_shards(log.count))
@@ -233,7 +236,8 @@ def prefill(
         count: int32 [A], how many of a row's T tokens are real, from the first on.
         slots: int32 [A], the rows; None for all in order. Out-of-range row indices are ignored.
         config: static.
-        window: static, the cache slots that are read: at least as many as any of the rows then has.
+        window: static, the cache positions that are read: at least as many as any of the rows has
+            afterwards.
         check: static; the state notes where activations are not finite, and the row's first step
             then fails.
     """
@@ -245,10 +249,13 @@ def prefill(
             unsound = earlier(unsound, first_unsound(stats.sound, part.length))
         return grown, unsound
 
+    # All rows in place.
     if slots is None:
         tokens, count = local_rows((tokens, count), whole.length.shape[0])
         cache, unsound = cached(whole, state.unsound)
         return replace(state, cache=cache, unsound=unsound)
+
+    # Some rows: gathered, read, and scattered back, on the shards that have any of them.
     slots = local_index(slots, whole.length.shape[0])
 
     def picked(rows: jax.Array) -> jax.Array:
@@ -346,7 +353,7 @@ def _read_last(
 
 
 def _rows(state: DecodeState) -> Rows:
-    """What the sampler is told of each row whose last token is being read."""
+    """The sampler's view of each row whose last token is being read."""
     length = state.cache.length + 1
     generated = length - state.prompt_length
     return Rows(

@@ -14,7 +14,7 @@ from entropix_jax.model.loading import LanguageModel
 
 
 class Generation:
-    """Runs requests side by side. Iterate to make it go; `rows` then holds the results.
+    """Runs requests side by side. Iterate to run them; `rows` then holds the results.
 
     After the iteration was left early, or ended by `stop`, `rows` hold what they have so far;
     `interrupt` ends them.
@@ -51,16 +51,7 @@ class Generation:
         self.timings: dict[str, float] = {}
         self.rows = Rows(
             (Row(request, number=number) for number, request in enumerate(requests)),
-            header(
-                model=str(model.folder),
-                model_config=model.config,
-                precision=model.precision,
-                sampler=first.sampler.name,
-                sampler_values=first.sampler.values,
-                seed=first.seed,
-                prompt=model.tokenizer.decode(first.prompt, skip_special=False),
-                prompt_tokens=first.prompt,
-            ),
+            header(model, first.sampler, first.prompt, seed=first.seed),
             self.timings,
         )
         self._start = time.perf_counter()

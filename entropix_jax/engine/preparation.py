@@ -15,8 +15,8 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
 
-PREFILL_WINDOW = 128  # cache slots that are read with several tokens, at least
-MIN_CAPACITY = 256  # cache slots of a row, at least
+PREFILL_WINDOW = 128  # cache positions that are read with several tokens, at least
+MIN_CAPACITY = 256  # cache positions of a row, at least
 MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
 MAX_STEPS = 32  # most steps between two looks of the host
 MAX_TOP = 1024  # of the likeliest tokens in a record
@@ -28,7 +28,7 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSampler:
-    """A sampler as it runs on one model, see `calibration.automatic.calibrate_sampler`.
+    """A sampler as it runs on one model, see `calibrated.calibrate_sampler`.
 
     Attributes:
         sampler: with the model's thresholds.

@@ -26,9 +26,9 @@ class Outcome:
             Where the row waits for the host the one token holds the step's proposal, and where it
             failed the failed position.
         branches: where the row branched.
-        finish: see `decode_state`.
+        finish: see `DecodeState`.
         retractable: whether the next step may retract the last token.
-        unsound: see `health.first_unsound`.
+        unsound: see `finite.first_unsound`.
     """
 
     slot: int

@@ -61,21 +61,25 @@ class Row:
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
-    `taken_back` holds the retracted tokens in order, each with the position of its replacement, and
-    `retracted` counts them. `number` is the row's index in its run.
+    `retracted_tokens` are in order, each with the position of its replacement. `number` is the
+    row's index in its run.
     """
 
     request: Request
     tokens: list[TokenRecord] = field(default_factory=list)
     text: str = ""
-    retracted: int = 0
     finish_reason: str | None = None
     error: str | None = None
-    taken_back: list[TokenRecord] = field(default_factory=list)
+    retracted_tokens: list[TokenRecord] = field(default_factory=list)
     number: int = 0
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
     waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`
+
+    @property
+    def retracted(self) -> int:
+        """How many tokens were retracted."""
+        return len(self.retracted_tokens)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _REPR_TEXT else f"{self.text[:_REPR_TEXT]}..."
@@ -91,12 +95,12 @@ class Row:
     def history(self) -> Iterator[tuple[TokenRecord, bool]]:
         """The tokens in the order of their events, each with whether it was retracted: a retracted
         token comes before its replacement."""
-        taken_back = deque(self.taken_back)
+        retracted = deque(self.retracted_tokens)
         for token in self.tokens:
-            while taken_back and taken_back[0].position <= token.position:
-                yield taken_back.popleft(), True
+            while retracted and retracted[0].position <= token.position:
+                yield retracted.popleft(), True
             yield token, False
-        for token in taken_back:
+        for token in retracted:
             yield token, True
 
     def to_json(self) -> dict[str, Any]:

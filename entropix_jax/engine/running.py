@@ -32,10 +32,10 @@ class Answer(NamedTuple):
 
 
 class RunningRow:
-    """A row on its way. A token is pending until the next step can no longer retract it."""
+    """A running row. A token is pending until the next step can no longer retract it."""
 
     def __init__(self, row: Row, model: LanguageModel, capacity: int) -> None:
-        """`capacity` is the cache slots of the row.
+        """`capacity` is the cache positions of the row.
 
         Raises:
             UserError: see `check_request`.
@@ -149,8 +149,7 @@ class RunningRow:
     def _retract(self, pending: TokenRecord) -> Event:
         self._pending = None
         pending.text = self._stream.peek(pending.token_id)
-        self.row.retracted += 1
-        self.row.taken_back.append(pending)
+        self.row.retracted_tokens.append(pending)
         return self._token_event(pending, (), retracted=True)
 
     def _token_event(
@@ -225,7 +224,7 @@ class RunningRow:
 
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
     """The tokens that a row may generate: `max_new_tokens`, within the model's positions and within
-    `capacity`, the cache slots of a row, if given.
+    `capacity`, the cache positions of a row, if given.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for a token or holds an id that is no

@@ -46,7 +46,7 @@ class DecodeState:
     sampler: SamplerState
     forwards: jax.Array  # int32 [B], token positions evaluated beyond the prompt
     finish: jax.Array  # int32 [B], RUNNING, why the row ended, or what it waits for
-    unsound: jax.Array  # int32 [B, 2], see `health.first_unsound`, of the prompt as far as checked
+    unsound: jax.Array  # int32 [B, 2], see `finite.first_unsound`, of the prompt as far as checked
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StepRecord:
     extras: Extras  # of the distribution that the step evaluated
     may_backspace: jax.Array  # bool: the next step may backspace the token
     branch: jax.Array  # int32, which record of the branch log belongs to it; -1: none
-    unsound: jax.Array  # int32 [B, 2], see `health.first_unsound`; NOWHERE where nothing is checked
+    unsound: jax.Array  # int32 [B, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
 
 
 @struct.dataclass
@@ -109,7 +109,7 @@ def init_state(
             row that is not to run may have an empty one.
         budgets: tokens that each row may generate, at least 1; 0 for a row that is not to run.
         keys: uint32 [B, 2], one row key each.
-        capacity: cache slots of a row.
+        capacity: cache positions of a row.
         dtype: of the cache, that is, of the activations.
         mechanisms: those of the rows' samplers.
     """

@@ -8,17 +8,16 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 import jaxlib.version
 import numpy as np
 
+from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import open_alone
-from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.precision import Precision
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import TRACE_FORMAT
 from entropix_jax.version import __version__
 
@@ -94,25 +93,23 @@ def plain(value: Any) -> Any:
 
 
 def header(
-    *,
-    model: str,
-    model_config: ModelConfig,
-    precision: Precision,
-    sampler: str,
-    sampler_values: Mapping[str, Any],
-    seed: int | None,
-    prompt: str,
+    model: LanguageModel,
+    sampler: CalibratedSampler,
     prompt_tokens: Sequence[int],
+    *,
+    seed: int | None,
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """The header object; `seed` is None where nothing was sampled."""
+    """The header object. `seed` is None where nothing was sampled; `name` is the model's, by
+    default its folder."""
     return {
         "type": "header",
         "format_version": TRACE_FORMAT,
-        "model": model,
-        "model_config": asdict(model_config),
-        "precision": precision.to_json(),
-        "sampler": sampler,
-        "sampler_parameters": dict(sorted(sampler_values.items())),
+        "model": str(model.folder) if name is None else name,
+        "model_config": asdict(model.config),
+        "precision": model.precision.to_json(),
+        "sampler": sampler.name,
+        "sampler_parameters": dict(sorted(sampler.values.items())),
         "seed": seed,
         "versions": {
             "entropix_jax": __version__,
@@ -121,7 +118,7 @@ def header(
             "python": platform.python_version(),
         },
         "backend": jax.default_backend(),
-        "prompt": prompt,
+        "prompt": model.tokenizer.decode(prompt_tokens, skip_special=False),
         "prompt_tokens": list(prompt_tokens),
     }
 
@@ -166,16 +163,11 @@ class TraceWriter:
     def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._file.close()
-        except OSError as error:
-            raise self._failure(error) from None
+        except OSError as failure:
+            raise self._failure(failure) from None
 
     def _failure(self, error: OSError) -> UserError:
         return UserError(f"{self._path}: cannot be written: {error.strerror}")

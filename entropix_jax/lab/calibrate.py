@@ -83,7 +83,7 @@ def _main(arguments: Arguments) -> int:
     texts = [read_text(Path(name)) for name in arguments.texts]
 
     from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.scoring import measure_entropies
+    from entropix_jax.engine.score import measure_entropies
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import load
     from entropix_jax.sampler.boxes import read_boxes

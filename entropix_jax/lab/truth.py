@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.scoring import score_tokens
+from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object
 from entropix_jax.lab.statistics import Floats

@@ -130,17 +130,11 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
 
 def join_layers(parts: list[AttnStats]) -> AttnStats:
     """Concatenates statistics along the layer axis."""
-
-    def joined(name: str) -> jax.Array:
-        return jnp.concatenate([getattr(part, name) for part in parts], axis=1)
-
-    return AttnStats(
-        entropy=joined("entropy"),
-        varentropy=joined("varentropy"),
-        divergence=joined("divergence"),
-        interaction=joined("interaction"),
-        keys=parts[0].keys,
-    )
+    joined = {
+        name: jnp.concatenate([getattr(part, name) for part in parts], axis=1)
+        for name in ("entropy", "varentropy", "divergence", "interaction")
+    }
+    return AttnStats(**joined, keys=parts[0].keys)
 
 
 def _group(queries: jax.Array, kv_heads: int) -> jax.Array:

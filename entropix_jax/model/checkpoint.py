@@ -85,15 +85,6 @@ class StoredTensor(ABC):
         return array
 
 
-def checkpoint_dtype(folder: Path, config: ModelConfig) -> str:
-    """The dtype of a folder's weights, by name.
-
-    Raises:
-        UserError: no weights, or a damaged file.
-    """
-    return config.dtype or str(open_tensors(folder, config)[_embedding(config)].dtype)
-
-
 def check_format(folder: Path) -> None:
     """Refuses weights that exist only as pickles, which can run code when they are loaded.
 
@@ -110,29 +101,14 @@ def check_format(folder: Path) -> None:
         )
 
 
-def load_params(
-    folder: Path,
-    config: ModelConfig,
-    dtype: str,
-    shardings: Params | None = None,
-    *,
-    activations: jnp.dtype | None = None,
-    check: bool = False,
-) -> Params:
-    """Loads the weights of a folder; arguments as of `read_params`.
+def load_params(folder: Path, config: ModelConfig, dtype: str, **options: Any) -> Params:
+    """Loads the weights of a folder; `options` are those of `read_params`.
 
     Raises:
         UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
             or of another shape or dtype than the configuration says: named in the message.
     """
-    return read_params(
-        open_tensors(folder, config),
-        config,
-        dtype,
-        shardings,
-        activations=activations,
-        check=check,
-    )
+    return read_params(open_tensors(folder, config), config, dtype, **options)
 
 
 def read_params(

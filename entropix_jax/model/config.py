@@ -80,110 +80,47 @@ _ORIGINAL = "original_max_position_embeddings"  # inside the RoPE object, or bes
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 # Keys that are read.
-_READ = {
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    _ORIGINAL,
-    "no_rope_layers",
-    "no_rope_layer_interval",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "layer_types",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "dtype",
-    "bos_token_id",
-    "eos_token_id",
-}
+_READ = set(
+    """
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling
+    rope_parameters no_rope_layers no_rope_layer_interval sliding_window use_sliding_window
+    max_window_layers layer_types tie_word_embeddings torch_dtype dtype bos_token_id eos_token_id
+    """.split()
+) | {_ORIGINAL}
 
 # Keys that change the maths, with the values that are implemented.
-_FIXED: dict[str, tuple[Any, ...]] = {
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": (None, "silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-    "mrope_section": (None,),
-    "attention_chunk_size": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "qk_layernorm": (None, False),
-    "use_qk_norm": (None, False),
-    "clip_qkv": (None,),
-    "alibi": (None, False),
-    "parallel_attn": (None, False),
-    "use_parallel_residual": (None, False),
-    "num_experts": (None, 0, 1),
-    "num_local_experts": (None, 0, 1),
+    """attention_bias mlp_bias rope_interleaved use_mrope is_encoder_decoder
+    add_cross_attention tie_encoder_decoder""": (False,),
+    """quantization_config mrope_section attention_chunk_size attn_logit_softcapping
+    final_logit_softcapping query_pre_attn_scalar clip_qkv kv_lora_rank attention_multiplier
+    scale_depth cross_attention_hidden_size""": (None,),
+    """partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling
+    logit_scale scale_emb""": (None, 1, 1.0),
+    "qk_layernorm use_qk_norm alibi parallel_attn use_parallel_residual": (None, False),
+    "num_experts num_local_experts": (None, 0, 1),
     "n_routed_experts": (None, 0),
-    "kv_lora_rank": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "scale_emb": (None, 1, 1.0),
-    "scale_depth": (None,),
-    "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "tie_encoder_decoder": (False,),
     "pruned_heads": (None, {}),
     "chunk_size_feed_forward": (0,),
 }
+_FIXED = {key: values for keys, values in _IMPLEMENTED.items() for key in keys.split()}
 
-# Keys of training, bookkeeping or other tasks, which do not affect the logits.
-_HARMLESS = {
-    "architectures",
-    "attention_dropout",
-    "auto_map",  # empty: see check_own_code
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "decoder_start_token_id",
-    "finetuning_task",
-    "id2label",
-    "initializer_range",
-    "is_llama_config",
-    "label2id",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "prefix",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "sep_token_id",
-    "task_specific_params",
-    "tokenizer_class",
-    "torchscript",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_bfloat16",
-    "use_cache",
-    "_attn_implementation_autoset",
-    "_model_name_or_path",
-    "_name_or_path",
-}
+# Keys of training, bookkeeping or other tasks, which do not affect the logits. `auto_map` is empty:
+# see `check_own_code`.
+_HARMLESS = set(
+    """
+    architectures attention_dropout auto_map bad_words_ids begin_suppress_tokens
+    decoder_start_token_id finetuning_task id2label initializer_range is_llama_config label2id
+    output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type
+    return_dict sep_token_id task_specific_params tokenizer_class torchscript
+    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
+    use_bfloat16 use_cache _attn_implementation_autoset _model_name_or_path _name_or_path
+    """.split()
+)
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -194,8 +131,7 @@ def load_model_config(folder: Path) -> ModelConfig:
             maths and is not implemented (named in the message).
     """
     path = folder / CONFIG_FILE
-    raw = read_json_object(path)
-    return parse_model_config(raw, path)
+    return parse_model_config(read_json_object(path), path)
 
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
@@ -218,7 +154,9 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     # Shapes, and whether they are consistent.
     width = _positive_int(raw, "hidden_size", path)
     num_heads = _positive_int(raw, "num_attention_heads", path)
-    num_layers = _num_layers(raw, path)
+    num_layers = _positive_int(raw, "num_hidden_layers", path)
+    if num_layers > _MAX_LAYERS:
+        raise UserError(f"{path}: 'num_hidden_layers': {num_layers} is past {_MAX_LAYERS}")
     # For Llama these two default to values that follow from the others. The other families' classes
     # have defaults of their own, which no published file relies on.
     num_kv_heads = num_heads
@@ -395,13 +333,6 @@ def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
         raise UserError(f"{path}: '{key}' must be a positive number, not {value!r}")
     return value
-
-
-def _num_layers(raw: Mapping[str, Any], path: Path) -> int:
-    layers = _positive_int(raw, "num_hidden_layers", path)
-    if layers > _MAX_LAYERS:
-        raise UserError(f"{path}: 'num_hidden_layers': {layers} is past {_MAX_LAYERS}")
-    return layers
 
 
 def _positive_float(raw: Mapping[str, Any], key: str, path: Path) -> float:

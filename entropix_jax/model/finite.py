@@ -15,7 +15,7 @@ def first_unsound(sound: jax.Array, start: jax.Array) -> jax.Array:
     token has contaminated the others.
 
     Args:
-        sound: bool [B, T, 1+2L], see `information.AttnStats`.
+        sound: bool [B, T, 1+2L], see `stats.AttnStats`.
         start: int32 [B], the position of each row's first token.
     """
     tokens = sound.shape[1]

@@ -67,7 +67,7 @@ class Rules:
 
     def rows(self, tree: _Tree) -> _Tree:
         """The sharding of each leaf [B, ...] of a tree (a `DecodeState`, a batch's
-        `SamplerParams`, end tokens); a `KVCache` inside it is sharded by its own axes."""
+        `SamplerSettings`, end tokens); a `KVCache` inside it is sharded by its own axes."""
         shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
         return shardings
 

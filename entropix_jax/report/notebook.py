@@ -42,7 +42,7 @@ class Shown(Protocol):
     def tokens(self) -> Sequence[Token]: ...
 
     @property
-    def taken_back(self) -> Sequence[Token]: ...
+    def retracted_tokens(self) -> Sequence[Token]: ...
 
     finish_reason: str | None
     error: str | None
@@ -64,7 +64,7 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
                 "title": _title(row, f"{number} of {len(rows)}" if len(rows) > 1 else ""),
                 "error": None if row.error is None else printable(row.error),
                 "tokens": drawn,
-                "omitted": len(row.tokens) + len(row.taken_back) - len(drawn),
+                "omitted": len(row.tokens) + len(row.retracted_tokens) - len(drawn),
             }
         )
         budget -= len(drawn)
@@ -122,7 +122,7 @@ def _title(row: Shown, number: str) -> str:
         number,
         f"{count} token" if count == 1 else f"{count} tokens",
         row.finish_reason or "running",
-        f"{len(row.taken_back)} retracted" if row.taken_back else "",
+        f"{len(row.retracted_tokens)} retracted" if row.retracted_tokens else "",
         f"{row.tokens[-1].forwards} forward passes" if count else "",
     ]
     return " · ".join(filter(None, parts))

@@ -10,6 +10,7 @@ path a row takes depends on the row, never on the batch.
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -68,11 +69,15 @@ def truncated_draw(
         proposal: fields [B].
         uniforms: float32 [B, n] in [0, 1), one for each token that may be drawn; only a row's first
             `proposal.draws` count, what the others yield is meaningless.
-        truncation: fields [B], the numbers of the rules; which rule it is says the proposal.
+        truncation: fields [B], the rules' parameters; `proposal.rule` says which rule applies.
         mu: float32 [B], bits, the state of `mirostat`; other rules do not read it.
     """
+    batch, vocab = logits.shape
+    chex.assert_shape(uniforms, (batch, None))
+    chex.assert_tree_shape_prefix((proposal, truncation, mu), (batch,))
+
+    # The head: the first tokens of the rule's order, and their masses.
     cut = truncate(logits, proposal, truncation, mu)
-    vocab = logits.shape[-1]
     size = min(HEAD, vocab)
     # Without the barrier XLA rewrites a top_k whose result is sliced into a full sort: 20 ms, not
     # 0.2.
@@ -82,6 +87,8 @@ def truncated_draw(
     head = _Head(ids=ids, mass=mass, cumulated=cumulate(mass))
     likely = (mass >= cut.min_p[:, None]) & (values > -jnp.inf)
     number = jnp.sum(likely, axis=-1, dtype=jnp.int32)
+
+    # Draws from the head; from the whole vocabulary in the rows whose tokens reach beyond it.
     limit = jnp.minimum(number, cut.top_k)
     total = jnp.take_along_axis(head.cumulated, limit[:, None] - 1, axis=-1)[:, 0]
     drawn = jax.vmap(_draw_from_head)(head, limit, total, cut.top_p, uniforms)

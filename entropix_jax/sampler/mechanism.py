@@ -19,7 +19,7 @@ from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step, Ta
 
 @dataclass(frozen=True, repr=False)
 class Mechanism:
-    """An arm and all that belongs to it. Every part but the first two may be missing.
+    """An arm and everything that belongs to it. All parts but the first two are optional.
 
     Its settings stand in `SamplerSettings.own[name]`, its part of the row's state in
     `Tally.own[name]`. Immutable and hashable: it is a static part of the compiled step.
@@ -31,9 +31,9 @@ class Mechanism:
     settings: type | None = None
     # Its part of a new row's state: a flax dataclass of scalars.
     init: Callable[[], Any] | None = None
-    # Whether each row may take the action now: bool [B]. Without it, always.
+    # Whether each row may take the action now: bool [B]. None: always.
     may: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
-    # Carries the action out in the rows of a bool [B].
+    # Carries out the action in the rows of a bool [B].
     apply: Callable[[jax.Array, Step, SamplerSettings], Step] | None = None
     # Its state after one more committed token, from the tally before it.
     advance: Callable[[SamplerSettings, Tally, Observation], Any] | None = None

@@ -1,4 +1,4 @@
-"""What an arm sees of its row, and the proposal that it makes: a handful of scalars."""
+"""What an arm sees of its row, and the proposal that it returns: a handful of scalars."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the sampler is told of each row, what it remembers of it, and a step on its way."""
+"""The sampler's view of each row, its state between steps, and a step in progress."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from entropix_jax.sampler.proposal import Proposal
 
 Tree = TypeVar("Tree")
 
-MAX_ATTEMPTS = 8  # tokens that may be backspaced at one position
+MAX_ATTEMPTS = 8  # tokens that may be retracted at one position
 
 
 @struct.dataclass
 class Observation:
-    """What one distribution says; every field [B]."""
+    """Measurements of one distribution; every field [B]."""
 
     metrics: Metrics
     regime: jax.Array  # int32, index into REGIMES
@@ -36,7 +36,7 @@ class Origin:
     proposal: Proposal
     mirostat: jax.Array  # float32 [B], as it was before the token
     drawn: jax.Array  # bool [B]; False: the token is the prompt's, forced, or a branch's
-    attempts: jax.Array  # int32 [B], tokens backspaced at its position
+    attempts: jax.Array  # int32 [B], tokens retracted at its position
     bans: jax.Array  # int32 [B, MAX_ATTEMPTS], those tokens; -1: none
 
 
@@ -54,7 +54,7 @@ class Tally:
 
 @struct.dataclass
 class SamplerState:
-    """What the sampler remembers of each row from step to step."""
+    """The sampler's state of each row between steps."""
 
     tally: Tally
     last: Origin  # of the last token
@@ -62,9 +62,9 @@ class SamplerState:
 
 @struct.dataclass
 class Rows:
-    """What the sampler is told of each row."""
+    """The sampler's view of each row."""
 
-    running: jax.Array  # bool [B]; what is chosen for the others means nothing
+    running: jax.Array  # bool [B]; the choice for other rows is meaningless
     keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
     history: jax.Array  # int32 [B, S], the tokens so far, prompt included, then forced ones
     length: jax.Array  # int32 [B], how many so far: also the position of the token to be chosen
@@ -107,9 +107,9 @@ class Step:
         def write() -> jax.Array:
             steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
             inside = acts[:, None] & (steps < count[:, None])
-            slots = jnp.where(inside, self.rows.length[:, None] + steps, history.shape[1])
+            positions = jnp.where(inside, self.rows.length[:, None] + steps, history.shape[1])
             row = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
-            return history.at[row, slots].set(tokens, mode="drop")
+            return history.at[row, positions].set(tokens, mode="drop")
 
         tally = replace(
             tally,

@@ -195,8 +195,8 @@ def modify(
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
     def penalise() -> jax.Array:
-        slot = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
-        tokens = jnp.where(slot < rows.length[:, None], rows.history, vocab)
+        position = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
+        tokens = jnp.where(position < rows.length[:, None], rows.history, vocab)
         seen = jnp.zeros((batch, vocab), bool).at[row, tokens].set(True, mode="drop")
         penalty = settings.repetition.penalty[:, None]
         return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -205,7 +205,7 @@ def modify(
     bans = jnp.concatenate([settings.bans, bans], axis=1)
     logits = logits.at[row, jnp.where(bans < 0, vocab, bans)].set(-jnp.inf, mode="drop")
     above = jnp.where(floored > -jnp.inf, logits, -jnp.inf)
-    # Where the bans take all that is above the noise, the noise is what there is to draw from.
+    # If the bans remove everything above the noise floor, the draw is from what is below it.
     return jnp.where(jnp.any(above > -jnp.inf, axis=-1, keepdims=True), above, logits)
 
 

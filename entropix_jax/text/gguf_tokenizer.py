@@ -51,6 +51,7 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
         UserError: a kind of tokenizer or of split that is not known, or parts that are missing or
             inconsistent; the error names `path`, the file that the metadata are from.
     """
+    # The rules by kind.
     prefix = "tokenizer.ggml."
     own = {key[len(prefix) :]: metadata[key] for key in metadata if key.startswith(prefix)}
     kind, split = own.get("model"), own.get("pre")
@@ -71,17 +72,12 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
         raise UserError(
             f"{path}: '{prefix}model': the tokenizer {kind!r} is not known (known: gpt2, llama)"
         )
+
+    # Tokens that are matched whole.
     types = own.get("token_type") or []
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": type_ == _CONTROL,
-        }
+        {"id": i, "content": token, **flags, "special": type_ == _CONTROL}
         for i, (token, type_) in enumerate(zip(tokens, types, strict=False))
         if type_ in (_CONTROL, _USER_DEFINED)
     ]
@@ -93,6 +89,8 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
         "post_processor": None,
         **rules,
     }
+
+    # Named tokens, and the chat template.
     settings: dict[str, Any] = {"add_bos_token": own.get("add_bos_token", add_bos)}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = own.get(f"{key}_token_id")

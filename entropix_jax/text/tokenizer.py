@@ -31,17 +31,11 @@ LLAMA3_SPLIT = (
 )
 # The special tokens that follow the ranks; the others of the 256 are reserved.
 _LLAMA3_SPECIAL = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
+    *"""
+    <|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> <|reserved_special_token_1|>
+    <|finetune_right_pad_id|> <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|>
+    <|eom_id|> <|eot_id|> <|python_tag|>
+    """.split(),
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
 
@@ -204,7 +198,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; with `add_bos` they start with `bos_id`, where there is one.
 
-        It is not put again before a text that starts with it.
+        It is not repeated before a text that starts with it.
 
         Raises:
             UserError: text with surrogates, which stand for bytes that were not UTF-8.
@@ -286,7 +280,7 @@ class Tokenizer:
         )
 
     def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of `render_chat`'s text; `bos_id` is put where the template does not put it."""
+        """The ids of `render_chat`'s text; `bos_id` is added unless the template adds it."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_bos=True)
 

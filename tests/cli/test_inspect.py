@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from entropix_jax.cli import inspect as command_module
-from entropix_jax.engine import scoring
+from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
-from entropix_jax.engine.scoring import ScoredToken, measure_entropies, score_tokens
+from entropix_jax.engine.score import ScoredToken, measure_entropies, score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model import cache

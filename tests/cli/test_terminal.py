@@ -229,7 +229,7 @@ def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
 def test_the_summary_fits_a_line() -> None:
     def row(regimes: list[str], reason: str) -> Row:
         tokens = [token(r) for r in regimes]
-        return Row(unrun([1], "0", 9), tokens, retracted=3, finish_reason=reason)
+        return Row(unrun([1], "0", 9), tokens, finish_reason=reason)
 
     rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
     assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropix_jax.engine import scoring
+from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
-from entropix_jax.engine.scoring import Likelihood, log_likelihoods
+from entropix_jax.engine.score import Likelihood, log_likelihoods
 from entropix_jax.errors import UserError
 from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load

@@ -6,6 +6,7 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import BranchRecord, TokenRecord, TraceWriter, footer, header, plain
 from entropix_jax.errors import UserError
-from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.names import REGIMES
 from entropix_jax.report.reading import TraceReader
@@ -76,11 +76,9 @@ def rows(draw: st.DrawFn, number: int) -> Row:
     row = Row(unrun([1, 2, 3], str(number), 8))
     for i in range(draw(st.integers(0, 3))):
         for _ in range(draw(st.integers(0, 1))):
-            taken_back = replace(draw(records), row=number, position=3 + i)
-            row.taken_back.append(taken_back)
+            row.retracted_tokens.append(replace(draw(records), row=number, position=3 + i))
         row.tokens.append(replace(draw(records), row=number, position=3 + i))
     row.text = "".join(token.text for token in row.tokens)
-    row.retracted = len(row.taken_back)
     row.finish_reason = draw(st.sampled_from((None, "eos", "length", "stop", "error")))
     row.error = draw(texts) if row.finish_reason == "error" else None
     return row
@@ -89,16 +87,19 @@ def rows(draw: st.DrawFn, number: int) -> Row:
 @st.composite
 def traces(draw: st.DrawFn) -> list[Json]:
     """The objects of a trace, as a run makes them."""
-    config: ModelConfig = TINY
-    start = header(
-        model=draw(texts),
-        model_config=config,
+    prompt = draw(texts)
+    model: Any = SimpleNamespace(
+        config=TINY,
         precision=choose_precision("float32"),
-        sampler=draw(texts),
-        sampler_values=load_sampler("entropix").values,
+        tokenizer=SimpleNamespace(decode=lambda ids, *, skip_special: prompt),
+    )
+    sampler: Any = SimpleNamespace(name=draw(texts), values=load_sampler("entropix").values)
+    start = header(
+        model,
+        sampler,
+        draw(st.lists(tokens_ids, max_size=3)),
         seed=draw(st.none() | st.integers(0, 2**63)),
-        prompt=draw(texts),
-        prompt_tokens=draw(st.lists(tokens_ids, max_size=3)),
+        name=draw(texts),
     )
     run = [draw(rows(i)) for i in range(draw(st.integers(1, 2)))]
     lines = [t.to_json(retracted=back) for row in run for t, back in row.history()]

@@ -15,7 +15,7 @@ import pytest
 from entropix_jax.cli.options import Count
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.own_text import start_of_text
-from entropix_jax.engine.scoring import measure_entropies
+from entropix_jax.engine.score import measure_entropies
 from entropix_jax.lab import calibrate
 from entropix_jax.lab.world.corpus import write_row
 from entropix_jax.lab.world.facts import WORLD_SEED, create

@@ -22,7 +22,7 @@ import pytest
 
 import entropix_jax
 from entropix_jax.engine.memory import plan_memory
-from entropix_jax.engine.scoring import log_likelihoods
+from entropix_jax.engine.score import log_likelihoods
 from entropix_jax.errors import UserError
 from entropix_jax.host import memory as free_memory
 from entropix_jax.lab import harness

@@ -31,7 +31,7 @@ from entropix_jax.engine.decode import decode
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Event, Request, Row
-from entropix_jax.engine.scoring import score_tokens
+from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
 from entropix_jax.lab import ablate, command, evaluate, study, trials
 from entropix_jax.lab.plots import draw_plots

@@ -226,7 +226,7 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
     model = made(family, tied)
     rules = rules_for(parse_mesh("model=2", jax.devices()[:2]), model.config)
     shardings = rules.params(model.config)
-    params = load_params(model.folder, model.config, "float32", shardings)
+    params = load_params(model.folder, model.config, "float32", shardings=shardings)
     layer = params.layers[0]
     if family == "qwen2":
         assert layer.query_bias.addressable_shards[1].data.shape == (16,)

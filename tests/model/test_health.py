@@ -16,7 +16,7 @@ import pytest
 from entropix_jax.cli import batch
 from entropix_jax.cli import generate as main
 from entropix_jax.engine.decode import _forward_branches
-from entropix_jax.engine.scoring import score_tokens
+from entropix_jax.engine.score import score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats

@@ -114,8 +114,7 @@ def test_thoughts_branches_and_retracted_tokens_are_marked() -> None:
         told(" y", "lelv", "branch", position=4),
         told(" z", "mid", "backspace", position=5),
         told("", "mid", position=6, token_id=77, loop=True),
-        taken_back=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
-        retracted=2,
+        retracted_tokens=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
     )
     page = Page(row._repr_html_())
     assert [(one["text"], *one["class"].split()[1:]) for one in page.tokens] == [

@@ -72,7 +72,7 @@ def reordered(model: LanguageModel, seed: int) -> LanguageModel:
 def _records(row: Row) -> list[Any]:
     """The row's committed and retracted tokens, without the confidence: a sum of metrics whose
     terms cancel while their errors add up."""
-    tokens = (token.to_json() for token in (*row.tokens, *row.taken_back))
+    tokens = (token.to_json() for token in (*row.tokens, *row.retracted_tokens))
     return [{k: v for k, v in one.items() if k not in ("row", "confidence")} for one in tokens]
 
 

@@ -1,4 +1,4 @@
-"""`backspace`: deletes the row's last token, bans it at its position, and draws that again
+"""`backspace`: retracts the row's last token, bans it at its position, and draws that again
 (document 004).
 
 The position is drawn from the distribution, and under the proposal, that the token came from, as
@@ -22,7 +22,7 @@ from entropix_jax.sampler.state import MAX_ATTEMPTS, Rows, SamplerState, Step, w
 
 @struct.dataclass
 class BackspaceSettings:
-    """How often a token may be backspaced."""
+    """How many tokens may be retracted."""
 
     per_position: jax.Array = number(0, MAX_ATTEMPTS, integer=True)
     per_row: jax.Array = number(*COUNT, integer=True)

@@ -131,7 +131,7 @@ def _score_tokens(
     recording: Recording,
 ) -> Iterator[ScoredToken]:
     stream = model.tokenizer.stream(after=tokens[:1])
-    entropies = _RunningVariance()
+    count, mean, squares = 0, 0.0, 0.0  # of the entropies so far (Welford)
     segments = _segments(tokens, context)
     for segment, at, scores in _read(model, segments, 1, _METRICS_CHUNK, sampler, recording):
         assert scores.measured is not None
@@ -146,12 +146,16 @@ def _score_tokens(
             text = stream.push(tokens[position])
             if position == len(tokens) - 1:
                 text += stream.flush()
+            count += 1
+            deviation = fields["entropy"] - mean
+            mean += deviation / count
+            squares += deviation * (fields["entropy"] - mean)
             yield ScoredToken(
                 position=position,
                 context=position - start,
                 token_id=int(tokens[position]),
                 text=text,
-                sequence_varentropy=plain(np.float32(entropies.add(fields["entropy"]))),
+                sequence_varentropy=plain(np.float32(squares / count)),
                 **fields,
             )
 
@@ -348,16 +352,14 @@ def _read(
         UserError: NaN or infinite logits.
     """
     config, done = model.config, 0
-    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    slot_bytes *= model.precision.activations.itemsize
+    position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    position_bytes *= model.precision.activations.itemsize
     # Side by side only with texts that need a cache of the same size: a short one would wait.
     for capacity, group in groupby(texts, lambda text: bucket(len(text.tokens), PREFILL_WINDOW)):
         alike = list(group)
         # Powers of two, so that the last texts compile no program of their own.
-        rows, room = (
-            min(batch, bucket(len(alike), 1)),
-            max(_CACHE_BYTES // slot_bytes // capacity, 1),
-        )
+        rows = min(batch, bucket(len(alike), 1))
+        room = max(_CACHE_BYTES // position_bytes // capacity, 1)
         rows = rows if rows <= room else 1 << room.bit_length() - 1
         for first in range(0, len(alike), rows):
             part = alike[first : first + rows]
@@ -394,13 +396,13 @@ def _read_batch(
         tokens[row, :end] = text.tokens
         following[row, : end - 1] = tokens[row, 1:end, None]
         following[row, end - 1, : len(text.lasts)] = text.lasts
-    params = None if sampler is None else for_rows(sampler.settings, rows)
+    settings = None if sampler is None else for_rows(sampler.settings, rows)
     cache = init_cache(config, rows, capacity, model.precision.activations)
     for start in range(0, length, size):
         chunk = slice(start, start + size)
         cache, scores = _score_chunk(
             model.params,
-            params,
+            settings,
             cache,
             jnp.asarray(tokens[:, chunk]),
             jnp.asarray(following[:, chunk]),
@@ -440,7 +442,7 @@ def _fault(model: LanguageModel, text: _Text) -> str:
 )
 def _score_chunk(
     params: Params,
-    sampler: SamplerSettings | None,
+    settings: SamplerSettings | None,
     cache: KVCache,
     tokens: jax.Array,
     following: jax.Array,
@@ -452,8 +454,8 @@ def _score_chunk(
     scored: bool,
 ) -> tuple[KVCache, _Scores | None]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
-    `following[B, T, K]`, and with a sampler (each leaf [B, ...]) the metrics."""
-    every, check = sampler is not None, recording.check
+    `following[B, T, K]`, and with settings (each leaf [B, ...]) the metrics."""
+    every, check = settings is not None, recording.check
     hidden, stats, cache = forward(
         params, config, tokens, count, cache, window=window, every=every, check=check
     )
@@ -465,8 +467,8 @@ def _score_chunk(
     finite, measured = jnp.all(jnp.isfinite(logits), axis=-1), None
     if stats.sound is not None:
         finite &= jnp.all(stats.sound, axis=-1).reshape(-1)
-    if sampler is not None:
-        of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), sampler)
+    if settings is not None:
+        of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), settings)
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
         regime = jax.vmap(classify)(metrics, of_token)
@@ -479,17 +481,3 @@ def _score_chunk(
         measured=measured,
     )
     return cache, jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), scores)
-
-
-class _RunningVariance:
-    """The population variance of the numbers so far (Welford)."""
-
-    def __init__(self) -> None:
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
-
-    def add(self, number: float) -> float:
-        self._count += 1
-        deviation = number - self._mean
-        self._mean += deviation / self._count
-        self._squares += deviation * (number - self._mean)
-        return self._squares / self._count
