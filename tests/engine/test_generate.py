@@ -29,9 +29,9 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.text.tokenizer import load_tokenizer
-from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.support.runs import Spec, run_specs
-from tests.text.test_tokenizer import byte_fallback, save
+from tests.support.tokenizers import byte_fallback, save
 
 TOKENS = 40  # of most runs: more than a chunk of steps
 RECORDING = Recording(top=MAX_TOP, layers=True)

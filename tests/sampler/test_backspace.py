@@ -38,8 +38,8 @@ from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import MAX_DRAWS, RULES, SamplerSettings
 from entropix_jax.sampler.state import Rows, Tally
 from entropix_jax.sampler.step import choose
-from tests.sampler.test_truncation import mirostat
-from tests.support.folders import token_ids, write_model
+from tests.support.draw_oracles import mirostat
+from tests.support.model_folders import token_ids, write_model
 from tests.support.reference import entropy_bits, log_softmax
 from tests.support.runs import Spec, run_specs
 from tests.support.samplers import (

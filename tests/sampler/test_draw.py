@@ -13,11 +13,16 @@ from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import HEAD, Drawn
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import TruncationSettings
+from tests.support.draw_oracles import (
+    LAST,
+    LLAMA3,
+    Oracle,
+    below_one,
+    one_against,
+    random_logits,
+    random_uniforms,
+)
 from tests.support.samplers import proposal_of
-
-TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
-LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
-LLAMA3 = 128_256
 
 
 def nucleus_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> Drawn:
@@ -32,48 +37,6 @@ def nucleus_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> 
 truncated_draw = jax.jit(nucleus_draw)
 
 
-class Oracle:
-    """What one row may draw, in float64, by sorting the vocabulary."""
-
-    def __init__(self, logits: np.ndarray, proposal: Proposal, row: int = 0) -> None:
-        # Of the proposal's own float32 numbers.
-        temperature, top_p, min_p = (
-            float(x[row]) for x in (proposal.temperature, proposal.top_p, proposal.min_p)
-        )
-        top_k = int(proposal.top_k[row])
-        logits = logits.astype(np.float64)
-        if temperature == 0:
-            temperature, top_k = 1.0, 1
-        self.order = np.lexsort((np.arange(logits.size), -logits))  # ties to the lower id
-        descending = logits[self.order]
-        mass = np.exp((descending - descending[0]) / temperature)
-        number = int(np.sum((mass >= min_p) & (descending > -np.inf)))
-        number = min(number, top_k) if top_k > 0 else number
-        self.cumulated = np.cumsum(mass[:number])
-        self.mass = mass[:number]
-        self.fewest = self.most = number
-        if top_p < 1:
-            shares = self.cumulated / self.cumulated[-1]
-            self.fewest = min(number, 1 + int(np.sum(shares < top_p - TOLERANCE)))
-            self.most = min(number, 1 + int(np.sum(shares < top_p + TOLERANCE)))
-
-    def probabilities(self) -> np.ndarray:
-        """Of the kept tokens, in order, where rounding leaves no doubt about which they are."""
-        assert self.fewest == self.most
-        return self.mass[: self.fewest] / self.cumulated[self.fewest - 1]
-
-    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> None:
-        """Raises where a row kept another set, or drew what it should not."""
-        assert self.fewest <= kept <= self.most
-        rank = np.empty(self.order.size, np.int64)
-        rank[self.order] = np.arange(rank.size)
-        drawn = rank[ids]
-        assert drawn.max() < kept
-        shares = np.concatenate([[0.0], self.cumulated[:kept] / self.cumulated[kept - 1]])
-        assert np.all(shares[drawn] <= uniforms + TOLERANCE)
-        assert np.all(shares[drawn + 1] >= uniforms - TOLERANCE)
-
-
 def check(
     logits: np.ndarray, proposal: Proposal, uniforms: np.ndarray, drawn: Drawn | None = None
 ) -> None:
@@ -84,28 +47,6 @@ def check(
         number = int(proposal.draws[row])
         ids = np.asarray(drawn.ids[row])[:number]
         oracle.check(int(drawn.kept[row]), ids, uniforms[row, :number].astype(np.float64))
-
-
-def below_one(uniforms: np.ndarray) -> np.ndarray:
-    """Uniform numbers as float32, none of them rounded up to 1."""
-    return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
-
-
-def random_uniforms(rng: np.random.Generator, rows: int, number: int) -> np.ndarray:
-    """Uniform numbers, of which the first two of each row are the extreme ones."""
-    uniforms = below_one(rng.random((rows, number)))
-    uniforms[:, 0], uniforms[:, 1] = 0.0, LAST
-    return uniforms
-
-
-def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Flat and peaked rows, a third of them full of ties, a third with impossible tokens."""
-    logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 0.1, 1, 3, 8], size=(rows, 1))
-    logits[::3] = np.round(2 * logits[::3]) / 2
-    holes = rng.random((rows, vocab)) < rng.choice([0.3, 0.9], size=(rows, 1))
-    holes[np.arange(rows), rng.integers(0, vocab, rows)] = False
-    holes[np.arange(rows) % 3 != 1] = False
-    return np.where(holes, -np.inf, logits).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +89,6 @@ def test_every_setting_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch, he
         jnp.asarray(batch), proposal, jnp.asarray(uniforms)
     )
     check(batch, proposal, uniforms, drawn)
-
-
-def one_against(rest: float, vocab: int = LLAMA3) -> np.ndarray:
-    """One token at 0, all others at `rest`."""
-    logits = np.full(vocab, rest)
-    logits[7] = 0.0
-    return logits
 
 
 ADVERSARIAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {

@@ -21,7 +21,16 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import MAX_BANS, RULES, SamplerSettings
 from entropix_jax.sampler.step import propose
-from tests.support.samplers import ARMS, EPSILON, calibrated, encode, metrics_of, params_of, view
+from tests.support.samplers import (
+    ARMS,
+    EPSILON,
+    calibrated,
+    encode,
+    metrics_of,
+    other_value,
+    params_of,
+    view,
+)
 
 ENTROPIX = load_sampler("entropix")
 BASELINES = (
@@ -119,19 +128,6 @@ def test_document_000_is_001_with_five_candidates() -> None:
 
 
 # Where each value ends up
-
-
-def other_value(key: str, old: Any) -> Any:
-    """Another allowed value of a scalar."""
-    number = scalars()[key]
-    if number["type"] is bool:
-        return not old
-    if key.startswith("loop."):  # the two limit each other
-        return old - 1
-    halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
-    if halfway == old:
-        halfway = (old + number["low"]) / 2
-    return int(halfway) if number["type"] is int else float(np.float32(halfway))
 
 
 @pytest.mark.parametrize("key", scalars())

@@ -28,8 +28,8 @@ from entropix_jax.sampler.settings import (
     SamplerSettings,
 )
 from entropix_jax.sampler.thresholds import preset_text
-from tests.sampler.test_properties_regimes import numbers, samplers
-from tests.support.examples import examples
+from tests.support.properties import examples
+from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import ARMS, EPSILON, NUM_LAYERS
 
 # Text that TOML can hold: anything but lone surrogates.

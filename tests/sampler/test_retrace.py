@@ -17,8 +17,6 @@ from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import RULES, SamplerSettings
 from entropix_jax.sampler.step import choose
-from tests.sampler.test_presets import other_value
-from tests.sampler.test_sample import VOCAB, rows_of
 from tests.support.samplers import (
     ARMS,
     Job,
@@ -26,11 +24,13 @@ from tests.support.samplers import (
     batch_of,
     fresh_state,
     generate,
+    other_value,
     params_of,
     proposal_of,
     start,
     tiny_model,
 )
+from tests.support.steps import VOCAB, rows_of
 
 MODEL = tiny_model()
 BASE = Job([5, 6, 7], params_of("entropix"), budget=12)
