@@ -136,16 +136,6 @@ def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel)
     assert engine._chunk_steps == 1
 
 
-def test_ragged_rows_are_the_rows_alone(model: LanguageModel) -> None:
-    prompts = [ids(1), ids(40), ids(7, 80)]
-    budgets = [TOKENS, 3, 21]
-    wanted = [Spec(p, str(i), b) for i, (p, b) in enumerate(zip(prompts, budgets, strict=True))]
-    rows = run(model, wanted)
-    assert [len(row.tokens) for row in rows] == budgets
-    for request, row in zip(wanted, rows, strict=True):
-        assert nearly(row, *run(model, [request])), request.row_id
-
-
 def test_a_prefill_in_chunks_is_one_prefill(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

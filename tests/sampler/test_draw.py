@@ -122,18 +122,6 @@ def test_rounding(name: str) -> None:
     check(np.tile(logits, (8, 1)), proposal, random_uniforms(rng, 8, 4))
 
 
-def test_extreme_uniforms() -> None:
-    """0 draws the first of the kept tokens, the number next to 1 the last that has any mass."""
-    logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]))
-    uniforms = jnp.full((2, 2), jnp.asarray([0.0, LAST]))
-    drawn = truncated_draw(logits, proposal_of(top_k=[0, 2], draws=2), uniforms)
-    np.testing.assert_array_equal(drawn.ids, [[1, 0], [0, 1]])
-    flat = jnp.zeros((1, 1000))
-    assert truncated_draw(flat, proposal_of(draws=2), uniforms[:1]).ids.tolist() == [[0, 999]]
-    lone = jnp.asarray(one_against(-500.0, 1000))[None].astype(jnp.float32)
-    assert truncated_draw(lone, proposal_of(draws=2), uniforms[:1]).ids.tolist() == [[7, 7]]
-
-
 def test_the_order_of_the_rules() -> None:
     """min-p by the whole distribution, top-k next, top-p by the mass that these left."""
     logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]))
@@ -183,46 +171,6 @@ def test_frequencies(vocab: int, spread: float, rules: dict[str, float]) -> None
     observed = np.append(observed[likely], observed[~likely].sum())
     expected = np.append(expected[likely], expected[~likely].sum())
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
-
-
-def test_frequencies_of_a_whole_vocabulary() -> None:
-    """Nothing truncated, 128,256 tokens: the mass above each quantile."""
-    rng = np.random.default_rng(9)
-    number, bins = 600, 12
-    logits = rng.normal(size=LLAMA3).astype(np.float32)
-    uniforms = below_one(rng.random((1, number)))
-    drawn = truncated_draw(
-        jnp.asarray(logits)[None], proposal_of(draws=number), jnp.asarray(uniforms)
-    )
-    mass = np.exp(logits.astype(np.float64))
-    # By token id, which the draw does not order by.
-    shares = np.cumsum(mass) / mass.sum()
-    bin_of = np.minimum((shares * bins).astype(int), bins - 1)
-    expected = number * np.bincount(bin_of, weights=mass) / mass.sum()
-    observed = np.bincount(bin_of[np.asarray(drawn.ids[0])], minlength=bins)
-    assert stats.chisquare(observed, expected).pvalue > 1e-3
-
-
-def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length of the head is a matter of speed alone."""
-    rng = np.random.default_rng(11)
-    rows, vocab = 200, 1000
-    logits = jnp.asarray(random_logits(rng, rows, vocab))
-    proposal = proposal_of(
-        temperature=rng.choice([0, 0.5, 1, 2], size=rows),
-        top_k=rng.choice([0, 3, 40, 400], size=rows),
-        top_p=rng.choice([0.3127, 0.9041, 0.9907, 1], size=rows),  # no share of equal tokens
-        min_p=rng.choice([0, 0, 0.02], size=rows),
-        draws=8,
-    )
-    uniforms = jnp.asarray(below_one(rng.random((rows, 8))))
-    outcomes = []
-    for head in (2, 64, vocab):
-        monkeypatch.setattr(draw, "HEAD", head)
-        outcomes.append(jax.jit(lambda *a: nucleus_draw(*a))(logits, proposal, uniforms))
-    for other in outcomes[1:]:
-        np.testing.assert_array_equal(outcomes[0].kept, other.kept)
-        np.testing.assert_array_equal(outcomes[0].ids, other.ids)
 
 
 def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:

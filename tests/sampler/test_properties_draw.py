@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from entropix_jax.sampler.draw import HEAD, Drawn
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import TruncationSettings
-from entropix_jax.sampler.truncation import surprise
-from tests.support import reference
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
@@ -203,34 +201,3 @@ def test_one_token_more_than_the_head(batch: Batch) -> None:
 @given(batches(LLAMA3))
 def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
     check(batch, batch.drawn())
-
-
-@examples(15)
-@given(batches(HEAD + 1), st.permutations(range(VOCABULARIES[HEAD + 1])))
-def test_the_rows_beside_a_row_change_nothing(batch: Batch, order: list[int]) -> None:
-    """To the bit, whatever their rules."""
-    shuffled = Batch(batch.logits[order], [batch.settings[i] for i in order], batch.uniforms[order])
-    one, other = batch.drawn(), shuffled.drawn()
-    np.testing.assert_array_equal(one.kept[order], other.kept)
-    np.testing.assert_array_equal(one.ids[order], other.ids)
-
-
-surprise_of = jax.jit(surprise)
-
-
-@examples(40)
-@given(batches(HEAD + 1))
-def test_the_surprise_of_what_was_drawn(batch: Batch) -> None:
-    """In bits, of the tempered distribution before any truncation; 0 at temperature 0."""
-    tokens = batch.drawn().ids[:, 0]
-    temperature = np.array([setting.temperature for setting in batch.settings], np.float32)
-    found = surprise_of(jnp.asarray(batch.logits), jnp.asarray(temperature), jnp.asarray(tokens))
-    for row, (token, said) in enumerate(zip(tokens, np.asarray(found), strict=True)):
-        logits, t = batch.logits[row].astype(np.float64), float(temperature[row])
-        if t == 0:
-            assert said == 0
-            continue
-        top = logits.max()
-        expected = -reference.log_softmax((logits - top) / t)[token] / np.log(2)
-        if expected < np.finfo(np.float32).max / 2:
-            np.testing.assert_allclose(said, expected, rtol=1e-5, atol=1e-5)

@@ -31,32 +31,6 @@ def regimes_of(params: SamplerSettings, points: Sequence[dict[str, float]]) -> l
     return [REGIMES[i] for i in classify_each(metrics, rows)]
 
 
-def test_worked_scenarios() -> None:
-    points = [(0.05, 0.02), (3.5, 0.08), (2.1, 5.5), (5.5, 5.2), (2.8, 1.5)]
-    found = regimes_of(
-        params_of("document-001"), [{"entropy": h, "varentropy": u} for h, u in points]
-    )
-    assert found == ["lelv", "helv", "lehv", "hehv", "mid"]
-
-
-def test_the_published_thresholds() -> None:
-    values = load_sampler("entropix").values
-    assert [values[f"thresholds.{name}"] for name in ("h1", "h2", "u1", "u2")] == [
-        0.3,
-        2.5,
-        1.2,
-        2.5,
-    ]
-
-
-@pytest.mark.parametrize("quantity", ["entropy", "varentropy", "attn_entropy_norm", "agreement"])
-def test_nan_is_mid(quantity: str) -> None:
-    """Every box with a condition on a quantity excludes a NaN of it."""
-    conditions = {f"regimes.{box}": [f"{quantity} < 100"] for box in REGIMES[:-1]}
-    params = params_of("entropix", conditions)
-    assert regimes_of(params, [{quantity: 1.0}, {quantity: float("nan")}]) == ["lelv", "mid"]
-
-
 def test_conditions_on_attention() -> None:
     """Document 002: heads that look at few keys and agree are a reason to trust the argmax."""
     params = params_of(
@@ -163,27 +137,6 @@ def test_loops_against_the_oracle(max_period: int, repeats: int) -> None:
     expected = [is_loop(tokens, number, max_period, repeats) for tokens, number in rows]
     assert looping(rows, max_period, repeats) == expected
     assert 20 < sum(expected) < 380
-
-
-def test_a_prompt_is_no_loop() -> None:
-    """What the prompt repeats does not count, and no copy may begin in it."""
-    tokens = [5, 6] * 10
-    assert looping([(tokens, n) for n in (0, 1, 7, 8, 20)], 4, 4) == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
-def test_junk_past_the_end_is_no_loop() -> None:
-    """The unused slots all hold 7."""
-    assert looping([([7], 1), ([1, 2, 3, 7, 7, 7], 6), ([1, 2, 7, 7, 7, 7], 6)], 4, 4) == [
-        False,
-        False,
-        True,
-    ]
 
 
 def test_the_longest_loop() -> None:
