@@ -25,7 +25,7 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
-from tests.support.browsing import Watched  # noqa: E402
+from tests.support.browser import Watched  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -235,6 +235,13 @@ def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
     for one in opened:
         assert one.messages == []
         one.context.close()
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a terminal says of itself is for each test to choose."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True, scope="session")

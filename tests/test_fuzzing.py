@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.surfaces import SURFACES, Reader, check_line
 
 # JSON that Python's writer does not write: it stands in place of a mark.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import entropix_jax
 
 ROOT = Path(entropix_jax.__file__).parent
+TESTS = Path(__file__).parent
 
 # Lowest first. A module imports from its own folder and from lower layers; folders of one layer do
 # not know each other. So neither does the model know the sampler, nor the sampler the model.
@@ -111,6 +113,15 @@ def test_names_are_there_at_once() -> None:
     """What pages, traces and presets share does not import arrays."""
     assert reached("entropix_jax.names") <= {"entropix_jax.names", "entropix_jax.errors"}
     assert not imported("entropix_jax.names") & {"jax", "numpy"}
+
+
+def test_test_modules_share_through_support_alone() -> None:
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+                full = [*names, *(f"{getattr(node, 'module', '')}.{name}" for name in names)]
+                assert not [n for n in full if re.match(r"tests\..*\b(test_|conftest)", n)], path
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

@@ -30,11 +30,11 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.cli.test_main import Json, Result
-from tests.support.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
-from tests.support.folders import poisoned, write_model
-from tests.support.patience import PATIENCE, wait_for
+from tests.support.commands import Result
+from tests.support.model_folders import poisoned, write_model
 from tests.support.runs import Spec, run_specs
+from tests.support.traces import Json
+from tests.support.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]

@@ -26,7 +26,6 @@ from entropix_jax.batch.merge import merge, part_address
 from entropix_jax.batch.output import Store, check_output
 from entropix_jax.batch.records import BadRecord, Record, read_records
 from entropix_jax.errors import UserError
-from tests.support.buckets import s3_folder, s3_server  # noqa: F401 (fixtures)
 
 RUN = {"model": "tiny", "sampler": {"name": "entropix", "seed": 0}, "input": "in.jsonl"}
 

@@ -30,8 +30,9 @@ from entropix_jax.host.files import is_standard_output, replacing
 from entropix_jax.lab.tables import write_tables
 from entropix_jax.report.page import write_report
 from entropix_jax.sampler.thresholds import write_text
-from tests.cli.test_main import Result, one_error, read_trace, short
-from tests.support.patience import PATIENCE
+from tests.support.commands import Result, one_error, short
+from tests.support.traces import read_trace
+from tests.support.waiting import PATIENCE
 
 Command = Callable[..., Result]
 ROOT = Path(__file__).parents[2]

@@ -25,13 +25,16 @@ from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from tests.cli.test_main import Result
-from tests.cli.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
 from tests.support import reference
-from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.commands import Result
+from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.support.runs import Spec, calibrated, run_specs
+from tests.support.terminals import ESCAPE, Screen
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*never calibrated"),
+    pytest.mark.usefixtures("own_environment"),
+]
 ENTROPIX = load_sampler("entropix")
 
 

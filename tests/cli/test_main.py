@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,16 @@ from entropix_jax.cli import generate as main
 from entropix_jax.engine.engine import Engine
 from entropix_jax.model import loading
 from entropix_jax.model.loading import load
-from tests.cli.test_terminal import ESCAPE, Screen, own_environment  # noqa: F401 (a fixture)
-from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
-from tests.support.patience import PATIENCE
+from tests.support.commands import PROMPT, Result, one_error, short
+from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.terminals import ESCAPE, Screen
+from tests.support.traces import Json, read_trace
+from tests.support.waiting import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 
 ROOT = Path(__file__).parents[2]
-PROMPT = "Once upon a time"
-
-Json = dict[str, Any]
-
-
-class Result(NamedTuple):
-    status: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +58,6 @@ def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Re
         return Result(status, captured.out, captured.err)
 
     return run
-
-
-def short(*arguments: object, tokens: int = 12) -> list[object]:
-    """A plain prompt and a few tokens, whatever they are."""
-    return ["--prompt", PROMPT, "--no-chat", "--ignore-eos", "--max-new-tokens", tokens, *arguments]
-
-
-def read_trace(path: Path) -> list[Json]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # What is printed.
@@ -485,14 +472,6 @@ def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # What goes wrong.
-
-
-def one_error(result: Result, message: str) -> None:
-    assert result.status == 2
-    assert result.out == ""
-    (line,) = result.err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
 
 
 BAD: list[tuple[list[object], str]] = [

@@ -20,7 +20,7 @@ from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.loading import load
 from entropix_jax.text.chat_template import render_chat
-from tests.support.folders import config_of_folder, write_model
+from tests.support.model_folders import config_of_folder, write_model
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,11 @@ from entropix_jax.cli.status import StatusLine, show_status
 from entropix_jax.cli.terminal import Meter, TextScreen
 from entropix_jax.engine.results import Event, Piece, Row
 from entropix_jax.engine.trace import TokenRecord
-from tests.cli.test_terminal import ESCAPE, own_environment, token  # noqa: F401 (a fixture)
 from tests.support.runs import unrun
+from tests.support.terminals import ESCAPE
+from tests.support.traces import token
+
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture

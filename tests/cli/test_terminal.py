@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 from rich.color import ColorSystem
@@ -17,51 +14,13 @@ from rich.style import Style
 
 from entropix_jax.cli.terminal import TextScreen, ask_person, print_legend, style_of, summary
 from entropix_jax.engine.results import Row
-from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
-from tests.engine.test_trace import record
 from tests.support.runs import unrun
+from tests.support.terminals import ESCAPE, Screen
+from tests.support.traces import token
 
-ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
-
-
-def token(regime: str, action: str = "sample") -> TokenRecord:
-    return replace(record(), regime=regime, action=action)
-
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a terminal says of itself is for each test to choose."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-class Screen:
-    """The far end of a pseudo-terminal that is standard output and standard error."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
-        for name, value in {"TERM": "xterm-256color", **environment}.items():
-            monkeypatch.setenv(name, value)
-        Style.parse.cache_clear()  # a style keeps the codes of the first terminal it was for
-        self._far, near = pty.openpty()
-        self.file = os.fdopen(near, "w", encoding="utf-8")
-        monkeypatch.setattr(sys, "stdout", self.file)
-        monkeypatch.setattr(sys, "stderr", self.file)
-
-    def read(self) -> str:
-        """What was written so far; the terminal's own line ends are undone."""
-        end = b"\x1d"  # what is written takes its time to get here
-        self.file.write(end.decode())
-        self.file.flush()
-        shown = b""
-        while not shown.endswith(end):
-            shown += os.read(self._far, 1 << 16)
-        return shown.removesuffix(end).decode().replace("\r\n", "\n")
-
-    def close(self) -> None:
-        self.file.close()
-        os.close(self._far)
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture

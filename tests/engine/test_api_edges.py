@@ -28,7 +28,7 @@ from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import parse_mesh
 from entropix_jax.sampler.proposal import draw
-from tests.support.folders import write_model
+from tests.support.model_folders import write_model
 from tests.support.runs import Spec, run_specs
 from tests.support.samplers import calibrated
 

@@ -26,7 +26,7 @@ from entropix_jax.model.precision import choose_precision
 from entropix_jax.names import REGIMES, THRESHOLDS
 from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sampler import Sampler
-from tests.support.folders import PUBLISHED, poisoned, token_ids, write_model
+from tests.support.model_folders import PUBLISHED, poisoned, token_ids, write_model
 from tests.support.models import write_config
 from tests.support.runs import Spec, run_specs
 

@@ -21,8 +21,8 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from tests.support.comparison import difference
-from tests.support.folders import poisoned
+from tests.support.model_folders import poisoned
+from tests.support.row_difference import difference
 from tests.support.runs import Spec, calibrated, requests
 
 CAPACITY = 512

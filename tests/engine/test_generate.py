@@ -29,9 +29,9 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.text.tokenizer import load_tokenizer
-from tests.support.folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.support.runs import Spec, run_specs
-from tests.text.test_tokenizer import byte_fallback, save
+from tests.support.tokenizers import byte_fallback, save
 
 TOKENS = 40  # of most runs: more than a chunk of steps
 RECORDING = Recording(top=MAX_TOP, layers=True)
@@ -134,16 +134,6 @@ def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel)
     for _ in range(9):
         engine._pace(1.0)
     assert engine._chunk_steps == 1
-
-
-def test_ragged_rows_are_the_rows_alone(model: LanguageModel) -> None:
-    prompts = [ids(1), ids(40), ids(7, 80)]
-    budgets = [TOKENS, 3, 21]
-    wanted = [Spec(p, str(i), b) for i, (p, b) in enumerate(zip(prompts, budgets, strict=True))]
-    rows = run(model, wanted)
-    assert [len(row.tokens) for row in rows] == budgets
-    for request, row in zip(wanted, rows, strict=True):
-        assert nearly(row, *run(model, [request])), request.row_id
 
 
 def test_a_prefill_in_chunks_is_one_prefill(

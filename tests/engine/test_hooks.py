@@ -17,8 +17,11 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.retrieval import Retriever
-from tests.cli.test_main import read_trace
-from tests.cli.test_terminal import Screen, own_environment  # noqa: F401 (a fixture)
+from tests.support.terminals import Screen
+from tests.support.traces import read_trace
+
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 
 NEVER, ALWAYS = ["entropy < -1"], ["entropy > -1"]
 BOXES: dict[str, Any] = {f"regimes.{box}": NEVER for box in ("lelv", "helv", "lehv", "hehv")}

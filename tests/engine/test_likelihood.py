@@ -16,7 +16,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load
 from tests.support import reference
-from tests.support.folders import MAX_POSITIONS, poisoned, write_model
+from tests.support.model_folders import MAX_POSITIONS, poisoned, write_model
 
 Pair = tuple[list[int], list[int]]
 EMBEDDED = Path(__file__).parents[2] / "weights" / "tiny"

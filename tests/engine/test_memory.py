@@ -21,7 +21,7 @@ from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import load
 from entropix_jax.model.mesh import parse_mesh, place, rules_for, weights_bytes
 from entropix_jax.model.precision import choose_precision
-from tests.support.folders import config_of_folder
+from tests.support.model_folders import config_of_folder
 from tests.support.models import random_params, tiny_config
 from tests.support.runs import Spec, run_specs
 

@@ -22,8 +22,8 @@ from entropix_jax.names import REGIMES
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.examples import examples
 from tests.support.models import TINY
+from tests.support.properties import examples
 from tests.support.runs import unrun
 from tests.support.traces import Trace, load_trace
 

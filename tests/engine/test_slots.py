@@ -15,7 +15,7 @@ from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import Rules, place, rules_for
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.state import init_sampler_state
-from tests.model.test_sharding import collectives_of, two
+from tests.support.meshes import collectives_of, two
 from tests.support.models import tiny_config
 from tests.support.samplers import params_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from entropix_jax.engine.trace import BranchRecord, TokenRecord, TraceWriter, plain
+from entropix_jax.engine.trace import BranchRecord, TraceWriter, plain
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_writable
+from tests.support.traces import OPTIONAL, record
 
 # The contract, in order. Three more fields stand among them: the agreement as published, which two
 # presets act on, the adaptive arm's confidence, and whether a branching was too close to call.
@@ -21,12 +21,6 @@ PUBLISHED = """row position token_id text regime action logprob entropy varentro
     interaction_strength temperature top_k top_p min_p forwards loop top branches
     layers""".split()
 MORE = {"agreement_published", "confidence", "ambiguous"}
-OPTIONAL = {"top", "branches", "layers", "ambiguous"}
-
-
-def record(**changes: object) -> TokenRecord:
-    fields = dict.fromkeys((field.name for field in dataclasses.fields(TokenRecord)), 0)
-    return TokenRecord(**{**fields, **dict.fromkeys(OPTIONAL), **changes})  # type: ignore[arg-type]
 
 
 def test_fields_and_their_order() -> None:

@@ -24,7 +24,7 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.boxes import occupancy, read_boxes
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
-from tests.support.folders import write_model
+from tests.support.model_folders import write_model
 
 WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
 SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]

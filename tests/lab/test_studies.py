@@ -49,7 +49,7 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
-from tests.support.folders import MAX_POSITIONS, write_model
+from tests.support.model_folders import MAX_POSITIONS, write_model
 from tests.support.models import teacher_forced
 from tests.support.runs import Spec, calibrated, run_specs, unrun
 

@@ -27,8 +27,14 @@ from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
-from tests.model.test_sharding import two
-from tests.support.folders import config_of_folder, poisoned, sharp_params, token_ids, write_model
+from tests.support.meshes import two
+from tests.support.model_folders import (
+    config_of_folder,
+    poisoned,
+    sharp_params,
+    token_ids,
+    write_model,
+)
 from tests.support.runs import Spec, calibrated, run_specs
 
 CHECK = Recording(check=True)

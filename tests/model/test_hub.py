@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.folders import write_model
-from tests.support.hub import COMMIT, REPO, TOKEN, Hub, serving
-from tests.support.patience import PATIENCE
+from tests.support.hub_server import COMMIT, REPO, TOKEN, Hub, serving
+from tests.support.model_folders import write_model
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "model.safetensors"

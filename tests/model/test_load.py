@@ -22,7 +22,7 @@ from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model import loading
 from entropix_jax.model.loading import load, logits_epsilon, resolve_model
-from tests.support.folders import config_of_folder, sharp_params, token_ids, write_model
+from tests.support.model_folders import config_of_folder, sharp_params, token_ids, write_model
 
 Change = Callable[[Path], object]
 

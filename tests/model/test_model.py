@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.decode import decode
 from entropix_jax.engine.state import (
-    FINISHED_EOS,
-    FINISHED_ERROR,
     FINISHED_LENGTH,
     RUNNING,
-    Recording,
 )
 from entropix_jax.model.cache import init_cache, init_suffixes
 from entropix_jax.model.llama import forward, forward_branches, rms_norm
@@ -29,8 +23,6 @@ from tests.support.models import (
     random_params,
     random_tokens,
     run,
-    sampler_params,
-    start,
     teacher_forced,
     tiny_config,
 )
@@ -318,64 +310,3 @@ def test_generation_against_float64(params, generated, row: int) -> None:
     assert not np.any(records.live[budget:, row])
     assert int(state.finish[row]) == FINISHED_LENGTH
     assert int(state.cache.length[row]) == prompt + budget - 1
-
-
-def test_one_step_at_a_time_is_the_loop(params, generated) -> None:
-    """Streaming differs in nothing but when the host looks."""
-    state = start(params, TINY, PROMPTS, BUDGETS, capacity=96)
-    for i in range(max(BUDGETS)):
-        state, record, _ = decode(
-            params,
-            sampler_params(TINY, 3),
-            jnp.asarray([-1], jnp.int32),
-            state,
-            jnp.int32(1),
-            config=TINY,
-            window=96,
-            max_steps=1,
-            recording=Recording(),
-        )
-        live = np.asarray(generated[1].live[i])
-        np.testing.assert_array_equal(record.live[0], live)
-        for got, want in zip(jax.tree.leaves(record), jax.tree.leaves(generated[1]), strict=True):
-            np.testing.assert_array_equal(got[0][live], want[i][live])
-    np.testing.assert_array_equal(state.history, generated[0].history)
-
-
-def test_an_end_token_ends_its_row_alone(params, generated) -> None:
-    """The end token is committed, nothing after it; the other rows do not notice."""
-    state, records = generated
-    tokens = np.asarray(records.choice.token)
-    row = 0
-    stop = next(t for t in tokens[2:, row] if t not in tokens[: BUDGETS[1], 1])
-    at = int(np.argmax(tokens[:, row] == stop))
-    state, records = generate(params, TINY, PROMPTS, BUDGETS, capacity=96, eos=[63_000, stop])
-    assert int(state.finish[row]) == FINISHED_EOS
-    assert int(np.sum(records.live[:, row])) == at + 1
-    end = len(PROMPTS[row]) + at
-    assert int(state.history[row, end]) == stop
-    np.testing.assert_array_equal(state.history[row, end + 1 :], 0)
-    np.testing.assert_array_equal(state.history[1:], generated[0].history[1:])
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_of_nan_ends_with_an_error_alone(bad: float) -> None:
-    """The position is named, nothing is committed there, and the other row goes on."""
-    config = tiny_config(tied_head=False)
-    params = random_params(config)
-    prompts = [[1, 2, 3], [4, 5, 6, 7]]
-    good, _ = generate(params, config, prompts, [6, 6], capacity=16)
-    # Once row 0 reads this token, the first that is its own, its logits are no numbers.
-    first, second = np.asarray(good.history).tolist()
-    at = next(i for i in range(3, 8) if first[i] not in first[:i] + second)
-    params = replace(params, embedding=params.embedding.at[first[at]].set(bad))
-    state, records = generate(params, config, prompts, [6, 6], capacity=16)
-    assert int(state.finish[0]) == FINISHED_ERROR
-    steps = at - 1  # 3, the prompt's length, less than there are tokens, and the one that fails
-    assert int(np.sum(records.live[:, 0])) == steps
-    assert int(records.position[steps - 1, 0]) == at + 1
-    assert not records.choice.finite[steps - 1, 0]
-    np.testing.assert_array_equal(state.history[0, : at + 1], first[: at + 1])
-    np.testing.assert_array_equal(state.history[0, at + 1 :], 0)
-    np.testing.assert_array_equal(state.history[1], good.history[1])
-    assert int(state.finish[1]) == FINISHED_LENGTH

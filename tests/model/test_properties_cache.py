@@ -23,11 +23,11 @@ from entropix_jax.engine.state import FINISHED_STOP, RUNNING, DecodeState, Recor
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
-from tests.sampler.test_schedules import CAPACITY, CONFIG, PARAMS, Line, line_of, random_job
 from tests.support import reference
-from tests.support.examples import examples
 from tests.support.models import fill_unused, logits_of, random_params, run, tiny_config
+from tests.support.properties import examples
 from tests.support.samplers import Job
+from tests.support.schedules import CAPACITY, CONFIG, PARAMS, Line, line_of, random_job
 
 JUNK = (0.0, np.nan, np.inf, -np.inf, 1e30, 3.0)
 

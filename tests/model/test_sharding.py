@@ -1,12 +1,10 @@
 """Many devices: meshes and rules, and that rows on eight devices come out as on one."""
 
-import math
 import os
 import pickle
-import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
@@ -35,7 +32,8 @@ from entropix_jax.model.mesh import (
 )
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
-from tests.support.many_devices import BATCH, CAPACITY, CHUNKS, CONFIG, LANES, MESHES, Outcome
+from tests.support.eight_devices import BATCH, CAPACITY, CHUNKS, CONFIG, LANES, MESHES, Outcome
+from tests.support.meshes import Collective, collectives_of, two
 from tests.support.models import logits_of, run, tiny_config
 from tests.support.samplers import Job, batch_of, params_of, start, tiny_model
 
@@ -46,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     path = tmp_path_factory.mktemp("sharding") / "outcomes"
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    code = f"from tests.support.many_devices import main; main({str(path)!r})"
+    code = f"from tests.support.eight_devices import main; main({str(path)!r})"
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -58,10 +56,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:
     return load("tiny")
-
-
-def two(text: str) -> Mesh:
-    return parse_mesh(text, jax.devices()[:2])
 
 
 # Meshes and rules.
@@ -376,55 +370,6 @@ def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome]) -> None:
         hidden = batch * CONFIG.width
         floor = (2 * layers + 1) * hidden + layers * batch * slots
         assert floor <= sum(c.elements for c in sums) <= floor + 16 * layers * batch
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One exchange between devices, as a compiled program says it."""
-
-    kind: str
-    elements: int
-    groups: frozenset[frozenset[int]]
-    source: str
-    line: int
-
-
-def collectives_of(text: str) -> list[Collective]:
-    found = []
-    kinds = (
-        "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-    )
-    for number, line in enumerate(text.splitlines()):
-        match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
-        if match is None:
-            continue
-        shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", match[1]) or [""]
-        elements = sum(math.prod(map(int, filter(None, s.split(",")))) for s in shapes)
-        source = re.search(r'op_name="([^"]*)"', line)
-        groups = frozenset(frozenset(group) for group in groups_of(line))
-        found.append(Collective(match[2], elements, groups, source[1] if source else "", number))
-    return found
-
-
-def groups_of(line: str) -> list[list[int]]:
-    """Which devices exchange, in any of XLA's ways to write it: {{0,1},{2,3}}, [2,2]<=[4] or, from
-    JAX 0.11 on, mesh['data'=2,'model'=2] {'model'}."""
-    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
-    if listed is not None:
-        return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
-    if named is not None:
-        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = re.findall(r"'(\w+)'", named[2])
-        devices = np.arange(math.prod(axes.values())).reshape(*axes.values())
-        last = [[*axes].index(name) for name in over]
-        devices = np.moveaxis(devices, last, range(-len(last), 0))
-        return devices.reshape(-1, math.prod(axes[name] for name in over)).tolist()
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    assert iota is not None, line
-    shape, dims, order = ([*map(int, part.split(","))] if part else [] for part in iota.groups())
-    numbers = np.arange(math.prod(dims)).reshape(dims)
-    return numbers.transpose(order or range(len(dims))).reshape(shape).tolist()
 
 
 def compare(expected: Any, got: Any) -> None:

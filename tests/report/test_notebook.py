@@ -22,9 +22,9 @@ from entropix_jax.names import REGIMES
 from entropix_jax.report.notebook import MAX_TOKENS, style
 from entropix_jax.report.page import run_page
 from entropix_jax.report.reading import TraceReader
-from tests.cli.test_terminal import token
-from tests.support.folders import write_model
+from tests.support.model_folders import write_model
 from tests.support.runs import Spec, run_specs, unrun
+from tests.support.traces import token
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
 import os
@@ -10,9 +9,7 @@ import random
 import re
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,103 +17,27 @@ import pytest
 
 from entropix_jax import __main__ as cli
 from entropix_jax.cli import report as command
-from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError
-from entropix_jax.names import MEANINGS, REGIMES, TRACE_FORMAT
+from entropix_jax.names import MEANINGS, TRACE_FORMAT
 from entropix_jax.report import embedding, page, reading
 from entropix_jax.report.page import check_report, comparison_page, run_page, write_report
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.presets import load_sampler
+from tests.support.reports import (
+    NASTY,
+    STATIC,
+    Json,
+    Parsed,
+    branching,
+    footer,
+    header,
+    lines_of,
+    run_of,
+    token,
+    unpacked,
+    write,
+)
 from tests.support.traces import load_trace
-
-Json = dict[str, Any]
-NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
-STATIC = Path(page.__file__).parent / "static"
-
-
-def header(**changes: Any) -> Json:
-    fields: Json = {
-        "type": "header",
-        "format_version": TRACE_FORMAT,
-        "model": "weights/tiny",
-        "sampler": "entropix",
-        "sampler_parameters": dict(load_sampler("entropix").values),
-        "seed": 0,
-        "versions": {"entropix_jax": "0.1.0", "jax": "0.10.2"},
-        "backend": "cpu",
-        "prompt": "Once",
-        "prompt_tokens": [1, 2, 3],
-    }
-    return fields | changes
-
-
-def token(position: int, *, retracted: bool = False, **changes: Any) -> Json:
-    """A token whose every number differs from that of any other position."""
-    draw = random.Random(position * 2 + retracted)
-    numbers = {name: round(draw.uniform(0.0, 6.0), 6) for name in reading.METRICS}
-    fields: Json = {
-        "row": 0,
-        "position": position,
-        "token_id": draw.randrange(1000),
-        "text": f" word{position}",
-        "regime": "mid",
-        "action": "sample",
-        "top_k": 27,
-        "forwards": position,
-        "loop": False,
-        **numbers,
-        "top": [(7, " word", 0.5), (8, NASTY, 0.25)],
-        "layers": [[0.5, 1.5], [0.25, 2.0]],
-    }
-    return TokenRecord(**fields | changes).to_json(retracted=retracted)
-
-
-def branching(position: int, **changes: Any) -> Json:
-    branches = [
-        {"tokens": [5, 6], "text": " to be", "score": -0.5, "chosen": True},
-        {"tokens": [7], "text": NASTY, "score": None, "chosen": False},
-    ]
-    fields: Json = {"action": "branch", "branches": branches, "ambiguous": True}
-    return token(position, regime="lehv", **(fields | changes))
-
-
-def footer(records: list[Json], **changes: Any) -> Json:
-    rows = sorted({record["row"] for record in records})
-    counts = {row: [r for r in records if r["row"] == row and r["type"] == "token"] for row in rows}
-    fields = [
-        {
-            "row": row,
-            "text": "".join(record["text"] for record in counts[row]),
-            "finish_reason": "length",
-            "tokens": len(counts[row]),
-            "retracted": 0,
-            "forwards": 99,
-        }
-        for row in rows
-    ]
-    timings = {"first_token": 1.0, "total": 3.0}
-    return {"type": "footer", "rows": fields, "timings": timings} | changes
-
-
-def run_of(count: int = 12, row: int = 0) -> list[Json]:
-    """Tokens of one row, with all that a row may have."""
-    records = [token(3 + i, row=row, regime=REGIMES[i % 5]) for i in range(count)]
-    records[2] = branching(5, row=row)
-    records[3] |= {"action": "branch", "regime": "lelv"}
-    records[4] |= {"action": "inject"}
-    records[6] |= {"loop": True, "regime": "lehv"}
-    records[7] |= {"text": NASTY}
-    records.insert(8, token(11, retracted=True, row=row, regime="hehv"))
-    return records
-
-
-def lines_of(records: list[Json]) -> list[str]:
-    return [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-
-
-def write(path: Path, *records: Json) -> Path:
-    path.write_text("".join(lines_of(list(records))), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -333,35 +254,6 @@ def test_scripts_name_the_regimes_alike() -> None:
 
 
 # The page.
-
-
-class Parsed(HTMLParser):
-    """The elements of a page, and the text of each script by its id."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: dict[str, str] = {}
-        self._script: str | None = None
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag == "script":
-            self._script = dict(attrs).get("id") or "own"
-            self.scripts[self._script] = ""
-
-    def handle_endtag(self, tag: str) -> None:
-        self._script = None
-
-    def handle_data(self, data: str) -> None:
-        if self._script is not None:
-            self.scripts[self._script] += data
-
-
-def unpacked(text: str, name: str) -> bytes:
-    return zlib.decompress(base64.b64decode(Parsed(text).scripts[name]))
 
 
 def test_a_page_carries_its_trace(whole: Path) -> None:

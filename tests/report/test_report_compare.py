@@ -14,9 +14,7 @@ from entropix_jax.cli import generate as main
 from entropix_jax.cli import report as command
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from tests.report.test_report import NASTY, footer, header, run_of, token, write
-from tests.report.test_report_page import SERIES, committed
-from tests.support.browsing import (
+from tests.support.browser import (
     Watched,
     each,
     frames,
@@ -27,6 +25,7 @@ from tests.support.browsing import (
     texts_stand_out,
     watched_page,
 )
+from tests.support.reports import NASTY, SERIES, committed, footer, header, run_of, token, write
 from tests.support.traces import Trace, load_trace
 
 Json = dict[str, Any]

@@ -14,9 +14,10 @@ import pytest
 from entropix_jax.engine.trace import TraceWriter
 from entropix_jax.model import loading
 from entropix_jax.report.page import run_page
-from tests.cli.test_main import Result, one_error, read_trace, short
-from tests.report.test_report import Parsed, unpacked
-from tests.support.folders import poisoned, write_model
+from tests.support.commands import Result, one_error, short
+from tests.support.model_folders import poisoned, write_model
+from tests.support.reports import Parsed, unpacked
+from tests.support.traces import read_trace
 
 Command = Callable[..., Result]
 

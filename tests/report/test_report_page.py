@@ -21,8 +21,7 @@ from entropix_jax.names import QUANTITIES, REGIMES
 from entropix_jax.report.page import run_page, write_report
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
-from tests.report.test_report import NASTY, STATIC, Parsed, footer, header, run_of, token, write
-from tests.support.browsing import (
+from tests.support.browser import (
     Watched,
     each,
     frames,
@@ -32,6 +31,18 @@ from tests.support.browsing import (
     reloaded,
     texts_stand_out,
     watched_page,
+)
+from tests.support.reports import (
+    NASTY,
+    SERIES,
+    STATIC,
+    Parsed,
+    committed,
+    footer,
+    header,
+    run_of,
+    token,
+    write,
 )
 from tests.support.samplers import metrics_of, params_of
 from tests.support.traces import Trace, load_trace
@@ -43,7 +54,6 @@ RUN = [
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
     "sampler.base.temperature=1.0",
 ]
-SERIES = ("entropy", "varentropy", "agreement", "temperature")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +91,6 @@ def opened(watched: Callable[..., Watched], tmp_path: Path) -> Callable[..., Any
         return watched().open(tmp_path / "page.html")
 
     return opened
-
-
-def committed(trace: Trace) -> list[dict[str, Any]]:
-    return [record for record in trace.tokens if record["type"] == "token"]
 
 
 def details(page: Any) -> dict[str, float]:

@@ -110,11 +110,6 @@ def test_adaptive_sampling() -> None:
     assert float(reported) == pytest.approx(0.36, rel=1e-5)
 
 
-def test_candidates_of_the_two_documents() -> None:
-    assert int(params_of("document-000").own["adaptive"].draws) == 5
-    assert int(params_of("document-001").own["adaptive"].draws) == 12
-
-
 # The oracle
 
 

@@ -27,7 +27,6 @@ from entropix_jax.engine.state import (
     Recording,
 )
 from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.model.config import GenerationConfig
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
@@ -38,8 +37,8 @@ from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import MAX_DRAWS, RULES, SamplerSettings
 from entropix_jax.sampler.state import Rows, Tally
 from entropix_jax.sampler.step import choose
-from tests.sampler.test_truncation import mirostat
-from tests.support.folders import token_ids, write_model
+from tests.support.draw_oracles import mirostat
+from tests.support.model_folders import token_ids, write_model
 from tests.support.reference import entropy_bits, log_softmax
 from tests.support.runs import Spec, run_specs
 from tests.support.samplers import (
@@ -820,24 +819,6 @@ def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: R
 def replaced(whole: Run, at: int) -> Event:
     """The event of the row's token `at`."""
     return next(event for event in whole.events if event.token is whole.row.tokens[at])
-
-
-def test_an_end_token_in_anothers_place(model: LanguageModel, whole: Run) -> None:
-    tokens = [event.token.token_id for event in whole.events if event.token is not None]
-    at = next(
-        i
-        for i, event in enumerate(whole.events)
-        if i > 3
-        and event.token is not None
-        and event.token.action == "backspace"
-        and tokens[i] not in tokens[:i]
-    )
-    ending = replace(model, generation=GenerationConfig(eos_ids=(tokens[at],)))
-    one = generation(ending, ignore_eos=False)
-    events = list(one)
-    assert [event.token.token_id for event in events if event.token] == tokens[: at + 1]
-    assert one.rows[0].finish_reason == "eos"
-    assert one.rows[0].tokens[-1].action == "backspace"
 
 
 def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) -> None:

@@ -16,8 +16,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.step import propose
-from tests.sampler.test_draw import Oracle, below_one, random_logits
-from tests.sampler.test_truncation import Kept
+from tests.support.draw_oracles import Kept, Oracle, below_one, random_logits
 from tests.support.samplers import attn_stats, batch_of, params_of, proposal_of, view
 
 ROWS, VOCAB = 60, 1000

@@ -12,10 +12,10 @@ from entropix_jax.names import BOXES, REGIMES
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.state import MAX_ATTEMPTS
-from tests.sampler.test_schedules import CAPACITY, Line, play
-from tests.support.folders import token_ids, write_model
+from tests.support.model_folders import token_ids, write_model
 from tests.support.runs import Spec, run_specs
 from tests.support.samplers import ARMS, BATCH, Job, params_of
+from tests.support.schedules import CAPACITY, Line, play
 
 HUGE = 10**6
 ENDLESS: Mapping[str, Any] = {

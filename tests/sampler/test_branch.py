@@ -43,7 +43,6 @@ from tests.support.reference_branch import (
     Reader,
     Ties,
     follow,
-    is_looping,
     observe,
     step,
     uniform_numbers,
@@ -271,40 +270,6 @@ def test_the_reference_reads_as_float64_does(model: Model, texts: np.ndarray, re
 # Cases, drawn at random
 
 
-# The guard alone finds a row outside, and what it has said already is likely.
-_LOOPING: Mapping[str, Any] = {
-    "branch.width": MAX_WIDTH,
-    "branch.min_p": 0.0,
-    "branch.top_p": 1.0,
-    "repetition.penalty": 0.3,
-    "loop.max_period": 8,
-    "loop.repeats": 2,
-}
-
-
-def test_a_loop_is_one_of_generated_tokens(model: Model, texts: np.ndarray, read: Reader) -> None:
-    """The prompt's do not count, a branch's do, to the token: these loops begin in the branch, and
-    with one generated token fewer would not yet."""
-    batch = []
-    for seed, text in enumerate(texts):
-        period, first = seed % 3 + 1, seed % 7 + 1
-        prompt = [*text[:first], *[*text[first : first + period]] * 3]
-        values = {**_LOOPING, "branch.width": 1, "branch.depth": 10}
-        case = case_of(prompt, {**EVERYWHERE, **values}, 10)
-        outcome = step(read, case)
-        loops = [seen.looping for seen in outcome.observations]
-        if any(loops) and not outcome.ties:
-            generated = outcome.committed[: loops.index(True)]
-            assert is_looping(generated, 8, 2)
-            if not is_looping(generated[1:], 8, 2):
-                batch.append((case, outcome))
-    assert len(batch) >= ROWS
-    batch = batch[:ROWS]
-    ran = carry_out(model, [case for case, _ in batch])
-    for row, (case, outcome) in enumerate(batch):
-        agrees(case, outcome, ran, row)
-
-
 def test_the_cache_holds_the_branch(model: Model, texts: np.ndarray, read: Reader) -> None:
     """It is that of a text which was read in one go, and so are the next logits."""
     batch = [everywhere(texts[i, : 5 + i], 12, depth=i % 6 + 1) for i in range(ROWS)]
@@ -519,26 +484,6 @@ def test_a_row_whose_branches_all_fail_ends_where_they_do(
     for row in range(1, ROWS):
         agrees(other, expected, first, row)
         assert second.record(row).live
-
-
-@pytest.mark.parametrize("per_row", [0, 1, 2])
-def test_a_row_without_branches_left_explores(
-    model: Model, texts: np.ndarray, per_row: int
-) -> None:
-    case = everywhere(texts[1, :9], 20, per_row=per_row, depth=2)
-    ran = carry_on(model, [case], 4)
-    records = [now.record(0) for now in ran]
-    branched = [record.branch >= 0 for record in records]
-    assert branched == [True] * per_row + [False] * (4 - per_row)
-    assert ran[-1].state.sampler.tally.own["branch"].begun[0] == per_row
-    for i, record in enumerate(records[per_row:]):
-        proposal, metrics = record.choice.proposal, record.choice.observation.metrics
-        assert ACTIONS[proposal.action] == "explore"
-        warmer = 0.666 * (1.2 + 0.3 * metrics.interaction_strength)
-        assert float(proposal.temperature) == pytest.approx(min(1.5, warmer), rel=1e-5)
-        assert proposal.top_k == max(5, int(27 * (1 + 0.5 * (1 - metrics.agreement))))
-        # 4 candidates of 2 tokens a branching; a token a step, of which the first was the prompt's.
-        assert record.forwards == 8 * per_row + per_row + i
 
 
 def test_noise_of_one_row_is_nothing_to_another(

@@ -15,7 +15,6 @@ from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import TruncationSettings
-from tests.sampler.test_sample import Play
 from tests.support.samplers import (
     Job,
     batch_of,
@@ -27,6 +26,7 @@ from tests.support.samplers import (
     tiny_model,
     tokens_of,
 )
+from tests.support.steps import Play
 
 
 def frequencies(probabilities: list[float], number: int = 20_000, **rules: float) -> np.ndarray:

@@ -13,11 +13,16 @@ from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import HEAD, Drawn
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import TruncationSettings
+from tests.support.draw_oracles import (
+    LAST,
+    LLAMA3,
+    Oracle,
+    below_one,
+    one_against,
+    random_logits,
+    random_uniforms,
+)
 from tests.support.samplers import proposal_of
-
-TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
-LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
-LLAMA3 = 128_256
 
 
 def nucleus_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> Drawn:
@@ -32,48 +37,6 @@ def nucleus_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> 
 truncated_draw = jax.jit(nucleus_draw)
 
 
-class Oracle:
-    """What one row may draw, in float64, by sorting the vocabulary."""
-
-    def __init__(self, logits: np.ndarray, proposal: Proposal, row: int = 0) -> None:
-        # Of the proposal's own float32 numbers.
-        temperature, top_p, min_p = (
-            float(x[row]) for x in (proposal.temperature, proposal.top_p, proposal.min_p)
-        )
-        top_k = int(proposal.top_k[row])
-        logits = logits.astype(np.float64)
-        if temperature == 0:
-            temperature, top_k = 1.0, 1
-        self.order = np.lexsort((np.arange(logits.size), -logits))  # ties to the lower id
-        descending = logits[self.order]
-        mass = np.exp((descending - descending[0]) / temperature)
-        number = int(np.sum((mass >= min_p) & (descending > -np.inf)))
-        number = min(number, top_k) if top_k > 0 else number
-        self.cumulated = np.cumsum(mass[:number])
-        self.mass = mass[:number]
-        self.fewest = self.most = number
-        if top_p < 1:
-            shares = self.cumulated / self.cumulated[-1]
-            self.fewest = min(number, 1 + int(np.sum(shares < top_p - TOLERANCE)))
-            self.most = min(number, 1 + int(np.sum(shares < top_p + TOLERANCE)))
-
-    def probabilities(self) -> np.ndarray:
-        """Of the kept tokens, in order, where rounding leaves no doubt about which they are."""
-        assert self.fewest == self.most
-        return self.mass[: self.fewest] / self.cumulated[self.fewest - 1]
-
-    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> None:
-        """Raises where a row kept another set, or drew what it should not."""
-        assert self.fewest <= kept <= self.most
-        rank = np.empty(self.order.size, np.int64)
-        rank[self.order] = np.arange(rank.size)
-        drawn = rank[ids]
-        assert drawn.max() < kept
-        shares = np.concatenate([[0.0], self.cumulated[:kept] / self.cumulated[kept - 1]])
-        assert np.all(shares[drawn] <= uniforms + TOLERANCE)
-        assert np.all(shares[drawn + 1] >= uniforms - TOLERANCE)
-
-
 def check(
     logits: np.ndarray, proposal: Proposal, uniforms: np.ndarray, drawn: Drawn | None = None
 ) -> None:
@@ -84,28 +47,6 @@ def check(
         number = int(proposal.draws[row])
         ids = np.asarray(drawn.ids[row])[:number]
         oracle.check(int(drawn.kept[row]), ids, uniforms[row, :number].astype(np.float64))
-
-
-def below_one(uniforms: np.ndarray) -> np.ndarray:
-    """Uniform numbers as float32, none of them rounded up to 1."""
-    return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
-
-
-def random_uniforms(rng: np.random.Generator, rows: int, number: int) -> np.ndarray:
-    """Uniform numbers, of which the first two of each row are the extreme ones."""
-    uniforms = below_one(rng.random((rows, number)))
-    uniforms[:, 0], uniforms[:, 1] = 0.0, LAST
-    return uniforms
-
-
-def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Flat and peaked rows, a third of them full of ties, a third with impossible tokens."""
-    logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 0.1, 1, 3, 8], size=(rows, 1))
-    logits[::3] = np.round(2 * logits[::3]) / 2
-    holes = rng.random((rows, vocab)) < rng.choice([0.3, 0.9], size=(rows, 1))
-    holes[np.arange(rows), rng.integers(0, vocab, rows)] = False
-    holes[np.arange(rows) % 3 != 1] = False
-    return np.where(holes, -np.inf, logits).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +91,6 @@ def test_every_setting_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch, he
     check(batch, proposal, uniforms, drawn)
 
 
-def one_against(rest: float, vocab: int = LLAMA3) -> np.ndarray:
-    """One token at 0, all others at `rest`."""
-    logits = np.full(vocab, rest)
-    logits[7] = 0.0
-    return logits
-
-
 ADVERSARIAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
     "uniform": lambda rng: np.zeros(LLAMA3),
     "uniform at 1e4": lambda rng: np.full(LLAMA3, 1e4),
@@ -186,18 +120,6 @@ def test_rounding(name: str) -> None:
         draws=4,
     )
     check(np.tile(logits, (8, 1)), proposal, random_uniforms(rng, 8, 4))
-
-
-def test_extreme_uniforms() -> None:
-    """0 draws the first of the kept tokens, the number next to 1 the last that has any mass."""
-    logits = jnp.log(jnp.asarray([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]))
-    uniforms = jnp.full((2, 2), jnp.asarray([0.0, LAST]))
-    drawn = truncated_draw(logits, proposal_of(top_k=[0, 2], draws=2), uniforms)
-    np.testing.assert_array_equal(drawn.ids, [[1, 0], [0, 1]])
-    flat = jnp.zeros((1, 1000))
-    assert truncated_draw(flat, proposal_of(draws=2), uniforms[:1]).ids.tolist() == [[0, 999]]
-    lone = jnp.asarray(one_against(-500.0, 1000))[None].astype(jnp.float32)
-    assert truncated_draw(lone, proposal_of(draws=2), uniforms[:1]).ids.tolist() == [[7, 7]]
 
 
 def test_the_order_of_the_rules() -> None:
@@ -249,46 +171,6 @@ def test_frequencies(vocab: int, spread: float, rules: dict[str, float]) -> None
     observed = np.append(observed[likely], observed[~likely].sum())
     expected = np.append(expected[likely], expected[~likely].sum())
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
-
-
-def test_frequencies_of_a_whole_vocabulary() -> None:
-    """Nothing truncated, 128,256 tokens: the mass above each quantile."""
-    rng = np.random.default_rng(9)
-    number, bins = 600, 12
-    logits = rng.normal(size=LLAMA3).astype(np.float32)
-    uniforms = below_one(rng.random((1, number)))
-    drawn = truncated_draw(
-        jnp.asarray(logits)[None], proposal_of(draws=number), jnp.asarray(uniforms)
-    )
-    mass = np.exp(logits.astype(np.float64))
-    # By token id, which the draw does not order by.
-    shares = np.cumsum(mass) / mass.sum()
-    bin_of = np.minimum((shares * bins).astype(int), bins - 1)
-    expected = number * np.bincount(bin_of, weights=mass) / mass.sum()
-    observed = np.bincount(bin_of[np.asarray(drawn.ids[0])], minlength=bins)
-    assert stats.chisquare(observed, expected).pvalue > 1e-3
-
-
-def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length of the head is a matter of speed alone."""
-    rng = np.random.default_rng(11)
-    rows, vocab = 200, 1000
-    logits = jnp.asarray(random_logits(rng, rows, vocab))
-    proposal = proposal_of(
-        temperature=rng.choice([0, 0.5, 1, 2], size=rows),
-        top_k=rng.choice([0, 3, 40, 400], size=rows),
-        top_p=rng.choice([0.3127, 0.9041, 0.9907, 1], size=rows),  # no share of equal tokens
-        min_p=rng.choice([0, 0, 0.02], size=rows),
-        draws=8,
-    )
-    uniforms = jnp.asarray(below_one(rng.random((rows, 8))))
-    outcomes = []
-    for head in (2, 64, vocab):
-        monkeypatch.setattr(draw, "HEAD", head)
-        outcomes.append(jax.jit(lambda *a: nucleus_draw(*a))(logits, proposal, uniforms))
-    for other in outcomes[1:]:
-        np.testing.assert_array_equal(outcomes[0].kept, other.kept)
-        np.testing.assert_array_equal(outcomes[0].ids, other.ids)
 
 
 def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:

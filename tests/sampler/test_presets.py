@@ -21,7 +21,16 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import MAX_BANS, RULES, SamplerSettings
 from entropix_jax.sampler.step import propose
-from tests.support.samplers import ARMS, EPSILON, calibrated, encode, metrics_of, params_of, view
+from tests.support.samplers import (
+    ARMS,
+    EPSILON,
+    calibrated,
+    encode,
+    metrics_of,
+    other_value,
+    params_of,
+    view,
+)
 
 ENTROPIX = load_sampler("entropix")
 BASELINES = (
@@ -71,20 +80,6 @@ def test_preset_names_are_those_of_the_folder() -> None:
     assert {"entropix", *documents, *BASELINES} == {*preset_names()}
 
 
-def test_every_key_is_explained_where_it_stands() -> None:
-    """`entropix.toml` is the reference of all keys: by a comment of their own, or one that says
-    their names."""
-    path = resource_folder("configs") / "entropix.toml"
-    sections = path.read_text(encoding="utf-8").split("\n\n")
-    for section in sections[1:]:
-        comments = " ".join(re.findall(r"#.*", section))
-        if "[regimes]" in section or "[arms]" in section:
-            assert comments
-            continue
-        for key, comment in re.findall(r"^(\w+) = [^#\n]*(#.*)?$", section, re.M):
-            assert comment or re.search(rf"\b{key}\b", comments) or key == "description", key
-
-
 def test_entropix_corrects_what_the_documents_print() -> None:
     metrics = {"metrics.attn_entropy": ("normalised", "raw"), "metrics.agreement": ("corrected",)}
     for key, (corrected, *_) in metrics.items():
@@ -104,34 +99,12 @@ def test_entropix_corrects_what_the_documents_print() -> None:
     assert ENTROPIX.values["loop.max_period"] * ENTROPIX.values["loop.repeats"] > 0
 
 
-def test_document_004_has_its_three_actions_and_draws_plainly_between() -> None:
-    values = load_sampler("document-004").values
-    arms = [values[f"arms.{regime}"] for regime in REGIMES]
-    assert arms == ["argmax", "inject", "branch", "backspace", "sample"]
-    assert values["thresholds.calibrated"] is True
-    for key in ("temperature", "top_k", "top_p", "min_p"):
-        assert values[f"base.{key}"] == ENTROPIX.values[f"base.{key}"]
-
-
 def test_document_000_is_001_with_five_candidates() -> None:
     one, zero = load_sampler("document-001").values, load_sampler("document-000").values
     assert {key for key in one if one[key] != zero[key]} == {"adaptive.draws"}
 
 
 # Where each value ends up
-
-
-def other_value(key: str, old: Any) -> Any:
-    """Another allowed value of a scalar."""
-    number = scalars()[key]
-    if number["type"] is bool:
-        return not old
-    if key.startswith("loop."):  # the two limit each other
-        return old - 1
-    halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
-    if halfway == old:
-        halfway = (old + number["low"]) / 2
-    return int(halfway) if number["type"] is int else float(np.float32(halfway))
 
 
 @pytest.mark.parametrize("key", scalars())
@@ -336,18 +309,6 @@ def test_a_range_is_what_it_is(key: str) -> None:
             sampler.with_values({key: low + 0.5})
 
 
-def test_a_guard_may_look_as_far_back_as_it_can() -> None:
-    sampler = ENTROPIX.with_values({"loop.max_period": 32, "loop.repeats": 8})
-    assert sampler.values["loop.repeats"] == 8
-    with pytest.raises(UserError, match="at most 256"):
-        sampler.with_values({"loop.repeats": 9})
-
-
-def test_any_token_may_be_banned() -> None:
-    bans = [0, 2**31 - 1, *range(1, 15)]
-    assert params_of("entropix", {"draw.bans": bans}).bans.tolist() == bans
-
-
 def test_the_model_decides_about_layers_and_thoughts() -> None:
     with pytest.raises(UserError, match="has 3 weights, the model has 2 layers"):
         params_of("entropix", {"metrics.layers": [1, 1, 1]})
@@ -525,12 +486,6 @@ def test_settings_of_another_form(text: str) -> None:
         parse_setting(text)
 
 
-def test_a_sampler_shows_what_was_changed() -> None:
-    assert repr(ENTROPIX) == "<Sampler 'entropix'>"
-    changed = ENTROPIX.with_values({"arms.mid": "sample", "branch.width": 2})
-    assert repr(changed) == "<Sampler 'entropix': arms.mid='sample', branch.width=2>"
-
-
 # A model's own thresholds
 
 
@@ -552,13 +507,6 @@ def test_calibrated_thresholds(tmp_path: Path) -> None:
     assert params.low[:, 0].tolist() == [-inf, 3.5, -inf, 3.5]
     assert params.high[:, 1].tolist() == [0.75, 0.75, inf, inf]
     assert params.low[:, 1].tolist() == [-inf, -inf, 4, 4]
-
-
-def test_uncalibrated_models_are_noted(tmp_path: Path) -> None:
-    sampler = calibrated(ENTROPIX, tmp_path)
-    assert sampler.values == ENTROPIX.values
-    assert len(sampler.notes) == 1
-    assert "never calibrated" in sampler.notes[0]
 
 
 def test_a_documents_own_bounds_stay(tmp_path: Path) -> None:
@@ -590,15 +538,6 @@ def test_damaged_calibrations(tmp_path: Path, content: Any) -> None:
         calibrate(tmp_path, content)
     assert str(tmp_path / CALIBRATION_FILE) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_rows_of_one_batch_may_have_other_presets() -> None:
-    """All presets make trees of one shape."""
-    shapes = {
-        str(jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), params_of(name)))
-        for name in preset_names()
-    }
-    assert len(shapes) == 1
 
 
 def test_thresholds_of_ones_own_are_not_calibrated_away(tmp_path: Path) -> None:

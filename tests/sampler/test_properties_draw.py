@@ -18,82 +18,28 @@ from hypothesis import strategies as st
 from entropix_jax.sampler.draw import HEAD, Drawn
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import TruncationSettings
-from entropix_jax.sampler.truncation import surprise
-from tests.sampler.test_draw import LAST, LLAMA3, Oracle, one_against
-from tests.sampler.test_truncation import NUMBERS, Kept, settings_of, truncated_draw
-from tests.support import reference
-from tests.support.examples import examples
+from tests.support.draw_oracles import (
+    LAST,
+    LLAMA3,
+    NUMBERS,
+    Kept,
+    Oracle,
+    settings_of,
+    truncated_draw,
+)
+from tests.support.logit_strategies import (
+    VOCABULARIES,
+    rows_of,
+)
+from tests.support.properties import examples
 from tests.support.samplers import proposal_of
 
-# Few shapes, so that few programs are compiled: the smallest, one just longer than the head, and
-# that of Llama 3.
-VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # and so many rows side by side
 DRAWS = 4
 MARGIN = 1e-5  # of min-p, within which a token may fall either way
 TINY = float(np.finfo(np.float32).tiny)
-LEAST = 1e-30
 
 
 # Logits
-
-SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e4, -1e4, 3e38, -3e38, 1e-30, -1e-30, 1e-40, -1e-45, -np.inf)
-
-
-def numbers(least: float, most: float) -> st.SearchStrategy[float]:
-    """None so small that a temperature makes a denormal of it: that is a 0 to a machine that knows
-    none of them, and whether two tokens tie would depend on where it is divided."""
-    drawn = st.floats(least, most, width=32)
-    return drawn.map(lambda number: number if abs(number) >= LEAST else 0.0)
-
-
-values = st.sampled_from(SPECIAL) | numbers(-30, 30)
-
-
-@st.composite
-def short_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
-    """Logits that are each made up, from few values or many: ties are frequent."""
-    pool = draw(st.lists(values, min_size=1, max_size=5))
-    row = draw(st.lists(st.sampled_from(pool) | values, min_size=vocab, max_size=vocab))
-    row[draw(st.integers(0, vocab - 1))] = draw(numbers(-1e4, 1e4))  # a possible one
-    return np.array(row, np.float32)
-
-
-@st.composite
-def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
-    """Logits of a kind: levels with ties, slopes, noise of any width, nearly all impossible."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(("levels", "slope", "noise", "one", "sparse", "far")))
-    width = draw(st.sampled_from((1e-6, 1e-3, 0.1, 1.0, 4.0, 30.0)))
-    if kind == "levels":
-        levels = np.array(draw(st.lists(numbers(-20, 20), min_size=1, max_size=6)))
-        row = rng.choice(levels, size=vocab)
-    elif kind == "slope":
-        row = -width * rng.permutation(vocab) / vocab
-    elif kind == "one":
-        row = rng.permutation(
-            one_against(-draw(st.sampled_from((0.0, 1e-3, 5.0, 17.0, 95.0, 1e4))))
-        )
-        row = row if vocab == LLAMA3 else row[np.argsort(-row)][rng.permutation(vocab)]
-    else:
-        row = width * rng.normal(size=vocab)
-    if kind == "far":
-        row = row + draw(st.sampled_from((-1e4, 1e4)))
-    if kind == "sparse" or draw(st.booleans()):
-        holes = rng.random(vocab) < draw(st.sampled_from((0.1, 0.9, 0.9999, 1.0)))
-        holes[rng.integers(vocab)] = False
-        row = np.where(holes, -np.inf, row)
-    return row.astype(np.float32)
-
-
-def rows_of(vocab: int) -> st.SearchStrategy[np.ndarray]:
-    """One row of a vocabulary; all impossible but one is a frequent one."""
-    if vocab == 2:
-        return short_rows(vocab)
-    lone = st.tuples(st.integers(0, vocab - 1), st.sampled_from((0.0, 1e4, -1e4, 1e-40))).map(
-        lambda at: np.where(np.arange(vocab) == at[0], at[1], -np.inf).astype(np.float32)
-    )
-    made_up = (short_rows(vocab),) if vocab <= HEAD + 1 else ()
-    return st.one_of(long_rows(vocab), lone, *made_up)
 
 
 uniform_numbers = st.lists(
@@ -255,34 +201,3 @@ def test_one_token_more_than_the_head(batch: Batch) -> None:
 @given(batches(LLAMA3))
 def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
     check(batch, batch.drawn())
-
-
-@examples(15)
-@given(batches(HEAD + 1), st.permutations(range(VOCABULARIES[HEAD + 1])))
-def test_the_rows_beside_a_row_change_nothing(batch: Batch, order: list[int]) -> None:
-    """To the bit, whatever their rules."""
-    shuffled = Batch(batch.logits[order], [batch.settings[i] for i in order], batch.uniforms[order])
-    one, other = batch.drawn(), shuffled.drawn()
-    np.testing.assert_array_equal(one.kept[order], other.kept)
-    np.testing.assert_array_equal(one.ids[order], other.ids)
-
-
-surprise_of = jax.jit(surprise)
-
-
-@examples(40)
-@given(batches(HEAD + 1))
-def test_the_surprise_of_what_was_drawn(batch: Batch) -> None:
-    """In bits, of the tempered distribution before any truncation; 0 at temperature 0."""
-    tokens = batch.drawn().ids[:, 0]
-    temperature = np.array([setting.temperature for setting in batch.settings], np.float32)
-    found = surprise_of(jnp.asarray(batch.logits), jnp.asarray(temperature), jnp.asarray(tokens))
-    for row, (token, said) in enumerate(zip(tokens, np.asarray(found), strict=True)):
-        logits, t = batch.logits[row].astype(np.float64), float(temperature[row])
-        if t == 0:
-            assert said == 0
-            continue
-        top = logits.max()
-        expected = -reference.log_softmax((logits - top) / t)[token] / np.log(2)
-        if expected < np.finfo(np.float32).max / 2:
-            np.testing.assert_allclose(said, expected, rtol=1e-5, atol=1e-5)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from entropix_jax.model.attention import attention_stats
 from entropix_jax.sampler.metrics import apply_noise_floor, measure
 from entropix_jax.stats import entropy_and_varentropy
-from tests.sampler.test_properties_draw import VOCABULARIES, rows_of
 from tests.support import reference
-from tests.support.examples import examples
+from tests.support.logit_strategies import VOCABULARIES, rows_of
+from tests.support.properties import examples
 
 measured = jax.jit(lambda logits: entropy_and_varentropy(jax.nn.log_softmax(logits, axis=-1)))
 floored = jax.jit(

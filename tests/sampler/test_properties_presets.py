@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
@@ -28,8 +27,8 @@ from entropix_jax.sampler.settings import (
     SamplerSettings,
 )
 from entropix_jax.sampler.thresholds import preset_text
-from tests.sampler.test_properties_regimes import numbers, samplers
-from tests.support.examples import examples
+from tests.support.properties import examples
+from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import ARMS, EPSILON, NUM_LAYERS
 
 # Text that TOML can hold: anything but lone surrogates.
@@ -165,66 +164,3 @@ def test_what_calibrate_writes_is_read(
     sampler = loaded(text)
     assert sampler.description == description
     assert dict(sampler.values) == dict(expected.values)
-
-
-KNOWN = {*load_sampler("entropix").values, *(f"thresholds.{name}" for name in THRESHOLDS)}
-words = st.text("abcdefghijklmnopqrstuvwxyz_-0123456789", min_size=1, max_size=14)
-
-
-@st.composite
-def unknown_keys(draw: st.DrawFn) -> str:
-    """Made up, or a known one with a slip."""
-    key = draw(st.sampled_from(sorted(KNOWN)))
-    at = draw(st.integers(0, len(key) - 1))
-    slip = st.sampled_from((key[:at] + key[at + 1 :], key[:at] + "x" + key[at:], key.upper()))
-    other = draw(slip | st.builds("{}.{}".format, words, words) | words)
-    parts = other.split(".")
-    assume(other not in KNOWN | {"description", "extends"} and all(parts))
-    # A table's name alone, or a key below a value, is of another kind: no TOML, or no table.
-    assume(
-        not any(known.startswith(f"{other}.") or other.startswith(f"{known}.") for known in KNOWN)
-    )
-    return other
-
-
-@examples(80)
-@given(unknown_keys(), st.sampled_from((1, 0.5, "text", True, [1])), st.booleans())
-def test_any_unknown_key_is_refused(key: str, value: Any, whole: bool) -> None:
-    """In a file and in Python; the line names the key and a known one."""
-    text = f"{key} = {toml_of(value)}\n"
-    assert tomllib.loads(text)
-    start = (
-        file_of(load_sampler("entropix").values, None, True) if whole else 'extends = "entropix"'
-    )
-    for refused in (
-        lambda: loaded(f"{text}{start}\n"),
-        lambda: load_sampler("entropix").with_values({key: value}),
-    ):
-        with pytest.raises(UserError) as error:
-            refused()
-        assert f"no sampler key '{key}', did you mean '" in str(error.value)
-        assert str(error.value).rsplit("'", 2)[1] in KNOWN
-
-
-@st.composite
-def wrong_values(draw: st.DrawFn) -> tuple[str, Any]:
-    """A value out of the range of its key, or of another type."""
-    key, field = draw(st.sampled_from(sorted(scalars().items(), key=lambda item: item[0])))
-    low, high, kind = field["low"], field["high"], field["type"]
-    other: list[Any] = ["text", [], [low], {}, None, math.nan]
-    if kind is bool:
-        return key, draw(st.sampled_from([*other, 0, 1, 0.5]))
-    if kind is int:
-        return key, draw(st.sampled_from([*other, True, float(low), low - 1, high + 1, 2**70]))
-    beside = [math.nextafter(low, -math.inf), math.nextafter(high, math.inf), math.inf, -math.inf]
-    return key, draw(st.sampled_from([*other, False, *beside, 10**400]))
-
-
-@examples(80)
-@given(wrong_values())
-def test_a_value_that_is_out_of_range_is_refused(case: tuple[str, Any]) -> None:
-    key, value = case
-    with pytest.raises(UserError) as error:
-        load_sampler("entropix").with_values({key: value})
-    assert str(error.value).startswith(f"entropix: {key} = ")
-    assert "must" in str(error.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -11,12 +10,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropix_jax.errors import UserError
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
-from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings
-from tests.sampler.test_regimes import (
+from tests.support.properties import examples
+from tests.support.regime_oracles import (
     SLOTS,
     around,
     box_by_hand,
@@ -24,40 +22,11 @@ from tests.sampler.test_regimes import (
     is_loop,
     looping_each,
 )
-from tests.support.examples import examples
+from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import EPSILON, NUM_LAYERS, batch_of, encode, metrics_of
 
 ROWS = 8
 TINY = float(np.finfo(np.float32).tiny)
-ENTROPIX = load_sampler("entropix").with_values({"thresholds.calibrated": False})
-
-
-def numbers(low: float, high: float) -> st.SearchStrategy[float]:
-    """Float32 numbers without denormals, which are 0 on some machines."""
-    return st.floats(low, high, width=32, allow_subnormal=False)
-
-
-bounds = st.sampled_from(("h1", "h2", "u1", "u2", "0", "1", "2.5")) | numbers(-1e6, 1e6).map(repr)
-conditions = st.builds(
-    "{} {} {}".format, st.sampled_from(QUANTITIES), st.sampled_from("<>"), bounds
-)
-
-
-@st.composite
-def samplers(draw: st.DrawFn) -> Sampler:
-    """Boxes with any conditions, which something may lie between."""
-    changes: dict[str, Any] = {}
-    for low, high in (("h1", "h2"), ("u1", "u2")):
-        values = sorted(draw(st.tuples(numbers(0, 16), numbers(0, 16))))
-        changes |= {f"thresholds.{low}": values[0], f"thresholds.{high}": values[1]}
-    sampler = ENTROPIX.with_values({**changes, **{f"regimes.{box}": [] for box in BOXES}})
-    for box in BOXES:
-        for condition in draw(st.lists(conditions, max_size=4)):
-            # What would leave nothing between two bounds is refused.
-            with contextlib.suppress(UserError):
-                wider = [*sampler.values[f"regimes.{box}"], condition]
-                sampler = sampler.with_values({f"regimes.{box}": wider})
-    return sampler
 
 
 def regime_by_hand(sampler: Sampler, point: dict[str, float]) -> str:

@@ -12,11 +12,16 @@ import pytest
 
 from entropix_jax.names import QUANTITIES, REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.regimes import classify, is_looping
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
+from tests.support.regime_oracles import (
+    SLOTS,
+    around,
+    box_by_hand,
+    classify_each,
+    is_loop,
+    looping_each,
+)
 from tests.support.samplers import batch_of, metrics_of, params_of
-
-classify_each = jax.jit(jax.vmap(classify))
 
 
 def regimes_of(params: SamplerSettings, points: Sequence[dict[str, float]]) -> list[str]:
@@ -24,42 +29,6 @@ def regimes_of(params: SamplerSettings, points: Sequence[dict[str, float]]) -> l
     metrics = jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
     rows = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * len(points)), params)
     return [REGIMES[i] for i in classify_each(metrics, rows)]
-
-
-def around(bound: float) -> list[float]:
-    """A float32 bound and its two neighbours."""
-    middle = np.float32(bound)
-    return [
-        float(np.nextafter(middle, np.float32(-np.inf))),
-        float(middle),
-        float(np.nextafter(middle, np.float32(np.inf))),
-    ]
-
-
-def test_worked_scenarios() -> None:
-    points = [(0.05, 0.02), (3.5, 0.08), (2.1, 5.5), (5.5, 5.2), (2.8, 1.5)]
-    found = regimes_of(
-        params_of("document-001"), [{"entropy": h, "varentropy": u} for h, u in points]
-    )
-    assert found == ["lelv", "helv", "lehv", "hehv", "mid"]
-
-
-def test_the_published_thresholds() -> None:
-    values = load_sampler("entropix").values
-    assert [values[f"thresholds.{name}"] for name in ("h1", "h2", "u1", "u2")] == [
-        0.3,
-        2.5,
-        1.2,
-        2.5,
-    ]
-
-
-@pytest.mark.parametrize("quantity", ["entropy", "varentropy", "attn_entropy_norm", "agreement"])
-def test_nan_is_mid(quantity: str) -> None:
-    """Every box with a condition on a quantity excludes a NaN of it."""
-    conditions = {f"regimes.{box}": [f"{quantity} < 100"] for box in REGIMES[:-1]}
-    params = params_of("entropix", conditions)
-    assert regimes_of(params, [{quantity: 1.0}, {quantity: float("nan")}]) == ["lelv", "mid"]
 
 
 def test_conditions_on_attention() -> None:
@@ -86,20 +55,6 @@ def test_conditions_on_attention() -> None:
             divided | {"varentropy": 9.5},
         ],
     ) == ["lelv", "mid", "mid", "mid", "hehv", "mid", "mid"]
-
-
-def box_by_hand(values: Mapping[str, Any], point: Mapping[str, float]) -> str:
-    """The first box all of whose written conditions hold, in float32."""
-    for box in REGIMES[:-1]:
-        holds = True
-        for condition in values[f"regimes.{box}"]:
-            quantity, sign, bound = condition.split()
-            number = np.float32(values.get(f"thresholds.{bound}", bound))
-            x = np.float32(point[quantity])
-            holds &= bool(x < number if sign == "<" else x > number)
-        if holds:
-            return box
-    return "mid"
 
 
 def bounds_of(values: Mapping[str, Any], quantity: str) -> list[float]:
@@ -152,9 +107,6 @@ def test_every_bound_of_every_row() -> None:
 
 # The loop guard
 
-SLOTS = 300
-looping_each = jax.jit(jax.vmap(is_looping, in_axes=(0, 0, 0, None)))
-
 
 def looping(rows: Sequence[tuple[Sequence[int], int]], max_period: int, repeats: int) -> list[bool]:
     """Whether each of (tokens, how many of them were generated) loops. Junk follows the tokens."""
@@ -165,18 +117,6 @@ def looping(rows: Sequence[tuple[Sequence[int], int]], max_period: int, repeats:
     length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
     return [bool(x) for x in looping_each(jnp.asarray(history), length, generated, params)]
-
-
-def is_loop(tokens: Sequence[int], generated: int, max_period: int, repeats: int) -> bool:
-    """The oracle: the generated tokens end in `repeats` copies of a stretch."""
-    if repeats < 2:
-        return False
-    tail = list(tokens)[len(tokens) - generated :]
-    for period in range(1, max_period + 1):
-        stretch = tail[-period:]
-        if len(tail) >= period * repeats and tail[-period * repeats :] == stretch * repeats:
-            return True
-    return False
 
 
 @pytest.mark.parametrize(("max_period", "repeats"), [(1, 2), (4, 3), (16, 4), (32, 2), (3, 85)])
@@ -197,27 +137,6 @@ def test_loops_against_the_oracle(max_period: int, repeats: int) -> None:
     expected = [is_loop(tokens, number, max_period, repeats) for tokens, number in rows]
     assert looping(rows, max_period, repeats) == expected
     assert 20 < sum(expected) < 380
-
-
-def test_a_prompt_is_no_loop() -> None:
-    """What the prompt repeats does not count, and no copy may begin in it."""
-    tokens = [5, 6] * 10
-    assert looping([(tokens, n) for n in (0, 1, 7, 8, 20)], 4, 4) == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
-def test_junk_past_the_end_is_no_loop() -> None:
-    """The unused slots all hold 7."""
-    assert looping([([7], 1), ([1, 2, 3, 7, 7, 7], 6), ([1, 2, 7, 7, 7, 7], 6)], 4, 4) == [
-        False,
-        False,
-        True,
-    ]
 
 
 def test_the_longest_loop() -> None:

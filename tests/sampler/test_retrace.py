@@ -3,31 +3,23 @@
 from dataclasses import replace
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from entropix_jax.engine.decode import answer, decode, prefill
 from entropix_jax.engine.state import Recording
 from entropix_jax.names import QUANTITIES, REGIMES
-from entropix_jax.sampler import draw
-from entropix_jax.sampler.presets import load_sampler, preset_names
+from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import RULES, SamplerSettings
-from entropix_jax.sampler.step import choose
-from tests.sampler.test_presets import other_value
-from tests.sampler.test_sample import VOCAB, rows_of
 from tests.support.samplers import (
     ARMS,
     Job,
-    attn_stats,
     batch_of,
-    fresh_state,
     generate,
+    other_value,
     params_of,
-    proposal_of,
     start,
     tiny_model,
 )
@@ -119,37 +111,6 @@ def test_the_guard_would_notice(compiled: tuple[int, int]) -> None:
     """What is static does compile."""
     start(*MODEL, [BASE], capacity=32)
     assert programs() == (compiled[0], compiled[1] + 1)
-
-
-def test_choose_is_traced_once() -> None:
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def traced(logits: Any, stats: Any, sampler: Any, state: Any, rows: Any) -> Any:
-        return choose(logits, stats, sampler, state, rows)
-
-    for i, preset in enumerate(preset_names()):
-        logits = jnp.asarray(np.random.default_rng(i).normal(size=(2, VOCAB)), jnp.float32)
-        rows = rows_of(2, list(range(1, 3 + i)), generated=i, remaining=50 - i, seed=i)
-        sampler = batch_of(*[params_of(preset)] * 2)
-        traced(logits, attn_stats(2), sampler, fresh_state(2, VOCAB), rows)
-
-
-def test_the_draw_is_traced_once() -> None:
-    """The head is left, or not, without leaving the program."""
-    traced = jax.jit(chex.assert_max_traces(draw.truncated_draw, n=1))
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 300)), jnp.float32)
-    uniforms = jnp.full((2, 1), 0.5)
-    truncation = batch_of(*[params_of("entropix")] * 2).truncation
-    kept = [
-        traced(logits, proposal_of(*rules), uniforms, truncation, jnp.full(2, 6.0)).kept.tolist()
-        for rules in (
-            ([1.0, 1.0], 0, 1.0, 0.0),
-            ([0.0, 1.0], 5, 1.0, 0.0, 1, ["mirostat", "nucleus"]),
-            ([1.0, 2.0], 0, 0.5, 0.1),
-            *(([1.0, 2.0], 0, 1.0, 0.0, 1, [rule, "nucleus"]) for rule in RULES),
-        )
-    ]
-    assert kept[:2] == [[300, 300], [1, 5]]
 
 
 def test_nothing_is_compiled_for_an_answer() -> None:

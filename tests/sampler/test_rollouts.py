@@ -300,14 +300,6 @@ def test_top_p_is_reached_and_not_passed() -> None:
     assert widths(table, cases) == [*shares.values()]
 
 
-def test_min_p_is_next_to_the_likeliest() -> None:
-    table = np.tile(np.float32(np.log([1, 0.5, 0.25, *[1e-3] * (VOCAB - 3)])), (VOCAB, 1))
-    cases = [case_of({"branch.min_p": share}) for share in (1.0, 0.51, 0.3, 0.2, 0.0011)]
-    assert widths(table, cases) == [1, 1, 2, 3, 3]
-    # A temperature brings them nearer: 0.25 becomes 0.5.
-    assert widths(table, [case_of({"branch.min_p": 0.4, "branch.temperature": 2.0})]) == [3]
-
-
 def test_rows_that_do_not_branch_have_no_branches(table: np.ndarray) -> None:
     cases = [case_of({"branch.width": 2}, text=[row]) for row in range(4)]
     branches, _ = roll(table, cases, [True, False, True, False])

@@ -1,24 +1,23 @@
 """One call of `choose`, and rows that are played step by step: thoughts, penalties, bans, noise."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
+from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, uniforms
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.metrics import Metrics, noise_floor
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings
 from entropix_jax.sampler.state import Rows, SamplerState, Step
-from entropix_jax.sampler.step import Choice, choose
+from entropix_jax.sampler.step import Choice
 from tests.support.samplers import (
     ARMS,
     EPSILON,
@@ -31,36 +30,9 @@ from tests.support.samplers import (
     params_of,
     with_own,
 )
+from tests.support.steps import BOUNDS, PROMPT, SLOTS, VOCAB, Play, choose_jit, logits_for, rows_of
 
-VOCAB = 128
-SLOTS = 96
-PROMPT = 4
 MANY = 64  # rows, where frequencies count
-
-choose_jit = jax.jit(choose)
-
-
-def rows_of(
-    batch: int,
-    history: Sequence[int] = (1, 2, 3, 4),
-    *,
-    generated: int = 0,
-    remaining: int = 50,
-    seed: int = 0,
-    asks: bool = False,
-) -> Rows:
-    """Rows that hold the same tokens under different ids. Junk follows the tokens."""
-    slots = np.full((batch, SLOTS), VOCAB - 1, np.int32)
-    slots[:, : len(history)] = history
-    return Rows(
-        running=jnp.ones(batch, bool),
-        keys=jnp.asarray(np.stack([row_key(seed, str(i)) for i in range(batch)])),
-        history=jnp.asarray(slots),
-        length=jnp.full(batch, len(history), jnp.int32),
-        generated=jnp.full(batch, generated, jnp.int32),
-        remaining=jnp.full(batch, remaining, jnp.int32),
-        asks=jnp.full(batch, asks),
-    )
 
 
 def step_once(
@@ -75,31 +47,6 @@ def step_once(
 
 def choose_once(logits: np.ndarray, params: SamplerSettings, rows: Rows) -> Choice:
     return step_once(logits, params, rows)[0]
-
-
-# Bounds under which `logits_for` has logits for each regime.
-BOUNDS: Mapping[str, Any] = {
-    "regimes.lelv": ["entropy < 1", "varentropy < 0.5"],
-    "regimes.helv": ["entropy > 5", "varentropy < 0.5"],
-    "regimes.lehv": ["entropy < 5", "varentropy > 0.5"],
-    "regimes.hehv": ["entropy > 5", "varentropy > 0.5"],
-}
-
-
-def logits_for(regime: str, top: int = 9) -> np.ndarray:
-    """Logits of a regime whose most likely token is `top` (the lowest id of a tie is 0)."""
-    logits = np.full(VOCAB, -60.0, np.float32)
-    if regime == "lelv":
-        logits[top] = 0
-    elif regime == "helv":
-        logits[:] = 0
-    elif regime == "lehv":
-        logits[top], logits[20:60] = 3.5, 0
-    elif regime == "hehv":
-        logits[:], logits[top] = 0, 3.0
-    else:
-        logits[[top, top + 1, top + 2, top + 3]] = 0
-    return logits
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -172,121 +119,11 @@ def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
 # Thoughts
 
 
-# The arms of documents 000 and 001: what follows is about thoughts.
-DRAWING: Mapping[str, Any] = {"arms.lehv": "explore", "arms.hehv": "resample"}
-
-
-class Play:
-    """One row that is played step by step, a regime's logits at each."""
-
-    def __init__(self, *, budget: int = 60, **changes: Any) -> None:
-        settings = {key.replace("__", "."): value for key, value in changes.items()}
-        settings = {**BOUNDS, **DRAWING, "loop.max_period": 0, **settings}
-        self.sampler = batch_of(params_of("entropix", settings))
-        self.budget = budget
-        self.tokens = list(range(1, 1 + PROMPT))
-        self.ahead: list[int] = []  # what stands in the history past the tokens
-        self.state = fresh_state(1, VOCAB)
-        self.actions: list[str] = []
-        self.regimes: list[str] = []
-        self.choices: list[Choice] = []
-
-    def play(self, script: str, top: int = 9) -> str:
-        """Steps in the regimes of a script (l LELV, h HELV, e LEHV, r HEHV, m MID). Returns the
-        actions: i inject, a argmax, s sample, and so on by first letters (d: adaptive)."""
-        names = {"l": "lelv", "h": "helv", "e": "lehv", "r": "hehv", "m": "mid"}
-        before = len(self.actions)
-        for letter in script:
-            generated = len(self.tokens) - PROMPT
-            history = [*self.tokens, *self.ahead]
-            rows = rows_of(1, history, generated=generated, remaining=self.budget - generated)
-            rows = replace(rows, length=jnp.full_like(rows.length, len(self.tokens)))
-            logits = jnp.asarray(logits_for(names[letter], top))[None]
-            # Attention statistics with E = 2 bits over 16 keys: normalised 0.5.
-            choice, step, self.state = choose_jit(
-                logits, attn_stats(1, entropy=2.0), self.sampler, self.state, rows
-            )
-            self.tokens.append(int(choice.token[0]))
-            queued, length = int(self.state.tally.queued[0]), len(self.tokens)
-            self.ahead = step.rows.history[0, length : length + queued].tolist()
-            self.actions.append(ACTIONS[int(choice.proposal.action[0])])
-            self.regimes.append(REGIMES[int(choice.observation.regime[0])])
-            self.choices.append(choice)
-        letters = {"adaptive": "d"}
-        return "".join(letters.get(action, action[0]) for action in self.actions[before:])
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[PROMPT:]
-
-
-def test_a_thought_is_written_from_the_step_that_fires() -> None:
-    row = Play(inject__thought="abc", inject__cooldown=2)
-    assert row.play("mhmlm") == "diiid"
-    assert row.generated[1:4] == [*b"abc"]
-    # Forced tokens carry the regime that was measured.
-    assert row.regimes == ["mid", "helv", "mid", "lelv", "mid"]
-
-
-def test_forced_tokens_carry_their_own_numbers() -> None:
-    row = Play(inject__thought="ab")
-    row.play("hl")
-    probability = math.exp(float(row.choices[0].logprob[0]))
-    assert probability == pytest.approx(1 / VOCAB, rel=1e-5)
-    assert float(row.choices[1].logprob[0]) == pytest.approx(
-        -60, rel=1e-3
-    )  # of "b", not of the top
-    assert float(row.choices[1].observation.metrics.entropy[0]) == pytest.approx(0, abs=1e-5)
-
-
-def test_the_draw_of_the_cooldown() -> None:
-    """T = min(1.5, 0.666 * (1.3 + 0.2 * 0.5)), the rest the base values."""
-    row = Play(inject__thought="x", inject__cooldown=2)
-    assert row.play("hh") == "is"
-    proposal = row.choices[1].proposal
-    assert float(proposal.temperature[0]) == pytest.approx(0.666 * 1.4, rel=1e-5)
-    assert [int(proposal.top_k[0]), int(proposal.draws[0])] == [27, 1]
-    assert float(proposal.top_p[0]) == pytest.approx(0.9)
-    capped = Play(inject__thought="x", inject__cooldown=2, base__temperature=1.4)
-    capped.play("hh")
-    assert float(capped.choices[1].proposal.temperature[0]) == 1.5
-    raw = Play(inject__thought="x", inject__cooldown=2, metrics__attn_entropy="raw")
-    raw.play("hh")
-    assert float(raw.choices[1].proposal.temperature[0]) == pytest.approx(0.666 * 1.7, rel=1e-5)
-
-
-def test_the_thought_of_the_documents_is_one_token() -> None:
-    params = params_of("document-001", encode=lambda text: [99] if text == " ..." else [])
-    assert (params.own["inject"].thought >= 0).sum(axis=1).tolist() == [1, 0, 0, 0]
-    choice = choose_once(logits_for("helv")[None], params, rows_of(1))
-    assert int(choice.token[0]) == 99
-    assert ACTIONS[int(choice.proposal.action[0])] == "inject"
-
-
 def test_the_longest_thought() -> None:
     thought = "".join(chr(33 + i) for i in range(64))
     row = Play(budget=70, inject__thought=thought, inject__cooldown=1)
     assert row.play("h" + "m" * 64) == "i" * 64 + "d"
     assert row.generated[:64] == [*thought.encode()]
-
-
-def test_turns_and_caps_differ_from_row_to_row() -> None:
-    """One step of one batch: whose turn it is follows from the row's own count."""
-    thoughts = {"inject.thought": ["ab", "c", "xyz"]}
-    caps = [10, 10, 10, 2, 3]
-    params = [params_of("entropix", {**BOUNDS, **thoughts, "inject.per_row": c}) for c in caps]
-    params.append(params_of("entropix", {**BOUNDS, "inject.thought": "q"}))
-    state = with_own(fresh_state(6, VOCAB), "inject", begun=jnp.asarray([0, 1, 5, 2, 2, 2]))
-    logits = jnp.asarray(np.tile(logits_for("helv"), (6, 1)))
-    rows = rows_of(6)
-    choice, step, state = choose_jit(logits, attn_stats(6), batch_of(*params), state, rows)
-    expected = [b"ab", b"c", b"xyz", b"", b"xyz", b"q"]
-    for row, text in enumerate(expected):
-        slots = [1, 2, 3, 4, *text, *[VOCAB - 1] * (SLOTS - PROMPT - len(text))]
-        assert step.rows.history[row].tolist() == slots
-        assert not text or int(choice.token[row]) == text[0]
-        assert int(state.tally.queued[row]) == max(len(text) - 1, 0)
-    assert state.tally.own["inject"].begun.tolist() == [1, 2, 6, 2, 3, 3]
 
 
 def begins(step: Step) -> list[bool]:
@@ -332,15 +169,6 @@ def test_a_row_shorter_than_a_thought_has_not_asked() -> None:
     assert fires(["\x05\x05"], [[5], [5, 5], [5, 6]]) == [True, False, True]
     rows = [[ord("a")] * n for n in (1, 39, 40, 41)]
     assert fires(["a" * 40], rows) == [True, True, False, False]
-
-
-def test_a_question_of_the_models_own() -> None:
-    """The model writes the thought's token by itself: no thought follows it."""
-    row = Play(inject__thought="\t", inject__cooldown=0)
-    assert row.play("lhhm") == "asid"  # the most likely token is 9, which is "\t"
-    assert row.generated[0] == 9
-    # One that writes another token.
-    assert Play(inject__thought="\t", inject__cooldown=0).play("lh", top=8) == "ai"
 
 
 def play_by_hand(
@@ -518,17 +346,6 @@ def test_repetition_penalty() -> None:
             assert int(choose_once(logits, params, rows_of(1)).token[0]) == winner
 
 
-def test_bans() -> None:
-    logits = np.zeros((MANY, VOCAB), np.float32)
-    logits[:, [0, 5, 6]] = 8.0, 7.5, 7.0
-    bans = {**PLAIN, "draw.bans": [0, 6]}
-    assert {*choose_once(logits, params_of("greedy", bans), rows_of(MANY)).token.tolist()} == {5}
-    hot = {**bans, "base.temperature": 100.0, "base.top_k": 0, "base.top_p": 1.0, "base.min_p": 0.0}
-    drawn = choose_once(logits, params_of("entropix", hot), rows_of(MANY)).token.tolist()
-    assert not {0, 6} & {*drawn}
-    assert len({*drawn}) > 20
-
-
 def test_a_ban_frees_its_share_of_top_k() -> None:
     """Bans come before the truncation."""
     logits = np.zeros((MANY, VOCAB), np.float32)
@@ -645,18 +462,6 @@ def test_penalised_candidates_are_scored_unpenalised() -> None:
 
 
 # What is remembered
-
-
-def test_sequence_varentropy() -> None:
-    """The population's variance of the committed tokens' entropies, forced ones included."""
-    row = Play(inject__thought="abc", inject__cooldown=4)
-    row.play("mhlmhrelmmlhh")
-    measured = [choice.observation.metrics for choice in row.choices]
-    entropies = np.array([float(metrics.entropy[0]) for metrics in measured], np.float64)
-    for i, choice in enumerate(row.choices):
-        expected = np.var(entropies[: i + 1])
-        assert float(choice.sequence_varentropy[0]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert np.var(entropies) > 1
 
 
 def test_sequence_varentropy_of_small_differences() -> None:

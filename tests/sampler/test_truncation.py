@@ -1,7 +1,6 @@
 """The truncation rules against float64 oracles that follow the papers' formulas, and sort."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from scipy import stats
 
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
@@ -21,180 +19,28 @@ from entropix_jax.sampler.truncation import (
     surprise,
     truncate,
 )
-from tests.sampler.test_draw import (
+from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
-    TOLERANCE,
+    NUMBERS,
+    ORACLES,
+    Kept,
     below_one,
+    mirostat,
     random_logits,
     random_uniforms,
+    settings_of,
+    softmax,
+    truncated_draw,
 )
 from tests.support.samplers import proposal_of
-
-SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
-
-# What a row's rule is set to: the field of its number. For mirostat it is mu, no field.
-NUMBER = {"top_n_sigma": "sigmas", "typical": "typical_mass", "eta": "eta_epsilon"}
-
-truncated_draw = jax.jit(draw.truncated_draw)
-
 
 # Oracles. Each is given the logits of the tokens that are possible, the temperature and the rule's
 # number, and returns the key that the tokens are ordered by, lowest first, and the fewest and the
 # most that may be kept, which differ where rounding decides.
 
-Outcome = tuple[np.ndarray, int, int]
-
-
-def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
-    mass = np.exp((logits - logits.max()) / temperature)
-    return mass / mass.sum()
-
-
-def entropy(p: np.ndarray) -> float:
-    return -float(np.sum(p[p > 0] * np.log(p[p > 0])))
-
-
-def top_n_sigma(logits: np.ndarray, temperature: float, sigmas: float) -> Outcome:
-    # What is farther than 1e15 is taken for as far, for the sum of the squares to be a float32.
-    tempered = np.maximum(logits - logits.max(), -1e15) / temperature
-    deviation = np.sqrt(np.mean((tempered - np.mean(tempered)) ** 2))
-    threshold = tempered.max() - sigmas * deviation
-    error = 1e-6 * np.ptp(tempered)
-    fewest, most = (int(np.sum(tempered >= threshold + e)) for e in (error, -error))
-    return -logits, max(fewest, 1), most
-
-
-def typical(logits: np.ndarray, temperature: float, mass: float) -> Outcome:
-    p = softmax(logits, temperature)
-    content = -np.log(p.max()) - (logits - logits.max()) / temperature  # -ln p, where p is 0 too
-    distance = np.abs(content - entropy(p))
-
-    def number(shift: float, mass: float) -> int:
-        off = np.abs(content - entropy(p) - shift)
-        shares = np.cumsum(p[np.lexsort((-p, off))])
-        return min(1 + int(np.sum(shares < mass)), p.size)
-
-    if mass >= 1:
-        return distance, p.size, p.size
-    shifts = (-SLACK, 0.0, SLACK)
-    fewest = min(number(shift, mass - TOLERANCE) for shift in shifts)
-    return distance, fewest, max(number(shift, mass + TOLERANCE) for shift in shifts)
-
-
-def eta(logits: np.ndarray, temperature: float, epsilon: float) -> Outcome:
-    p = softmax(logits, temperature)
-    threshold = min(epsilon, np.sqrt(epsilon) * np.exp(-entropy(p)))
-    fewest, most = (int(np.sum(p >= threshold * (1 + e))) for e in (TOLERANCE, -TOLERANCE))
-    return -logits, max(fewest, 1), max(most, 1)
-
-
-def zipf_exponent(logits: np.ndarray, temperature: float) -> float:
-    top = np.sort(logits)[::-1][:100] / temperature
-    i = np.arange(1, top.size)
-    t, b = np.log((i + 1) / i), top[:-1] - top[1:]
-    return float(np.sum(t * b) / np.sum(t**2)) if top.size > 1 else 0.0
-
-
-def mirostat(logits: np.ndarray, temperature: float, mu: float) -> Outcome:
-    number = logits.size
-    s = zipf_exponent(logits, temperature)
-    epsilon = s - 1
-    if number == 1:
-        return -logits, 1, 1
-    if s == 0:  # the limit of a number to the power of 1 / s: 0 or infinite, but at 1
-        few, many = 2**mu <= number - 1, 2**mu >= number - 1
-        return -logits, 1 if few else number, number if many else 1
-    scale = np.log(number) if epsilon == 0 else (1 - float(number) ** -epsilon) / epsilon
-    log_k = (mu * np.log(2) - np.log(scale)) / s
-    # The logarithm of a scale near 1 is rounded like the 1, not like its own small value.
-    error = TOLERANCE * (1 + max(1, abs(mu * np.log(2)) + abs(np.log(scale))) / s)
-    fewest, most = (
-        int(np.clip(np.round(np.exp(min(log_k + e, 50.0))), 1, number)) for e in (-error, error)
-    )
-    return -logits, fewest, most
-
-
-ORACLES: dict[str, Callable[[np.ndarray, float, float], Outcome]] = {
-    "top_n_sigma": top_n_sigma,
-    "typical": typical,
-    "eta": eta,
-    "mirostat": mirostat,
-}
-
-NUMBERS: dict[str, list[float]] = {
-    "top_n_sigma": [0, 0.3, 1, 2.5, 10],
-    "typical": [1e-6, 0.2, 0.5, 0.9, 0.95, 0.999, 1],
-    "eta": [0, 3e-4, 2e-3, 0.05, 0.9],
-    "mirostat": [-2, 0, 1, 3, 6, 12, 30],
-}
-
-
-@dataclass
-class Kept:
-    """What one row may draw: the possible tokens in the rule's order, and how many it keeps."""
-
-    order: np.ndarray  # their ids
-    key: np.ndarray
-    mass: np.ndarray
-    fewest: int
-    most: int
-    slack: float  # tokens whose keys are this close may stand either way
-
-    @classmethod
-    def of(cls, rule: str, logits: np.ndarray, temperature: float, number: float) -> "Kept":
-        ids = np.flatnonzero(logits > -np.inf)
-        possible = logits[ids].astype(np.float64)
-        key, fewest, most = ORACLES[rule](possible, temperature, number)
-        places = np.lexsort((ids, -possible, key))
-        mass = softmax(possible, temperature)[places]
-        slack = 2 * SLACK if rule == "typical" else 0.0
-        return cls(ids[places], key[places], mass, fewest, most, slack)
-
-    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
-        """Raises where a row kept another set, or drew what it should not. False: the last token
-        that is kept and the first that is not may change places, so nothing is said of draws."""
-        assert self.fewest <= kept <= self.most
-        if kept < self.key.size:
-            last, beyond = self.key[kept - 1], self.key[kept]
-            near = self.key[(self.key >= last - self.slack) & (self.key <= beyond + self.slack)]
-            if 0 < beyond - last <= self.slack or (beyond == last and np.unique(near).size > 1):
-                return False
-        rank = np.full(self.order.max() + 1, self.order.size)
-        rank[self.order] = np.arange(self.order.size)
-        drawn = rank[ids]
-        assert drawn.max() < kept
-        cumulated = np.concatenate([[0.0], np.cumsum(self.mass)])
-        key = self.key[drawn]
-        # Certainly before a token: clearly lower keys, and of its own key the lower ids.
-        own = np.searchsorted(self.key, key, "left"), np.searchsorted(self.key, key, "right")
-        before = cumulated[np.searchsorted(self.key, key - self.slack, "left")]
-        before = before + (drawn - own[0]) * self.mass[drawn]
-        through = cumulated[np.searchsorted(self.key, key + self.slack, "right")]
-        through = through - (own[1] - 1 - drawn) * self.mass[drawn]
-        assert np.all(before / cumulated[kept] <= uniforms + TOLERANCE)
-        assert np.all(through / cumulated[kept] >= uniforms - TOLERANCE)
-        return True
-
 
 # Batches
-
-
-def settings_of(rules: Any, numbers: Any) -> tuple[TruncationSettings, jax.Array]:
-    """`truncation` and `mu` of rows with these rules and numbers; what is not the row's is NaN."""
-    rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
-
-    def column(rule: str) -> jax.Array:
-        return jnp.asarray(np.where(rules == rule, numbers, np.nan), jnp.float32)
-
-    unused = column("none")
-    truncation = TruncationSettings(
-        rule=jnp.full(rules.size, -1, jnp.int32),  # the proposal's counts
-        **{field: column(rule) for rule, field in NUMBER.items()},
-        mirostat_target=unused,
-        mirostat_rate=unused,
-    )
-    return truncation, column("mirostat")
 
 
 def one_row(
@@ -291,26 +137,6 @@ def test_every_token_of_the_set_is_drawn(rule: str, number: float, vocab: int) -
     uniforms = np.zeros(vocab)  # of one shape for all
     uniforms[:size] = np.cumsum(shares) - shares / 2
     assert drawn_by(rule, number, logits, uniforms)[:size] == oracle.order[:size].tolist()
-
-
-@pytest.mark.parametrize(
-    ("rule", "number"),
-    [("top_n_sigma", 2.0), ("typical", 0.9), ("eta", 0.2), ("mirostat", 11.0)],
-)
-def test_frequencies(rule: str, number: float) -> None:
-    rng = np.random.default_rng(8)
-    draws = 20_000
-    logits = zipf(1000, 0.9) if rule == "mirostat" else rng.normal(size=1000).astype(np.float32)
-    oracle = Kept.of(rule, logits, 1.0, float(np.float32(number)))
-    assert 10 < oracle.fewest == oracle.most < 1000
-    ids = np.asarray(drawn_by(rule, number, logits, below_one(rng.random(draws))))
-    expected = draws * oracle.mass[: oracle.most] / np.sum(oracle.mass[: oracle.most])
-    observed = np.bincount(ids, minlength=1000)[oracle.order[: oracle.most]]
-    assert observed.sum() == draws
-    likely = expected >= 5  # rare tokens count together
-    observed = np.append(observed[likely], observed[~likely].sum())
-    expected = np.append(expected[likely], expected[~likely].sum())
-    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
 # Rows of different rules in one batch

@@ -31,3 +31,19 @@ def refusal(result: Result) -> str:
     assert line.startswith("error: ")
     assert not [note for note in notes if note.startswith("error")]
     return line
+
+
+PROMPT = "Once upon a time"
+
+
+def short(*arguments: object, tokens: int = 12) -> list[object]:
+    """A plain prompt and a few tokens, whatever they are."""
+    return ["--prompt", PROMPT, "--no-chat", "--ignore-eos", "--max-new-tokens", tokens, *arguments]
+
+
+def one_error(result: Result, message: str) -> None:
+    assert result.status == 2
+    assert result.out == ""
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line

@@ -22,7 +22,7 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView
-from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import RULES, SamplerSettings
 from entropix_jax.sampler.state import SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
@@ -269,3 +269,16 @@ def _step(record: StepRecord, actions: Sequence[str]) -> Step:
         forwards=int(record.forwards),
         record=record,
     )
+
+
+def other_value(key: str, old: Any) -> Any:
+    """Another allowed value of a scalar."""
+    number = scalars()[key]
+    if number["type"] is bool:
+        return not old
+    if key.startswith("loop."):  # the two limit each other
+        return old - 1
+    halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
+    if halfway == old:
+        halfway = (old + number["low"]) / 2
+    return int(halfway) if number["type"] is int else float(np.float32(halfway))

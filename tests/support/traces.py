@@ -1,9 +1,12 @@
 """Traces read back whole."""
 
-from dataclasses import dataclass
+import dataclasses
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.report.reading import TraceReader
 
 
@@ -23,3 +26,22 @@ def load_trace(path: Path) -> Trace:
     records = [line.record for line in reader]
     tokens = [record for record in records if record["type"] in ("token", "retracted")]
     return Trace(reader.header, tokens, reader.footer, reader.torn)
+
+
+OPTIONAL = {"top", "branches", "layers", "ambiguous"}
+
+
+def record(**changes: object) -> TokenRecord:
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(TokenRecord)), 0)
+    return TokenRecord(**{**fields, **dict.fromkeys(OPTIONAL), **changes})  # type: ignore[arg-type]
+
+
+def token(regime: str, action: str = "sample") -> TokenRecord:
+    return replace(record(), regime=regime, action=action)
+
+
+Json = dict[str, Any]
+
+
+def read_trace(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

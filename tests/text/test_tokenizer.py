@@ -12,18 +12,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from entropix_jax.errors import UserError
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.tokenizers import SPECIAL, TEXTS, byte_fallback, save
 
-SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"]
-TEXTS = [
-    "A small grey cat sat on a wall.",
-    "  two  spaces, a\ttab\nand a line ",
-    "naïve café, Größe, 東京, שלום",
-    "family 👩‍👩‍👧 and flag 🇳🇴, thumbs 👍🏽",
-]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}\n"
     "    {% if m['role'] == 'system' %}{{ raise_exception('no ' + m['role']) }}{% endif %}\n"
@@ -52,33 +46,6 @@ def byte_level(bos: bool = True) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def byte_fallback() -> tokenizers.Tokenizer:
-    """In the manner of Llama 2."""
-    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", *sorted(set("".join(TEXTS)) & set("abcdefghijklmnopqrstuvwxyz.,é東")), "▁a"]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=[("▁", "a")],
-            byte_fallback=True,
-            unk_token="<unk>",
-        )
-    )
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
-
-
 def metaspace() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -92,16 +59,6 @@ def metaspace() -> tokenizers.Tokenizer:
 
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
 LIBRARY = {kind: make() for kind, make in KINDS.items()}
-
-
-def save(
-    folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any] | None = None
-) -> Path:
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def write_ranks(folder: Path) -> Path:

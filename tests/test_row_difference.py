@@ -1,4 +1,4 @@
-"""What tests/comparison.py takes for rounding, and what it does not."""
+"""What tests/support/row_difference.py takes for rounding, and what it does not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from entropix_jax.engine.results import Row
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.support import comparison
-from tests.support.comparison import ORDERS, Run, difference, reordered
-from tests.support.folders import token_ids, write_model
+from tests.support import row_difference
+from tests.support.model_folders import token_ids, write_model
 from tests.support.models import teacher_forced
+from tests.support.row_difference import ORDERS, Run, difference, reordered
 from tests.support.runs import Spec, run_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
@@ -49,7 +49,7 @@ def changed(row: Row, **changes: Any) -> Row:
 @pytest.fixture
 def against(monkeypatch: pytest.MonkeyPatch, row: Row) -> Any:
     """Compares the row with another, where `runs` take the number of an equivalent model."""
-    monkeypatch.setattr(comparison, "reordered", lambda model, seed: seed)
+    monkeypatch.setattr(row_difference, "reordered", lambda model, seed: seed)
 
     def compared(other: Row, run_one: Any, run_other: Run | None = None) -> str | None:
         return difference(None, row, other, run_one, run_other or run_one)  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""What property tests draw: logits, and samplers with any boxes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from entropix_jax.sampler.draw import HEAD
+from tests.support.draw_oracles import LLAMA3, one_against
+
+# Few shapes, so that few programs are compiled: the smallest, one just longer than the head, and
+# that of Llama 3.
+VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # and so many rows side by side
+
+
+LEAST = 1e-30
+
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e4, -1e4, 3e38, -3e38, 1e-30, -1e-30, 1e-40, -1e-45, -np.inf)
+
+
+def numbers(least: float, most: float) -> st.SearchStrategy[float]:
+    """None so small that a temperature makes a denormal of it: that is a 0 to a machine that knows
+    none of them, and whether two tokens tie would depend on where it is divided."""
+    drawn = st.floats(least, most, width=32)
+    return drawn.map(lambda number: number if abs(number) >= LEAST else 0.0)
+
+
+values = st.sampled_from(SPECIAL) | numbers(-30, 30)
+
+
+@st.composite
+def short_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
+    """Logits that are each made up, from few values or many: ties are frequent."""
+    pool = draw(st.lists(values, min_size=1, max_size=5))
+    row = draw(st.lists(st.sampled_from(pool) | values, min_size=vocab, max_size=vocab))
+    row[draw(st.integers(0, vocab - 1))] = draw(numbers(-1e4, 1e4))  # a possible one
+    return np.array(row, np.float32)
+
+
+@st.composite
+def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
+    """Logits of a kind: levels with ties, slopes, noise of any width, nearly all impossible."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from(("levels", "slope", "noise", "one", "sparse", "far")))
+    width = draw(st.sampled_from((1e-6, 1e-3, 0.1, 1.0, 4.0, 30.0)))
+    if kind == "levels":
+        levels = np.array(draw(st.lists(numbers(-20, 20), min_size=1, max_size=6)))
+        row = rng.choice(levels, size=vocab)
+    elif kind == "slope":
+        row = -width * rng.permutation(vocab) / vocab
+    elif kind == "one":
+        row = rng.permutation(
+            one_against(-draw(st.sampled_from((0.0, 1e-3, 5.0, 17.0, 95.0, 1e4))))
+        )
+        row = row if vocab == LLAMA3 else row[np.argsort(-row)][rng.permutation(vocab)]
+    else:
+        row = width * rng.normal(size=vocab)
+    if kind == "far":
+        row = row + draw(st.sampled_from((-1e4, 1e4)))
+    if kind == "sparse" or draw(st.booleans()):
+        holes = rng.random(vocab) < draw(st.sampled_from((0.1, 0.9, 0.9999, 1.0)))
+        holes[rng.integers(vocab)] = False
+        row = np.where(holes, -np.inf, row)
+    return row.astype(np.float32)
+
+
+def rows_of(vocab: int) -> st.SearchStrategy[np.ndarray]:
+    """One row of a vocabulary; all impossible but one is a frequent one."""
+    if vocab == 2:
+        return short_rows(vocab)
+    lone = st.tuples(st.integers(0, vocab - 1), st.sampled_from((0.0, 1e4, -1e4, 1e-40))).map(
+        lambda at: np.where(np.arange(vocab) == at[0], at[1], -np.inf).astype(np.float32)
+    )
+    made_up = (short_rows(vocab),) if vocab <= HEAD + 1 else ()
+    return st.one_of(long_rows(vocab), lone, *made_up)

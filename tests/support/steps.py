@@ -1,0 +1,125 @@
+"""Single steps of the sampler: rows by hand, and logits for each regime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.state import Rows
+from entropix_jax.sampler.step import Choice, choose
+from tests.support.samplers import attn_stats, batch_of, fresh_state, params_of
+
+VOCAB = 128
+
+
+SLOTS = 96
+
+
+PROMPT = 4
+
+
+choose_jit = jax.jit(choose)
+
+
+def rows_of(
+    batch: int,
+    history: Sequence[int] = (1, 2, 3, 4),
+    *,
+    generated: int = 0,
+    remaining: int = 50,
+    seed: int = 0,
+    asks: bool = False,
+) -> Rows:
+    """Rows that hold the same tokens under different ids. Junk follows the tokens."""
+    slots = np.full((batch, SLOTS), VOCAB - 1, np.int32)
+    slots[:, : len(history)] = history
+    return Rows(
+        running=jnp.ones(batch, bool),
+        keys=jnp.asarray(np.stack([row_key(seed, str(i)) for i in range(batch)])),
+        history=jnp.asarray(slots),
+        length=jnp.full(batch, len(history), jnp.int32),
+        generated=jnp.full(batch, generated, jnp.int32),
+        remaining=jnp.full(batch, remaining, jnp.int32),
+        asks=jnp.full(batch, asks),
+    )
+
+
+# Bounds under which `logits_for` has logits for each regime.
+BOUNDS: Mapping[str, Any] = {
+    "regimes.lelv": ["entropy < 1", "varentropy < 0.5"],
+    "regimes.helv": ["entropy > 5", "varentropy < 0.5"],
+    "regimes.lehv": ["entropy < 5", "varentropy > 0.5"],
+    "regimes.hehv": ["entropy > 5", "varentropy > 0.5"],
+}
+
+
+def logits_for(regime: str, top: int = 9) -> np.ndarray:
+    """Logits of a regime whose most likely token is `top` (the lowest id of a tie is 0)."""
+    logits = np.full(VOCAB, -60.0, np.float32)
+    if regime == "lelv":
+        logits[top] = 0
+    elif regime == "helv":
+        logits[:] = 0
+    elif regime == "lehv":
+        logits[top], logits[20:60] = 3.5, 0
+    elif regime == "hehv":
+        logits[:], logits[top] = 0, 3.0
+    else:
+        logits[[top, top + 1, top + 2, top + 3]] = 0
+    return logits
+
+
+# The arms of documents 000 and 001: what follows is about thoughts.
+DRAWING: Mapping[str, Any] = {"arms.lehv": "explore", "arms.hehv": "resample"}
+
+
+class Play:
+    """One row that is played step by step, a regime's logits at each."""
+
+    def __init__(self, *, budget: int = 60, **changes: Any) -> None:
+        settings = {key.replace("__", "."): value for key, value in changes.items()}
+        settings = {**BOUNDS, **DRAWING, "loop.max_period": 0, **settings}
+        self.sampler = batch_of(params_of("entropix", settings))
+        self.budget = budget
+        self.tokens = list(range(1, 1 + PROMPT))
+        self.ahead: list[int] = []  # what stands in the history past the tokens
+        self.state = fresh_state(1, VOCAB)
+        self.actions: list[str] = []
+        self.regimes: list[str] = []
+        self.choices: list[Choice] = []
+
+    def play(self, script: str, top: int = 9) -> str:
+        """Steps in the regimes of a script (l LELV, h HELV, e LEHV, r HEHV, m MID). Returns the
+        actions: i inject, a argmax, s sample, and so on by first letters (d: adaptive)."""
+        names = {"l": "lelv", "h": "helv", "e": "lehv", "r": "hehv", "m": "mid"}
+        before = len(self.actions)
+        for letter in script:
+            generated = len(self.tokens) - PROMPT
+            history = [*self.tokens, *self.ahead]
+            rows = rows_of(1, history, generated=generated, remaining=self.budget - generated)
+            rows = replace(rows, length=jnp.full_like(rows.length, len(self.tokens)))
+            logits = jnp.asarray(logits_for(names[letter], top))[None]
+            # Attention statistics with E = 2 bits over 16 keys: normalised 0.5.
+            choice, step, self.state = choose_jit(
+                logits, attn_stats(1, entropy=2.0), self.sampler, self.state, rows
+            )
+            self.tokens.append(int(choice.token[0]))
+            queued, length = int(self.state.tally.queued[0]), len(self.tokens)
+            self.ahead = step.rows.history[0, length : length + queued].tolist()
+            self.actions.append(ACTIONS[int(choice.proposal.action[0])])
+            self.regimes.append(REGIMES[int(choice.observation.regime[0])])
+            self.choices.append(choice)
+        letters = {"adaptive": "d"}
+        return "".join(letters.get(action, action[0]) for action in self.actions[before:])
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[PROMPT:]

@@ -1,0 +1,40 @@
+"""A pseudo-terminal, read from its far end."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import sys
+
+import pytest
+from rich.style import Style
+
+ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
+
+
+class Screen:
+    """The far end of a pseudo-terminal that is standard output and standard error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            monkeypatch.setenv(name, value)
+        Style.parse.cache_clear()  # a style keeps the codes of the first terminal it was for
+        self._far, near = pty.openpty()
+        self.file = os.fdopen(near, "w", encoding="utf-8")
+        monkeypatch.setattr(sys, "stdout", self.file)
+        monkeypatch.setattr(sys, "stderr", self.file)
+
+    def read(self) -> str:
+        """What was written so far; the terminal's own line ends are undone."""
+        end = b"\x1d"  # what is written takes its time to get here
+        self.file.write(end.decode())
+        self.file.flush()
+        shown = b""
+        while not shown.endswith(end):
+            shown += os.read(self._far, 1 << 16)
+        return shown.removesuffix(end).decode().replace("\r\n", "\n")
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self._far)
