@@ -3,7 +3,7 @@
 Importing this module registers it as `entropix_jax`:
 
     import lm_eval
-    import entropix_jax.harness_lm
+    import entropix_jax.lab.harness_lm
 
     lm_eval.simple_evaluate(
         model="entropix_jax", model_args="sampler=entropix,batch_size=auto", tasks=["gsm8k"]

@@ -64,7 +64,7 @@ def full_disk(size: int) -> Iterator[None]:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from entropix_jax.files import replacing
+from entropix_jax.host.files import replacing
 with replacing(Path(sys.argv[1])) as scratch:
     scratch.write_text("half of")
     if sys.argv[2:]:
@@ -246,7 +246,7 @@ def test_traces_of_a_batch_on_a_full_disk(
 
 SAYS = """
 import sys
-from entropix_jax.commandline import run_command
+from entropix_jax.cli.options import run_command
 from entropix_jax.errors import UserError
 
 def command():
@@ -420,7 +420,7 @@ def test_an_input_that_shrinks_while_it_is_read(
 
 COMPILES = """
 import sys
-from entropix_jax.programs import use_compilation_cache
+from entropix_jax.host.compile_cache import use_compilation_cache
 use_compilation_cache()
 import jax, jax.numpy as jnp
 print(jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((4, 4))).sum())

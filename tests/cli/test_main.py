@@ -965,7 +965,7 @@ def test_importing_the_package_is_cheap() -> None:
     script = (
         "import sys, entropix_jax, entropix_jax.main, entropix_jax.__main__\n"
         "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), 'imported too early'\n"
-        "from entropix_jax import terminal\n"
+        "from entropix_jax.cli import terminal\n"
         "assert callable(entropix_jax.generate) and callable(entropix_jax.load)"
     )
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)

@@ -438,7 +438,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from entropix_jax.tasks.task import Item, Task
+from entropix_jax.lab.tasks.task import Item, Task
 
 
 @dataclass
