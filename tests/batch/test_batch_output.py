@@ -255,7 +255,7 @@ def test_killed(tmp_path: Path) -> None:
     """In a process of its own, in the middle of writing."""
     path = tmp_path / "out.jsonl"
     code = f"""if True:
-        from entropix_jax.batches.output import Record, Store
+        from entropix_jax.batch.output import Record, Store
         with Store({str(path)!r}, {RUN!r}) as store:
             for number in range(10**9):
                 record = Record(line=number, id=f"r{{number}}", digest=f"{{number:015x}}")

@@ -425,7 +425,7 @@ def test_a_compression_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_it_starts_no_jax() -> None:
     code = """if True:
         import sys
-        import entropix_jax.batches.output, entropix_jax.batches.records
+        import entropix_jax.batch.output, entropix_jax.batch.records
         assert not {"jax", "s3fs", "aiohttp"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -134,7 +134,7 @@ def test_the_same_in_every_process(tmp_path: Path) -> None:
     write(tmp_path, a="\n\n".join(" ".join(rng.choices(words, k=8)) for _ in range(50)))
     code = f"""if True:
         from pathlib import Path
-        from entropix_jax.retrieval import Retriever
+        from entropix_jax.text.retrieval import Retriever
         retriever, text = Retriever(Path({str(tmp_path)!r})), "word3 word7 word20 word11"
         for _ in range(20):
             text += retriever(text)

@@ -412,7 +412,7 @@ def test_bad_messages(tmp_path: Path, messages: object, message: str) -> None:
 def test_libraries_are_imported_when_needed() -> None:
     code = """if True:
         import sys
-        import entropix_jax.tokenizer
+        import entropix_jax.text.tokenizer
         assert not {"tokenizers", "jinja2"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
