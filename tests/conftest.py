@@ -237,6 +237,30 @@ def watched(browser: Any) -> Iterator[Callable[..., Watched]]:
         one.context.close()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder of random weights."""
+    from tests.support.model_folders import write_model
+
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Any]:
+    """Runs the generating command in this process, by default with the test's model."""
+
+    from entropix_jax.cli import generate
+    from tests.support.commands import Result
+
+    def run(*arguments: object, model: str | None = None) -> Any:
+        capsys.readouterr()
+        status = generate.main([*map(str, arguments), "--model", model or folder])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a terminal says of itself is for each test to choose."""

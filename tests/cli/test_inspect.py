@@ -39,11 +39,6 @@ ENTROPIX = load_sampler("entropix")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def model(folder: str) -> LanguageModel:
     return load(folder)
 

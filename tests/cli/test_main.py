@@ -42,24 +42,6 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
-    """Runs the command in this process, by default with the test's model."""
-
-    def run(*arguments: object, model: str | None = None) -> Result:
-        capsys.readouterr()
-        status = main.main([*map(str, arguments), "--model", model or folder])
-        captured = capsys.readouterr()
-        return Result(status, captured.out, captured.err)
-
-    return run
-
-
 # What is printed.
 
 
