@@ -327,7 +327,7 @@ def test_a_trace_is_not_mixed_with_the_text(
         for path in (Path("/proc/self/fd") / str(stdout.fileno()), out):
             assert is_standard_output(path)
         assert not is_standard_output(tmp_path / "another.jsonl")
-        with pytest.raises(UserError, match="the output cannot be standard output"):
+        with pytest.raises(UserError, match="it is where standard output goes"):
             check_output(str(out))
     with open(os.devnull, "w") as null, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", null)
