@@ -309,7 +309,7 @@ def test_a_run_without_requests(tiny: LanguageModel) -> None:
 def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
     other = load_sampler("greedy").with_arm("own", lambda *_: pytest.fail("never chosen"))
     wanted = [of(tiny, [5], "0", 3), of(tiny, [5], "1", 3, other)]
-    with pytest.raises(UserError, match="must have the same arms"):
+    with pytest.raises(UserError, match="must have the same mechanisms"):
         run(tiny, wanted)
 
 

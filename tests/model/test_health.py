@@ -101,6 +101,8 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
         bad, _ = run_of(model, prompt, CHECK)
         assert bad.error == f"NaN or infinity in the embedding at position {at}"
         assert bad.tokens == []
+        if at == len(prompt) - 1:
+            continue  # scoring does not read a text's last token
         with pytest.raises(
             UserError, match=rf"^NaN or infinity in the embedding at position {at}$"
         ):
