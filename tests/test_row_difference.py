@@ -105,7 +105,7 @@ def test_what_is_never_rounding(against: Any, row: Row, changes: dict[str, Any])
         return changed(row, entropy=1e-5 * (-1) ** seed)
 
     assert against(changed(row, **changes), noisy) is not None
-    for field in ({"text": "x"}, {"finish_reason": "eos"}, {"retracted": 1}):
+    for field in ({"text": "x"}, {"finish_reason": "eos"}, {"retracted_tokens": row.tokens[:1]}):
         assert against(replace(row, **field), noisy) is not None
 
 

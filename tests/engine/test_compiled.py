@@ -26,6 +26,8 @@ from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from tests.support.models import tiny_config
 from tests.support.samplers import params_of
 
+pytestmark = pytest.mark.slow
+
 # Shapes that nothing but the weights has; several blocks of the rows that are widened at a time,
 # and an MLP wide enough for its vectors to be split. Only compiled: no array of them is made.
 CONFIG = tiny_config(

@@ -53,6 +53,7 @@ def command(*arguments: object) -> Result:
     return run_command(calibrate.main, *arguments, *chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "wanted"),
     [
@@ -98,6 +99,7 @@ def test_the_wanted_occupancy_holds_on_other_text(
     assert max(map(len, result.out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_the_models_own_text_and_its_calibration_file(tmp_path: Path) -> None:
     output = tmp_path / "calibration.json"
     arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES, "--output", output)

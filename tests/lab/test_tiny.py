@@ -16,6 +16,8 @@ from entropix_jax.sampler.presets import load_sampler
 from tests.support.models import teacher_forced
 from tests.support.runs import Spec, run_specs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny() -> LanguageModel:

@@ -408,6 +408,7 @@ def real_prompts(shared_data: Path) -> list[str]:
         return [json.loads(line)["prompt"] for line in lines]
 
 
+@pytest.mark.slow
 def test_smollm2_beside_transformers(smollm2: GgufFile, transformers: ModuleType) -> None:
     """Its weights to the bit, its chat template, and what it writes greedily."""
     place = {"pretrained_model_name_or_path": str(smollm2.path.parent)}

@@ -156,6 +156,7 @@ def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
     assert load(str(write_model(tmp_path / "sound")), dtype, check=True).folder
 
 
+@pytest.mark.slow
 def test_the_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_the_commands(
     assert json.loads(output.read_text())["error"] == named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 4])  # one for each device, and two
 def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
     """In whichever slot a row failed, and whether or not another one shared its prompt."""
@@ -210,6 +212,7 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
             assert one["token_ids"] == unchecked[one["id"]]["token_ids"] != []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
 def test_on_two_devices(tmp_path: Path, mesh: str) -> None:

@@ -256,6 +256,7 @@ def test_on_one_device_nothing_is_split() -> None:
 # Rows on eight devices.
 
 
+@pytest.mark.slow
 def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     """What the other tests compare is worth comparing."""
     first, last = outcomes[""].states
@@ -272,6 +273,7 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     assert len({*records.choice.proposal.action[records.live].tolist()}) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str) -> None:
     """Every token, count and flag of the state and the records; every number to 1e-5 of the largest
@@ -284,12 +286,14 @@ def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str
     compare(one.answered, many.answered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", *MESHES])
 def test_a_row_that_waits_holds_all_shards(outcomes: dict[str, Outcome], mesh: str) -> None:
     """As it holds all rows of one device: how far a row comes does not depend on the mesh."""
     assert not outcomes[mesh].held.live.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_branch_is_found_in_the_log(outcomes: dict[str, Outcome], mesh: str) -> None:
     one, many = outcomes[""], outcomes[mesh]
@@ -321,6 +325,7 @@ def test_every_branch_is_found_in_the_log(outcomes: dict[str, Outcome], mesh: st
         compare(*entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: str) -> None:
     """After each call, whose donated buffers are gone; the program takes its own result again."""
@@ -337,12 +342,14 @@ def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: 
         assert part == tuple(wanted), name
 
 
+@pytest.mark.slow
 def test_data_shards_exchange_flags_alone(outcomes: dict[str, Outcome]) -> None:
     collectives = collectives_of(outcomes["data=8"].text)
     assert collectives
     assert {(c.kind, c.elements) for c in collectives} == {("all-reduce", 1)}
 
 
+@pytest.mark.slow
 def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome]) -> None:
     """Logits are gathered once; otherwise hidden states and means over heads are summed up."""
     devices = np.arange(8).reshape(2, 4)
