@@ -151,9 +151,10 @@ class BatchRun:
             try:
                 self._reading = True
                 record = next(records, None)
-                self._reading = False
             except _Stopped:
                 return
+            finally:
+                self._reading = False
             if record is None:
                 return
             if is_done(record):

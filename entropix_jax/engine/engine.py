@@ -147,6 +147,7 @@ class Engine:
             yield from self._run()
         finally:  # the results may be kept for long: free the cache now
             del self._slots
+            self._next, self._stopping = None, False
 
     def _run(self) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()

@@ -62,7 +62,7 @@ class Row:
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
     `retracted_tokens` are in order, each with the position of its replacement. `number` is the
-    row's index in its run.
+    row's index in a `Generation`, else 0.
     """
 
     request: Request

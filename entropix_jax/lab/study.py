@@ -61,7 +61,7 @@ class _Phase:
 
 
 class Study:
-    """One study on one model. After `stop`, `run` may be called again and continues."""
+    """One study on one model. A stopped study continues when the command is run again."""
 
     def __init__(
         self, model: LanguageModel, sweep: Sweep, folder: Path, *, name: str, slots: int

@@ -177,7 +177,7 @@ def load(
         dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
             memory; None is the checkpoint's own (float32 for a float16 one, bfloat16 for a GGUF
             file).
-        mesh: the devices that the weights are spread over, see `sharding.parse_mesh`; None is the
+        mesh: the devices that the weights are spread over, see `mesh.parse_mesh`; None is the
             default device alone.
         check: look for NaN and infinity in all weights.
 

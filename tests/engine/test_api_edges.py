@@ -319,7 +319,7 @@ def test_public_names() -> None:
 
 
 def test_a_mesh_that_is_named_wrongly() -> None:
-    """What `load` is given as a mesh: of `sharding.parse_mesh`."""
+    """What `load` is given as a mesh: of `mesh.parse_mesh`."""
     for text, line in (
         ("data", "not of the form"),
         ("rows=2", "no such axis"),

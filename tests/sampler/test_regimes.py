@@ -63,6 +63,57 @@ def bounds_of(values: Mapping[str, Any], quantity: str) -> list[float]:
     return sorted(map(float, bounds))
 
 
+PRINTED = {
+    "lelv": ["entropy < 0.1", "varentropy < 0.1"],
+    "helv": ["entropy > 3", "varentropy < 0.1"],
+    "lehv": ["entropy < 5", "varentropy > 5"],
+    "hehv": ["entropy > 5", "varentropy > 5"],
+}
+CALIBRATED = {
+    "lelv": ["entropy < h1", "varentropy < u1"],
+    "helv": ["entropy > h2", "varentropy < u1"],
+    "lehv": ["entropy < h2", "varentropy > u2"],
+    "hehv": ["entropy > h2", "varentropy > u2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "boxes", "arms"),
+    [
+        ("document-000", PRINTED, ["argmax", "inject", "explore", "resample", "adaptive"]),
+        ("document-001", PRINTED, ["argmax", "inject", "explore", "resample", "adaptive"]),
+        (
+            "document-004",
+            {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]},
+            ["argmax", "inject", "branch", "backspace", "sample"],
+        ),
+        ("entropix", CALIBRATED, ["argmax", "inject", "branch", "backspace", "adaptive"]),
+    ],
+)
+def test_the_bounds_and_arms_of_the_presets(
+    preset: str, boxes: dict[str, list[str]], arms: list[str]
+) -> None:
+    values = load_sampler(preset).values
+    numbers = {
+        box: [(*c.split()[:2], _number(c.split()[2])) for c in conditions]
+        for box, conditions in boxes.items()
+    }
+    found = {
+        box: [(*c.split()[:2], _number(c.split()[2])) for c in values[f"regimes.{box}"]]
+        for box in boxes
+    }
+    assert found == numbers
+    assert [values[f"arms.{regime}"] for regime in REGIMES] == arms
+    if boxes is not PRINTED:
+        bounds = [values[f"thresholds.{name}"] for name in ("h1", "h2", "u1", "u2")]
+        assert bounds == [0.3, 2.5, 1.2, 2.5]
+        assert values["thresholds.calibrated"] is True
+
+
+def _number(bound: str) -> float | str:
+    return bound if bound.isidentifier() else float(bound)
+
+
 WITH_ATTENTION = {
     "regimes.lelv": ["entropy < h1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
     "regimes.helv": ["entropy > h2", "varentropy < u1", "attn_entropy_norm > 0.4"],
