@@ -325,6 +325,20 @@ def test_an_engine_runs_again(tiny: LanguageModel) -> None:
     assert [ids(row) for row in once_more] == [ids(row) for row in rows]
 
 
+def test_a_run_that_was_left_early_leaves_nothing(tiny: LanguageModel) -> None:
+    """Neither the request that was fetched next, nor that the run was asked to stop."""
+    wanted = mixed(tiny, 6)
+    engine, rows, _ = run(tiny, wanted)
+    events: Any = engine.run([Row(request) for request in mixed(tiny, 9)])
+    next(events)
+    engine.stop()
+    events.close()
+    once_more = [Row(request) for request in wanted]
+    finished = {id(event.row) for event in engine.run(once_more)}
+    assert finished == {id(row) for row in once_more}
+    assert [ids(row) for row in once_more] == [ids(row) for row in rows]
+
+
 @pytest.mark.parametrize(
     ("prompt", "budget", "capacity", "expected"),
     [
