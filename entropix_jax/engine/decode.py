@@ -12,33 +12,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.engine.branching import Carry, Inputs, commit_branches
+from entropix_jax.engine.fork import (
+    Joined,
+    free_lanes,
+    grow,
+    is_forked,
+    join_forks,
+    start_forks,
+    want_fork,
+)
 from entropix_jax.engine.state import (
+    BRANCH_ENDED,
     FINISHED_EOS,
     FINISHED_ERROR,
     FINISHED_STOP,
-    LOG_STEPS,
+    FORKS,
     RUNNING,
+    WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
-    BranchLog,
     DecodeState,
     Recording,
     StepRecord,
     extras_of,
     finish_of,
-    init_log,
 )
-from entropix_jax.model.cache import KVCache, Suffixes
+from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE, earlier, first_unsound
-from entropix_jax.model.llama import forward, forward_branches, unembed
+from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.mesh import (
     ONCE,
     ROWS,
     STEPS,
     any_shard,
     apply_if_any,
-    global_index,
     local_index,
     local_rows,
     split_rows,
@@ -46,97 +53,107 @@ from entropix_jax.model.mesh import (
 )
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.mechanisms.inject import InjectState
-from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import Rows
+from entropix_jax.sampler.state import Rows, where_rows
 from entropix_jax.sampler.step import choose, may_backspace_next
 from entropix_jax.stats import AttnStats
-
-_LOG = BranchLog(count=ONCE, branches=ROWS, committed=ROWS, sequence_varentropy=ROWS)
 
 
 def decode_step(
     params: Params,
-    settings: SamplerSettings,
-    eos_ids: jax.Array,
     state: DecodeState,
-    log: BranchLog,
     *,
     config: ModelConfig,
     window: int,
     recording: Recording,
-) -> tuple[DecodeState, StepRecord, BranchLog]:
+) -> tuple[DecodeState, StepRecord]:
     """One step of every running row: forward, metrics, regime, proposal, draw, commit, record.
 
-    A row commits one token, or its last token's replacement, or a branch, or it waits for the host.
-    `eos_ids` is int32 [B, E]; the record's fields are [B]; the log must have room for B more. The
-    other arguments are those of `decode`.
+    A row commits one token, or its last token's replacement, or it waits for the host, or is
+    forked; a branch grows or ends. The record's fields are [P]. The arguments are those of
+    `decode`.
     """
-    batch = state.finish.shape[0]
-    chex.assert_shape((eos_ids, state.history), (batch, None))
-    chex.assert_tree_shape_prefix((settings, state.sampler), (batch,))
+    # Forks of earlier steps begin where there are lanes.
+    if state.lanes:
+        state = start_forks(state, window)
+    places = state.finish.shape[0]
+    chex.assert_shape((state.eos_ids, state.history), (places, None))
+    chex.assert_tree_shape_prefix((state.settings, state.sampler, state.fork), (places,))
 
-    running = state.finish == RUNNING
-    logits, stats, cache, unsound = _read_last(params, config, state, running, window, recording)
-    choice, step, sampler_state = choose(logits, stats, settings, state.sampler, _rows(state))
+    # What the model and the sampler make of each row's last token.
+    running, is_branch = state.finish == RUNNING, state.fork.branch >= 0
+    last = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
+    logits, stats, cache, unsound = _read(params, config, state, last, running, window, recording)
+    settings = state.settings
+    choice, step, sampler = choose(logits, stats, settings, state.sampler, _rows(state))
     rows = step.rows
 
-    # What becomes of each row. Only running rows with finite logits backspace, roll out or wait.
-    commits = running & choice.finite & ~step.rolls_out & ~step.waits
-    finish = finish_of(rows.remaining - 1, choice.token, eos_ids)
+    # A branch that ends has no further token.
+    state, ends = grow(state, choice, rows, last[:, 0])
+    tally = where_rows(ends, state.sampler.tally, sampler.tally)
+
+    # What becomes of each row. Only running rows with finite logits backspace, fork or wait.
+    commits = running & choice.finite & ~step.forks & ~step.waits & ~ends
+    finish = finish_of(rows.remaining - 1, choice.token, state.eos_ids)
     finish = jnp.where(step.ends, FINISHED_EOS, finish)
-    finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rolls_out, RUNNING, finish))
-    finish = jnp.where(running, jnp.where(choice.finite, finish, FINISHED_ERROR), state.finish)
+    finish = jnp.where(step.waits, WAITS_FOR_TEXT, finish)
+    finish = jnp.where(choice.finite, finish, FINISHED_ERROR)
+    finish = jnp.where(is_branch, jnp.where(ends, BRANCH_ENDED, RUNNING), finish)
+    finish = jnp.where(running, finish, state.finish)
     # The first step reads a token of the prompt.
     evaluates = running & (state.cache.length >= state.prompt_length)
     forwards = state.forwards + evaluates.astype(jnp.int32)
-    may_backspace = may_backspace_next(settings, sampler_state, rows)
-    record = StepRecord(
-        live=running,
-        position=rows.length,
-        forwards=forwards,
-        finish=finish,
-        choice=choice,
-        extras=extras_of(logits, stats, recording),
-        may_backspace=commits & (finish == RUNNING) & may_backspace,
-        branch=jnp.full_like(finish, -1),
-        unsound=unsound,
-    )
+    may_backspace = may_backspace_next(settings, sampler, rows)
 
     # Commit. A row that waits reads its last token again; the cache of one that backspaced shrinks.
     cached = jnp.where(running & ~step.waits, rows.length, state.cache.length)
     target = jnp.where(commits, rows.length, rows.history.shape[1])
-    row = jnp.arange(batch, dtype=jnp.int32)
+    row = jnp.arange(places, dtype=jnp.int32)
     state = replace(
         state,
         cache=replace(cache, length=cached),
         history=rows.history.at[row, target].set(choice.token, mode="drop"),
-        sampler=sampler_state,
+        sampler=replace(sampler, tally=tally),
         forwards=forwards,
         finish=finish,
     )
 
-    # Branches, under a condition: a step without any costs nothing more.
-    read = partial(_forward_branches, params, config=config, window=window, check=recording.check)
-    inputs = Inputs(logits=logits, rows=rows, settings=settings, eos_ids=eos_ids)
-    carry: Carry = lax.cond(
-        jnp.any(step.rolls_out),
-        lambda carry: commit_branches(step.rolls_out, inputs, read, recording, window, carry),
-        lambda carry: carry,
-        (state, record, log),
+    # Forks begin and end.
+    fork = state.fork
+    state = want_fork(state, step)
+    finish = jnp.where(step.forks, FORKS, finish)
+    state, joined = join_forks(state)
+    joined = jax.tree.map(partial(_fill, places), joined)
+    record = StepRecord(
+        live=running,
+        position=rows.length,
+        forwards=jnp.where(joined.joins, state.forwards, forwards),
+        choice=choice,
+        extras=extras_of(logits, stats, recording),
+        may_backspace=commits & (finish == RUNNING) & may_backspace & ~is_branch,
+        unsound=unsound,
+        finish=jnp.where(joined.joins, state.finish, finish),
+        parent=fork.parent,
+        branch=fork.branch,
+        width=jnp.where(step.forks, step.width, 0),
+        candidates=step.candidates,
+        logprobs=state.fork.logprobs,
+        joins=joined.joins,
+        best=joined.best,
+        committed=joined.committed,
+        scores=joined.scores,
+        ambiguous=joined.ambiguous,
     )
-    return carry
+    return state, record
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "window", "max_steps", "recording"),
+    static_argnames=("config", "window", "max_steps", "recording", "lanes"),
     donate_argnames="state",
 )
-@split_rows(rows={"settings": 1, "eos_ids": 2, "state": 1}, returns=(ROWS, STEPS, _LOG))
+@split_rows(rows={"state": 1}, returns=(ROWS, STEPS, ONCE))
 def decode(
     params: Params,
-    settings: SamplerSettings,
-    eos_ids: jax.Array,
     state: DecodeState,
     steps: jax.Array,
     fewest: jax.Array | int = 1,
@@ -145,74 +162,64 @@ def decode(
     window: int,
     max_steps: int,
     recording: Recording,
-) -> tuple[DecodeState, StepRecord, BranchLog]:
+    lanes: bool,
+) -> tuple[DecodeState, StepRecord, jax.Array]:
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
 
-    It returns earlier where a row waits for the host, where the log is full, and where a row has
-    grown as long as the window. (A row that a stop string has ended does not count: how far it went
-    on depends on when the host looked.)
+    It returns earlier where a row waits for the host, where a row has grown as long as the window,
+    and where the lanes are needed or no longer needed: there is a program with them and one
+    without, so that they cost nothing while no row branches. (A row that a stop string has ended
+    does not count: how far it went on depends on when the host looked.)
 
     Args:
         params: the weights.
-        settings: each leaf with a leading row axis; its mechanisms are static.
-        eos_ids: int32 [B, E], the tokens that end each row, or [E] for all; -1 matches none.
         state: donated.
         steps, fewest: int32, traced.
         config: static.
         window: static, the cache positions that are read.
         max_steps: static, room for records: no more steps than this are run.
         recording: static, what is recorded of each step besides the choice.
+        lanes: static, whether the lanes take part.
 
     Returns:
         The state, records with a leading [max_steps] axis (those of steps that did not run have
-        `live` False), and the log of what branched.
+        `live` and `joins` False), and whether the next steps need the lanes, bool [].
     """
-    batch = state.finish.shape[0]
-    eos_ids = jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1]))
+    whole = free_lanes(state)
+    state = whole if lanes else _without_lanes(whole)
+    batch = state.finish.shape[0] - state.lanes
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
     step = jax.jit(
-        partial(
-            decode_step,
-            params,
-            settings,
-            eos_ids,
-            config=config,
-            window=window,
-            recording=recording,
-        )
+        partial(decode_step, params, config=config, window=window, recording=recording)
     )
-
-    # Room for the records and the log.
-    log = init_log(config, batch + LOG_STEPS * max_steps, recording)
-    shapes = jax.eval_shape(step, state, log)[1]
+    shapes = jax.eval_shape(step, state)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 
-    def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord, BranchLog]) -> jax.Array:
-        done, state, _, log = carry
-        running, stopped = state.finish == RUNNING, state.finish == FINISHED_STOP
+    def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord]) -> jax.Array:
+        done, state, _ = carry
+        finish, length = state.finish, state.cache.length
+        counts = (finish != FINISHED_STOP) & (finish != BRANCH_ENDED)
+        waits = (finish == WAITS_FOR_TEXT) | (finish == WAITS_FOR_CHOICE)
+        going = jnp.isin(finish[:batch], jnp.array([RUNNING, FORKS, BRANCH_ENDED]))
         return (
             (done < jnp.minimum(steps, max_steps))
-            & (sum_shards(jnp.sum(running)) >= jnp.maximum(fewest, 1))
-            & ~any_shard(
-                jnp.any(state.finish >= WAITS_FOR_TEXT)
-                | (jnp.max(jnp.where(stopped, 0, state.cache.length)) >= window)
-                | (log.count + batch > log.committed.shape[0])
-            )
+            & (sum_shards(jnp.sum(going)) >= jnp.maximum(fewest, 1))
+            & ~any_shard(jnp.any(waits) | (jnp.max(jnp.where(counts, length, 0)) >= window))
+            & (any_shard(jnp.any(is_forked(state))) == lanes)
         )
 
     def body(
-        carry: tuple[jax.Array, DecodeState, StepRecord, BranchLog],
-    ) -> tuple[jax.Array, DecodeState, StepRecord, BranchLog]:
-        done, state, records, log = carry
-        state, record, log = step(state, log)
+        carry: tuple[jax.Array, DecodeState, StepRecord],
+    ) -> tuple[jax.Array, DecodeState, StepRecord]:
+        done, state, records = carry
+        state, record = step(state)
         records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
-        return done + 1, state, records, log
+        return done + 1, state, records
 
-    # The loop; its counts and indices are those of all shards.
-    _, state, records, log = lax.while_loop(unfinished, body, (jnp.int32(0), state, records, log))
-    records = replace(records, branch=global_index(records.branch, log.committed.shape[0]))
-    return state, records, replace(log, count=sum_shards(log.count))
+    _, state, records = lax.while_loop(unfinished, body, (jnp.int32(0), state, records))
+    state = state if lanes else _with_lanes(state, whole)
+    return state, records, any_shard(jnp.any(is_forked(state)))
 
 
 @partial(jax.jit, static_argnames=("config", "window", "check"), donate_argnames="state")
@@ -234,7 +241,8 @@ def prefill(
         state: donated.
         tokens: int32 [A, T].
         count: int32 [A], how many of a row's T tokens are real, from the first on.
-        slots: int32 [A], the rows; None for all in order. Out-of-range row indices are ignored.
+        slots: int32 [A], the rows; None for all slots in order. Out-of-range row indices are
+            ignored.
         config: static.
         window: static, the cache positions that are read: at least as many as any of the rows has
             afterwards.
@@ -249,11 +257,15 @@ def prefill(
             unsound = earlier(unsound, first_unsound(stats.sound, part.length))
         return grown, unsound
 
-    # All rows in place.
+    # All slots in place.
     if slots is None:
-        tokens, count = local_rows((tokens, count), whole.length.shape[0])
-        cache, unsound = cached(whole, state.unsound)
-        return replace(state, cache=cache, unsound=unsound)
+        batch = whole.length.shape[0] - state.lanes
+        tokens, count = local_rows((tokens, count), batch)
+        part = replace(whole, length=whole.length[:batch])
+        cache, unsound = cached(part, state.unsound[:batch])
+        length = whole.length.at[:batch].set(cache.length)
+        unsound = state.unsound.at[:batch].set(unsound)
+        return replace(state, cache=replace(cache, length=length), unsound=unsound)
 
     # Some rows: gathered, read, and scattered back, on the shards that have any of them.
     slots = local_index(slots, whole.length.shape[0])
@@ -325,21 +337,45 @@ def answer(
     )
 
 
-def _read_last(
+def _without_lanes(state: DecodeState) -> DecodeState:
+    """The rows in slots. Keys and values stay whole, since a part of them would be a copy."""
+    batch = state.finish.shape[0] - state.lanes
+    rest = jax.tree.map(lambda x: x[:batch], replace(state, cache=state.cache.length))
+    return replace(rest, cache=replace(state.cache, length=rest.cache), lanes=0)
+
+
+def _with_lanes(state: DecodeState, whole: DecodeState) -> DecodeState:
+    """The inverse, with the lanes of `whole`."""
+    batch = state.finish.shape[0]
+    rest = jax.tree.map(
+        lambda part, all_: jnp.concatenate([part, all_[batch:]]),
+        replace(state, cache=state.cache.length, lanes=whole.lanes),
+        replace(whole, cache=whole.cache.length),
+    )
+    return replace(rest, cache=replace(state.cache, length=rest.cache))
+
+
+def _fill(places: int, slots: jax.Array) -> jax.Array:
+    """[B, ...] as [P, ...], 0 in the lanes."""
+    return jnp.pad(slots, [(0, places - slots.shape[0]), *[(0, 0)] * (slots.ndim - 1)])
+
+
+def _read(
     params: Params,
     config: ModelConfig,
     state: DecodeState,
+    last: jax.Array,
     running: jax.Array,
     window: int,
     recording: Recording,
 ) -> tuple[jax.Array, AttnStats, KVCache, jax.Array]:
-    """The forward pass of each running row's last token: logits float32 [B, V], statistics, the
-    cache with the token in it, and where the row is unsound. There the logits are NaN."""
-    token = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
+    """The forward pass of each running row's last token, int32 [P, 1]: logits float32 [P, V],
+    statistics, the cache with the token in it, and where the row is unsound. There the logits are
+    NaN."""
     hidden, stats, cache = forward(
         params,
         config,
-        token,
+        last,
         running.astype(jnp.int32),
         state.cache,
         window=window,
@@ -364,25 +400,6 @@ def _rows(state: DecodeState) -> Rows:
         generated=generated,
         remaining=state.budget - generated,
         asks=state.asks_for_text,
+        branch=state.fork.branch,
     )
 
-
-def _forward_branches(
-    params: Params,
-    prefix: KVCache,
-    tokens: jax.Array,
-    depth: jax.Array,
-    suffixes: Suffixes,
-    *,
-    config: ModelConfig,
-    window: int,
-    check: bool,
-) -> tuple[jax.Array, AttnStats, Suffixes]:
-    """Logits [A*W, V] of one more token of each branch, its statistics, and the suffixes."""
-    hidden, stats, suffixes = forward_branches(
-        params, config, tokens, depth, prefix, suffixes, window=window, check=check
-    )
-    logits = unembed(params, hidden.reshape(-1, config.width))
-    if stats.sound is not None:  # such a branch loses
-        logits = jnp.where(jnp.all(stats.sound, axis=(1, 2))[:, None], logits, jnp.nan)
-    return logits, replace(stats, sound=None), suffixes

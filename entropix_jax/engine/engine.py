@@ -29,11 +29,20 @@ from entropix_jax.engine.preparation import (
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.results import Event, Request, Row
 from entropix_jax.engine.running import RunningRow, check_request
-from entropix_jax.engine.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
-from entropix_jax.engine.state import FINISHED_STOP, BranchLog, DecodeState, Recording, StepRecord
+from entropix_jax.engine.slots import (
+    Arrival,
+    Layout,
+    empty_slots,
+    insert,
+    lanes_for,
+    padded_ids,
+    share_prefix,
+    widen,
+)
+from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, StepRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.model.mesh import check_mesh
+from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanism import Mechanism
 
@@ -43,6 +52,7 @@ DECODE_WINDOW = 512
 _MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
 # One in so many slots may be empty before the device returns for the next row.
 _SLOTS_PER_EMPTY = 16
+_SLOTS_PER_LANE = 6  # where rows may fork
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,9 @@ class _Chunk:
 
     steps: int
     rows: tuple[RunningRow | None, ...]
+    layout: Layout
     records: StepRecord
-    log: BranchLog
+    forked: jax.Array  # bool, whether the steps after these need the lanes
 
 
 class Engine:
@@ -93,7 +104,9 @@ class Engine:
         self._source: Iterator[Request | Row] = iter(())
         self._next: RunningRow | None = None
         self._chunk_steps = 1
+        self._forked = False
         self._stopping = False
+        self._layout = Layout(slots, 0, 1 if mesh is None else mesh.shape[DATA])
 
     @property
     def used(self) -> float:
@@ -135,9 +148,10 @@ class Engine:
             return
         sampler = first.request.sampler
         self._mechanisms = sampler.mechanisms
-        self._slots = empty_slots(
+        self._layout = replace(self._layout, lanes=self._lanes_for(first))
+        self._state = empty_slots(
             self._model.config,
-            len(self._rows),
+            self._layout,
             sampler.settings,
             capacity=self._capacity,
             dtype=self._model.precision.activations,
@@ -146,8 +160,8 @@ class Engine:
         try:
             yield from self._run()
         finally:  # the results may be kept for long: free the cache now
-            del self._slots
-            self._next, self._stopping = None, False
+            del self._state
+            self._next, self._forked, self._stopping = None, False, False
 
     def _run(self) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()
@@ -183,13 +197,27 @@ class Engine:
                 break
             fresh.row.started = time.perf_counter()
             self._rows[slot], self._next = fresh, None
-            self._slots = insert(self._slots, jnp.int32(slot), self._arrival(fresh))
+            arrival = self._arrival(fresh)
+            if (lanes := self._lanes_for(fresh)) > self._layout.lanes:
+                self._state = widen(self._state, self._layout, lanes)
+                self._layout = replace(self._layout, lanes=lanes)
+            self._state = insert(self._state, self._number(slot), arrival)
             arrived.append(slot)
         else:  # whether another one waits decides when the device returns
             self._fetch()
         if arrived:
             with self._decode_compiles():
                 self._prefill(arrived)
+
+    def _number(self, slot: int) -> jax.Array:
+        """The row of the state that is the slot."""
+        return jnp.int32(self._layout.numbers[slot])
+
+    def _lanes_for(self, row: RunningRow) -> int:
+        """The lanes of a shard that a row needs, more where many rows share them."""
+        needed = lanes_for(row.request.sampler)
+        shared = self._layout.slots // self._layout.shards // _SLOTS_PER_LANE
+        return max(needed, shared) if needed else 0
 
     def _arrival(self, row: RunningRow) -> Arrival:
         request = row.request
@@ -204,7 +232,7 @@ class Engine:
             key=row_key(request.seed, request.row_id),
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            sampler=request.sampler.settings,
+            settings=request.sampler.settings,
             eos_ids=padded_ids(request.eos_ids),
         )
 
@@ -223,7 +251,7 @@ class Engine:
         if self.steps or self._model.rules is not None:
             yield
             return
-        arguments, static = self._decode_arguments(self._slots)
+        arguments, static = self._decode_arguments(self._state)
         # Prefilling donates the state, so only shapes are kept.
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         compiling = Thread(target=compile_decode)
@@ -244,14 +272,12 @@ class Engine:
         cached = {prompt: slot for slot, prompt in prompts.items() if slot not in arrived}
         for slot in arrived:
             prompt = prompts[slot]
-            state = self._slots.state
             if prompt in cached:
-                source, count = jnp.int32(cached[prompt]), jnp.int32(len(prompt) - 1)
-                state = share_prefix(state, source, jnp.int32(slot), count)
+                source, count = self._number(cached[prompt]), jnp.int32(len(prompt) - 1)
+                self._state = share_prefix(self._state, source, self._number(slot), count)
             else:
                 cached[prompt] = slot
-                state = self._prefilled(state, slot, prompt[:-1])
-            self._slots = replace(self._slots, state=state)
+                self._state = self._prefilled(self._state, slot, prompt[:-1])
 
     def _prefilled(self, state: DecodeState, slot: int, prompt: tuple[int, ...]) -> DecodeState:
         """Reads the prompt in parts, so that the run can be stopped in between."""
@@ -268,7 +294,7 @@ class Engine:
                 tokens,
                 jnp.full(1, len(part), jnp.int32),
                 # With one slot there is nothing to gather, and nothing to copy.
-                None if len(self._rows) == 1 else jnp.full(1, slot, jnp.int32),
+                None if len(self._rows) == 1 else self._number(slot)[None],
                 config=model.config,
                 window=min(bucket(done + size, PREFILL_WINDOW), self._capacity),
                 check=self._recording.check,
@@ -291,22 +317,18 @@ class Engine:
 
     def _dispatch(self) -> _Chunk:
         """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
-        slots = replace(self._slots, state=self._with_answers(self._slots.state))
         steps = self._chunk_steps
-        arguments, static = self._decode_arguments(slots)
-        state, records, log = decode(*arguments, **static)
-        self._slots = replace(slots, state=state)
-        return _Chunk(steps, tuple(self._rows), records, log)
+        arguments, static = self._decode_arguments(self._with_answers(self._state))
+        self._state, records, forked = decode(*arguments, **static)
+        return _Chunk(steps, tuple(self._rows), self._layout, records, forked)
 
-    def _decode_arguments(self, slots: Slots) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _decode_arguments(self, state: DecodeState) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `decode` for the next chunk: traced ones, and static ones."""
         number = len(self._rows)
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if self._next else 1
         traced = (
             self._model.params,
-            slots.sampler,
-            slots.eos_ids,
-            slots.state,
+            state,
             jnp.int32(self._chunk_steps),
             jnp.int32(fewest),
         )
@@ -315,6 +337,7 @@ class Engine:
             "window": self._window(),
             "max_steps": MAX_STEPS,
             "recording": self._recording,
+            "lanes": self._forked,
         }
         return traced, static
 
@@ -340,17 +363,18 @@ class Engine:
             padded[: len(tokens)] = tokens
             state = answer(
                 state,
-                jnp.int32(slot),
+                self._number(slot),
                 jnp.asarray(padded),
                 jnp.int32(len(tokens)),
                 jnp.int32(action),
                 jnp.int32(max(row.request.sampler.values["inject.cooldown"], 1)),
             )
-        ended = [
-            row is not None and row.row.finish_reason in ("stop", "error") for row in self._rows
-        ]
-        if any(ended):
-            state = replace(state, finish=jnp.where(np.array(ended), FINISHED_STOP, state.finish))
+        ended = np.zeros(state.finish.shape, bool)
+        for slot, row in enumerate(self._rows):
+            reason = None if row is None else row.row.finish_reason
+            ended[self._layout.numbers[slot]] = reason in ("stop", "error")
+        if ended.any():
+            state = replace(state, finish=jnp.where(ended, FINISHED_STOP, state.finish))
         return state
 
     # Read back
@@ -358,18 +382,20 @@ class Engine:
     def _read_back(self, chunk: _Chunk) -> Generator[Event, None, bool]:
         """Applies a chunk's outcomes to its rows. Returns whether it made a step at all."""
         asked = time.perf_counter()
-        log = chunk.log if int(chunk.log.count) else None
-        records, log = jax.device_get((chunk.records, log))
+        records, forked = jax.device_get((chunk.records, chunk.forked))
         self._pace(time.perf_counter() - asked)
+        self._forked = bool(forked)
         self.steps += int(records.live.any(axis=-1).sum())
         numbers = [0 if row is None else row.row.number for row in chunk.rows]
         decode_text = self._model.tokenizer.decode_within
         actions = [mechanism.name for mechanism in self._mechanisms]
-        for outcome in outcomes(numbers, actions, records, log, self._recording, decode_text):
+        for outcome in outcomes(
+            chunk.layout, numbers, actions, records, self._recording, decode_text
+        ):
             row = chunk.rows[outcome.slot]
             if row is None or not row.running:
                 continue
-            self.useful += 1
+            self.useful += outcome.live and outcome.branch <= 0
             for event in row.apply(outcome, lambda: self._stopping):
                 yield event
                 # A retraction is not complete without the replacement that follows.

@@ -1,75 +1,111 @@
 """From the device's records of a chunk of steps to typed records on the host."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from entropix_jax.engine.state import BranchLog, Extras, Recording, StepRecord
+from entropix_jax.engine.slots import Layout
+from entropix_jax.engine.state import BRANCH_ENDED, Extras, Recording, StepRecord
 from entropix_jax.engine.trace import BranchRecord, TokenRecord, plain
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.rollout import Branches
 from entropix_jax.sampler.state import Observation
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """The end of a row's fork: which branch was best, and how many of its tokens were committed; 0
+    where the row waits for the host, or takes the first token as a forced one."""
+
+    best: int
+    committed: int
+    scores: list[float | None]  # of each branch; None where its logits became NaN or infinite
+    ambiguous: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step did to one row.
+    """What one step did to one row, or to a branch of it.
 
     Attributes:
         slot: the row's.
-        tokens: the committed tokens, without their texts; several where a branch was committed.
-            Where the row waits for the host the one token holds the step's proposal, and where it
-            failed the failed position.
-        branches: where the row branched.
+        live: whether the row, or branch, was running; else its fork ended, and nothing more.
+        token: the committed token, without its text. Where the row waits for the host or is forked
+            it holds the step's proposal, and where it failed the failed position.
+        branch: which branch of the row's fork this is; -1: the row itself.
+        candidates: where the row is forked, the branches' first tokens and their log-probabilities.
+        ended: a branch that has ended, and has no further token.
+        joined: where all branches have ended.
         finish: see `DecodeState`.
-        retractable: whether the next step may retract the last token.
+        retractable: whether the next step may retract the token.
         unsound: see `finite.first_unsound`.
     """
 
     slot: int
-    tokens: list[TokenRecord]
-    branches: list[BranchRecord] | None
+    live: bool
+    token: TokenRecord
+    branch: int
+    candidates: list[tuple[int, float]]
+    ended: bool
+    joined: Joined | None
     finish: int
     retractable: bool
     unsound: tuple[int, int]
 
 
 def outcomes(
+    layout: Layout,
     numbers: Sequence[int],
     actions: Sequence[str],
     records: StepRecord,
-    log: BranchLog | None,
     recording: Recording,
     decode: Decode,
 ) -> Iterator[Outcome]:
-    """The outcomes of a chunk's steps, step by step and within a step slot by slot.
+    """The outcomes of a chunk's steps, step by step; within a step lanes come first, so that a
+    fork's branches are known when it ends.
 
     Args:
+        layout: of the state.
         numbers: the row number of each slot, [B].
         actions: the names of the sampler's mechanisms.
-        records: fields [steps, B, ...], NumPy.
-        log: what branched in these steps, NumPy; None where nothing did.
+        records: fields [steps, P, ...], NumPy.
     """
-    slots = np.nonzero(records.live)[1].tolist()
-    records = jax.tree.map(lambda x: x[records.live], records)
-    tokens = _step_tokens([numbers[slot] for slot in slots], actions, records, recording, decode)
-    paths: dict[int, tuple[list[TokenRecord], list[BranchRecord] | None]] = {}
-    if log is not None:
-        paths.update(_branch_paths(tokens, np.asarray(records.branch), log, recording, decode))
+    slot_of = layout.slot_of
+    if records.live.shape[1] == len(slot_of):  # the lanes took part
+        lanes_first = np.argsort(slot_of >= 0, kind="stable")
+        records = jax.tree.map(lambda x: x[:, lanes_first], records)
+    told = records.live | records.joins
+    records = jax.tree.map(lambda x: x[told], records)
+    slot = slot_of[records.parent]
+    tokens = _step_tokens([numbers[i] for i in slot], actions, records, recording, decode)
     ends = zip(
+        slot.tolist(),
+        plain(records.live),
+        tokens,
+        plain(records.branch),
         plain(records.finish),
         plain(records.may_backspace),
         map(tuple, plain(records.unsound)),
         strict=True,
     )
-    for i, (slot, token, end) in enumerate(zip(slots, tokens, ends, strict=True)):
-        path, branches = paths.get(i, ([], None))
-        yield Outcome(slot, path or [token], branches, *end)
+    for i, (of, live, token, branch, finish, retractable, unsound) in enumerate(ends):
+        joined = _joined(records, i)
+        yield Outcome(
+            slot=of,
+            live=live,
+            token=token,
+            branch=branch,
+            candidates=_candidates(records, i),
+            ended=finish == BRANCH_ENDED or joined is not None,
+            joined=joined,
+            finish=finish,
+            retractable=retractable,
+            unsound=unsound,
+        )
 
 
 def _step_tokens(
@@ -99,51 +135,20 @@ def _step_tokens(
     return [TokenRecord(text="", **one) for one in fields]
 
 
-def _branch_paths(
-    tokens: Sequence[TokenRecord],
-    entries: np.ndarray,
-    log: BranchLog,
-    recording: Recording,
-    decode: Decode,
-) -> Iterator[tuple[int, tuple[list[TokenRecord], list[BranchRecord]]]]:
-    """For each index of `entries[n]` that names an entry of the log: the committed tokens of its
-    best branch, none where the row waits, and all its branches. `tokens[n]` are the steps' own."""
-    at = np.flatnonzero(entries >= 0)
-    used = jax.tree.map(lambda x: x[entries[at]], replace(log, count=log.committed))
-    branches, committed = used.branches, used.committed
-    taken = np.arange(branches.logprobs.shape[1]) < committed[:, None]  # [n, R]
-    best = branches.tokens[np.arange(len(at)), branches.best]
-    observation, notes = jax.tree.map(lambda x: x[taken], (branches.observation, branches.notes))
-    fields = iter(
-        each(
-            token_id=plain(best[taken]),
-            logprob=plain(branches.logprobs[taken]),
-            sequence_varentropy=plain(used.sequence_varentropy[taken]),
-            **_observed(observation),
-            **extras_fields(notes, recording, decode),
-        )
-    )
-    for i, number in enumerate(at.tolist()):
-        all_ = _branches(jax.tree.map(lambda x: x[i], branches), decode)  # noqa: B023
-        first = tokens[number]
-        path = [
-            replace(first, **next(fields), position=first.position + depth)
-            for depth in range(committed[i])
-        ]
-        if path:
-            ambiguous = bool(branches.ambiguous[i]) and differ(all_)
-            path[0] = replace(path[0], branches=all_, ambiguous=ambiguous)
-        yield number, (path, all_)
+def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:
+    """Those of the fork that record `i` tells of; none where it tells of none."""
+    if not (width := records.width[i]):
+        return []
+    ids, logprobs = plain(records.candidates[i, :width]), plain(records.logprobs[i, :width])
+    return list(zip(ids, logprobs, strict=True))
 
 
-def _branches(branches: Branches, decode: Decode) -> list[BranchRecord]:
-    """One row's branches; the fields of `branches` are [W, ...]."""
-    records = []
-    for i in np.flatnonzero(branches.length):
-        ids = branches.tokens[i, : branches.length[i]].tolist()
-        score = plain(branches.score[i]) if np.isfinite(branches.score[i]) else None
-        records.append(BranchRecord(ids, decode(ids), score, chosen=bool(i == branches.best)))
-    return records
+def _joined(records: StepRecord, i: int) -> Joined | None:
+    if not records.joins[i]:
+        return None
+    scores = [plain(score) if np.isfinite(score) else None for score in records.scores[i]]
+    best, committed = int(records.best[i]), int(records.committed[i])
+    return Joined(best, committed, scores, bool(records.ambiguous[i]))
 
 
 def two_best(branches: Sequence[BranchRecord]) -> list[BranchRecord]:

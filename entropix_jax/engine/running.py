@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from entropix_jax.engine.records import Outcome, differ, two_best
+from entropix_jax.engine.records import Joined, Outcome, differ, two_best
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.slots import padded_ids
 from entropix_jax.engine.state import (
@@ -21,6 +21,7 @@ from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.stop import StopFilter
 
+_PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
 _FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
 
 
@@ -48,8 +49,8 @@ class RunningRow:
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
         self._pending: TokenRecord | None = None
-        self._proposal: TokenRecord | None = None  # of the step that asked for a choice
-        self._branches: list[BranchRecord] | None = None  # with the one that was chosen
+        self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
+        self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._retrieved = 0
 
     @property
@@ -59,8 +60,10 @@ class RunningRow:
 
     @property
     def length(self) -> int:
-        """The row's tokens that the host knows, including the prompt and a pending token."""
-        return len(self.request.prompt) + self._generated
+        """The row's tokens that the host knows, including the prompt, a pending token, and the
+        longest branch."""
+        branch = max(map(len, self._paths), default=0)
+        return len(self.request.prompt) + self._generated + branch
 
     @property
     def remaining(self) -> int:
@@ -72,13 +75,20 @@ class RunningRow:
         return len(self.row.tokens) + (self._pending is not None)
 
     def apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
-        """Applies what a step did to the row: commits tokens, retracts the pending one, ends the
-        row, or calls a hook and sets `answer`.
+        """Applies what a step did to the row or a branch of it: commits tokens, retracts the
+        pending one, ends the row, or calls a hook and sets `answer`.
 
         `stopping` tells whether the run was asked to stop: then no hook is called.
         """
+        token, joined = outcome.token, outcome.joined
+        # A branch grows. The row's text changes once all branches have ended.
+        if outcome.live and outcome.branch >= 0 and not outcome.ended:
+            self._paths[outcome.branch].append(token)
+        if joined is not None:
+            yield from self._join(joined, outcome, stopping)
+        if outcome.branch >= 0 or joined is not None:
+            return
         # A row that failed: its pending token stands.
-        token, *_ = outcome.tokens
         if outcome.finish == FINISHED_ERROR:
             yield from self._commit()
             if self.running:  # no stop string
@@ -87,17 +97,19 @@ class RunningRow:
                 self.row.error = fault if position == NOWHERE else describe(position, stage)
                 yield self._end("error")
             return
-        # A row that waits for the host. The hook sees the whole text: nothing retracts its end.
-        if outcome.finish in (WAITS_FOR_TEXT, WAITS_FOR_CHOICE):
+        # A row that waits for a text. The hook sees the whole text: nothing retracts its end.
+        if outcome.finish == WAITS_FOR_TEXT:
             yield from self._commit()
-            if not self.running or stopping():
-                return
-            if outcome.finish == WAITS_FOR_TEXT:
+            if self.running and not stopping():
                 self.answer = self._retrieve_thought()
-            else:
-                assert outcome.branches is not None
-                self._proposal = token
-                self.answer = self._choose_branch(outcome.branches)
+            return
+        # A row that is forked.
+        if outcome.candidates:
+            yield from self._commit()
+            self._paths = [
+                [replace(token, token_id=token_id, logprob=logprob)]
+                for token_id, logprob in outcome.candidates
+            ]
             return
         # The pending token is retracted, or stands.
         pending = self._pending
@@ -107,10 +119,13 @@ class RunningRow:
             yield self._retract(pending)
         else:
             yield from self._commit()
-        # The step's tokens; the last one is pending now.
-        if token.action == "branch" and outcome.branches is None:
+        if token.action == "branch":
             token = self._with_choice(token)
-        *earlier, last = [token, *outcome.tokens[1:]]
+        yield from self._add([token], outcome)
+
+    def _add(self, tokens: list[TokenRecord], outcome: Outcome) -> Iterator[Event]:
+        """Adds a step's tokens; the last one is pending where it may be retracted."""
+        *earlier, last = tokens
         for one in earlier:
             self._pending = one
             yield from self._commit()
@@ -122,6 +137,30 @@ class RunningRow:
             if reason == "length" and self.budget < self.request.max_new_tokens:
                 reason = "context"
             yield from self._commit(reason)
+
+    def _join(
+        self, joined: Joined, outcome: Outcome, stopping: Callable[[], bool]
+    ) -> Iterator[Event]:
+        """Ends the fork: commits the best branch, or lets the host choose."""
+        paths, self._paths = self._paths, []
+        ids = [[token.token_id for token in path] for path in paths]
+        branches = [
+            BranchRecord(tokens, self._tokenizer.decode_within(tokens), score, i == joined.best)
+            for i, (tokens, score) in enumerate(zip(ids, joined.scores, strict=False))
+        ]
+        ambiguous = joined.ambiguous and differ(branches)
+        first, *rest = paths[joined.best]
+        if joined.committed:
+            # All of them were proposed by the fork's step, and paid for by its end.
+            drawn_by = {name: getattr(first, name) for name in _PROPOSAL}
+            forwards = outcome.token.forwards
+            first = replace(first, branches=branches, ambiguous=ambiguous, forwards=forwards)
+            rest = [replace(token, **drawn_by, forwards=forwards) for token in rest]
+            yield from self._add([first, *rest], outcome)
+            return
+        self._forked = replace(first, branches=branches, ambiguous=ambiguous)
+        if outcome.finish == WAITS_FOR_CHOICE and not stopping():
+            self.answer = self._choose_branch(branches)
 
     def interrupt(self) -> Iterator[Event]:
         """Ends the row where it stands; its pending token and held text become final."""
@@ -189,7 +228,7 @@ class RunningRow:
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
         """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
-        assert self.request.ask is not None
+        assert self.request.ask is not None and self._forked is not None
         chosen = next(i for i, branch in enumerate(branches) if branch.chosen)
         if differ(branches):
             two = two_best(branches)
@@ -202,24 +241,18 @@ class RunningRow:
                 chosen = next(i for i, branch in enumerate(branches) if branch is two[answer])
         whole = self.request.sampler.values["branch.commit_all"]
         tokens = branches[chosen].tokens[: None if whole else 1]
-        self._branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
+        branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
+        self._forked = replace(self._forked, branches=branches)
         return Answer(tokens[: self.remaining], self.request.sampler.settings.action("branch"))
 
     def _with_choice(self, token: TokenRecord) -> TokenRecord:
-        """A token of the branch that the host chose, as the step that asked for it proposed it: the
-        steps that commit it propose nothing. The first one has all branches."""
-        asked, branches, self._branches = self._proposal, self._branches, None
-        assert asked is not None
-        token = replace(
-            token,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            min_p=asked.min_p,
-        )
-        if branches is None:
-            return token
-        return replace(token, branches=branches, ambiguous=differ(branches))
+        """A token of a branch that is committed by force, as the fork's step proposed it: the steps
+        that commit it propose nothing. The first one has all branches."""
+        forked = self._forked
+        assert forked is not None
+        told = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}
+        self._forked = replace(forked, branches=None, ambiguous=None)
+        return replace(token, **told)
 
 
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:

@@ -1,23 +1,23 @@
-"""Slots of a batch: `insert` puts a row into one, whatever the other slots hold.
-
-A row's entire state lives in its slot of the `DecodeState`, its sampler parameters and its end
-tokens, so rows are independent.
-"""
+"""Slots of a batch: `insert` puts a row into one, whatever the other slots hold."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING, DecodeState, init_state
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.state import FINISHED_STOP, RUNNING, DecodeState, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import ROWS, Rules, broadcast_row, local_index, place, split_rows
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanisms import BRANCH, MECHANISMS
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import init_sampler_state
 
@@ -26,13 +26,25 @@ _MAX_EOS = 8
 Value = jax.Array | np.ndarray | np.generic
 
 
-@struct.dataclass
-class Slots:
-    """A batch: its state, and the per-row arguments of its step."""
+@dataclass(frozen=True)
+class Layout:
+    """Where the slots and lanes of a batch are: each data shard has its slots first, then its
+    lanes."""
 
-    state: DecodeState
-    sampler: SamplerSettings  # each leaf [B, ...]
-    eos_ids: jax.Array  # int32 [B, E], see `padded_ids`
+    slots: int
+    lanes: int  # of each shard
+    shards: int
+
+    @cached_property
+    def slot_of(self) -> np.ndarray:
+        """The slot of each row of the state, int32 [P]; -1 for a lane."""
+        slots = np.arange(self.slots, dtype=np.int32).reshape(self.shards, -1)
+        return np.pad(slots, [(0, 0), (0, self.lanes)], constant_values=-1).reshape(-1)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """The row of the state that each slot is, int32 [B]."""
+        return np.flatnonzero(self.slot_of >= 0).astype(np.int32)
 
 
 @struct.dataclass
@@ -45,36 +57,66 @@ class Arrival:
     key: Value  # uint32 [2]
     asks_for_text: Value  # bool
     asks_for_choice: Value  # bool
-    sampler: SamplerSettings  # of one row
+    settings: SamplerSettings  # of one row
     eos_ids: Value  # int32 [E]
 
 
 def empty_slots(
     config: ModelConfig,
-    number: int,
-    sampler: SamplerSettings,
+    layout: Layout,
+    settings: SamplerSettings,
     *,
     capacity: int,
     dtype: jnp.dtype,
     rules: Rules | None = None,
-) -> Slots:
-    """Slots without rows, sharded by `rules`; `sampler` is any one row's, for its shapes."""
-    no_keys = np.zeros((number, 2), np.uint32)
+) -> DecodeState:
+    """Slots without rows, sharded by `rules`; `settings` are any one row's, for their shapes."""
+    number = layout.slots
     state = init_state(
         config,
         [()] * number,
         [0] * number,
-        no_keys,
+        np.zeros((number, 2), np.uint32),
+        jax.tree.map(lambda x: np.broadcast_to(x, (number, *np.shape(x))), settings),
+        np.full(_MAX_EOS, -1, np.int32),
         capacity=capacity,
         dtype=dtype,
-        mechanisms=sampler.mechanisms,
+        lanes=layout.lanes,
+        shards=layout.shards,
     )
-    slots = Slots(
-        state=replace(state, finish=jnp.full(number, FINISHED_LENGTH, jnp.int32)),
-        sampler=jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *jnp.shape(x))), sampler),
-        eos_ids=jnp.full((number, _MAX_EOS), -1, jnp.int32),
+    state = replace(state, finish=jnp.full_like(state.finish, FINISHED_STOP))
+    return state if rules is None else place(state, rules.rows(state))
+
+
+def lanes_for(sampler: CalibratedSampler) -> int:
+    """The lanes that a fork of a row may need. An arm that is not of this package may fork, too."""
+    arms = {sampler.values[f"arms.{regime}"] for regime in REGIMES}
+    if not arms <= {mechanism.name for mechanism in MECHANISMS}:
+        return MAX_WIDTH - 1
+    return sampler.values["branch.width"] - 1 if BRANCH.name in arms else 0
+
+
+def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
+    """The same rows with more lanes in each shard."""
+    wide, new = replace(layout, lanes=lanes), lanes - layout.lanes
+
+    def pad(rows: jax.Array) -> jax.Array:
+        shards = rows.reshape(layout.shards, -1, *rows.shape[1:])
+        shards = jnp.concatenate([shards, jnp.repeat(shards[:, :1], new, axis=1)], axis=1)
+        return shards.reshape(-1, *rows.shape[1:])
+
+    state = replace(jax.tree.map(pad, state), lanes=lanes)
+    per_shard = len(layout.slot_of) // layout.shards
+    number = np.arange(len(wide.slot_of)).reshape(layout.shards, -1)
+    is_new = jnp.asarray((number % (per_shard + new) >= per_shard).reshape(-1))
+    parent = state.fork.parent + state.fork.parent // per_shard * new
+    return replace(
+        state,
+        fork=replace(
+            state.fork, parent=parent, branch=jnp.where(is_new, -1, state.fork.branch)
+        ),
+        finish=jnp.where(is_new, FINISHED_STOP, state.finish),
     )
-    return slots if rules is None else place(slots, rules.rows(slots))
 
 
 def padded_ids(ids: Sequence[int]) -> np.ndarray:
@@ -88,33 +130,33 @@ def padded_ids(ids: Sequence[int]) -> np.ndarray:
     return np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32)
 
 
-@partial(jax.jit, donate_argnames="slots")
-def insert(slots: Slots, number: jax.Array, row: Arrival) -> Slots:
-    """Puts a row into slot `number`, nothing of its prompt cached yet. The slots are donated."""
-    state = slots.state
+@partial(jax.jit, donate_argnames="state")
+def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
+    """Makes `row` the row `number`, nothing of its prompt cached yet, and frees the lanes of the
+    one before. The state is donated."""
 
     def put(rows: jax.Array, one: Value) -> jax.Array:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
 
-    fresh = init_sampler_state(1, state.sampler.last.logits.shape[1], slots.sampler.mechanisms)
-    zero = jnp.int32(0)
-    return Slots(
-        state=replace(
-            state,
-            cache=replace(state.cache, length=put(state.cache.length, zero)),
-            history=put(state.history, row.history),
-            prompt_length=put(state.prompt_length, row.prompt_length),
-            budget=put(state.budget, row.budget),
-            keys=put(state.keys, row.key),
-            asks_for_text=put(state.asks_for_text, row.asks_for_text),
-            asks_for_choice=put(state.asks_for_choice, row.asks_for_choice),
-            sampler=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler, fresh),
-            forwards=put(state.forwards, zero),
-            finish=put(state.finish, jnp.int32(RUNNING)),
-            unsound=put(state.unsound, jnp.int32(NOWHERE)),
-        ),
-        sampler=jax.tree.map(put, slots.sampler, row.sampler),
-        eos_ids=put(slots.eos_ids, row.eos_ids),
+    fork, zero = state.fork, jnp.int32(0)
+    fresh = init_sampler_state(1, state.sampler.last.logits.shape[1], state.settings.mechanisms)
+    left = (fork.parent == number) & (fork.branch >= 0)
+    return replace(
+        state,
+        cache=replace(state.cache, length=put(state.cache.length, zero)),
+        history=put(state.history, row.history),
+        prompt_length=put(state.prompt_length, row.prompt_length),
+        budget=put(state.budget, row.budget),
+        keys=put(state.keys, row.key),
+        asks_for_text=put(state.asks_for_text, row.asks_for_text),
+        asks_for_choice=put(state.asks_for_choice, row.asks_for_choice),
+        settings=jax.tree.map(put, state.settings, row.settings),
+        eos_ids=put(state.eos_ids, row.eos_ids),
+        sampler=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler, fresh),
+        fork=replace(fork, branch=jnp.where(left, -1, fork.branch)),
+        forwards=put(state.forwards, zero),
+        finish=put(jnp.where(left, FINISHED_STOP, state.finish), jnp.int32(RUNNING)),
+        unsound=put(state.unsound, jnp.int32(NOWHERE)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,41 +13,65 @@ from jax import lax
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
-from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
-from entropix_jax.sampler.rollout import Branches
-from entropix_jax.sampler.state import SamplerState, blank_observation, init_sampler_state
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 from entropix_jax.sampler.step import Choice
 from entropix_jax.stats import AttnStats
 
-# A row's `finish`. FINISHED_STOP is set by the host, which alone sees the text; a row that waits
-# continues once the host has answered.
+# A row's `finish`. FINISHED_STOP is set by the host, which alone sees the text; a lane without a
+# branch has it, too. A row that waits for the host continues once that has answered.
 RUNNING, FINISHED_EOS, FINISHED_LENGTH, FINISHED_ERROR, FINISHED_STOP = range(5)
 WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6
+FORKS = 7  # the row is to be forked, as soon as there are lanes for its branches
+BRANCH_ENDED = 8  # a branch that waits for the others of its fork
 
-LOG_STEPS = 4  # branches a step that the log has room for, beyond a last step where all rows branch
+
+@struct.dataclass
+class Fork:
+    """What a row knows of its fork. All branches of a fork have a copy; the first one runs in the
+    row's own slot, the others in lanes."""
+
+    parent: jax.Array  # int32 [P], the row that was forked; of any other row itself
+    branch: jax.Array  # int32 [P], which of the branches this is; -1: none
+    width: jax.Array  # int32 [P], how many branches there are
+    waited: jax.Array  # int32 [P], steps that the row has been waiting for lanes
+    candidates: jax.Array  # int32 [P, W], the branches' first tokens
+    logprobs: jax.Array  # float32 [P, W], of those, nats
+    start: jax.Array  # int32 [P], the position of the first tokens
+    forwards: jax.Array  # int32 [P], `DecodeState.forwards` when the row was forked
+    tally: Tally  # of the row before the fork
+    # Of the branch itself:
+    logprob: jax.Array  # float32 [P], of its last token, nats
+    sums: jax.Array  # float32 [P, 3], over its tokens: ln p (nats), h (bits), u (bits^2)
+    failed: jax.Array  # bool [P], its logits became NaN or infinite
 
 
 @struct.dataclass
 class DecodeState:
-    """A batch while it decodes.
+    """A batch while it decodes: the rows in its slots, then its lanes, P in all.
 
-    `history` is each row's text; the cache holds all of it but the last token, which the next step
-    reads.
+    A row's entire state lives in its slot, its sampler settings and end tokens included, so rows
+    are independent. `history` is each row's text; the cache holds all of it but the last token,
+    which the next step reads.
     """
 
     cache: KVCache
-    history: jax.Array  # int32 [B, S], each row's tokens, prompt included; past them forced ones
-    prompt_length: jax.Array  # int32 [B], at least 1
-    budget: jax.Array  # int32 [B], most tokens to generate
-    keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
-    asks_for_text: jax.Array  # bool [B], the host is asked for each thought's text
-    asks_for_choice: jax.Array  # bool [B], the host is asked which branch of an ambiguous step
+    history: jax.Array  # int32 [P, S], each row's tokens, prompt included; past them forced ones
+    prompt_length: jax.Array  # int32 [P], at least 1
+    budget: jax.Array  # int32 [P], most tokens to generate
+    keys: jax.Array  # uint32 [P, 2], see `sampler.keys`
+    asks_for_text: jax.Array  # bool [P], the host is asked for each thought's text
+    asks_for_choice: jax.Array  # bool [P], the host is asked which branch of an ambiguous fork
+    settings: SamplerSettings  # each leaf [P, ...]; its mechanisms are static
+    eos_ids: jax.Array  # int32 [P, E], the tokens that end a row; -1 matches none
     sampler: SamplerState
-    forwards: jax.Array  # int32 [B], token positions evaluated beyond the prompt
-    finish: jax.Array  # int32 [B], RUNNING, why the row ended, or what it waits for
-    unsound: jax.Array  # int32 [B, 2], see `finite.first_unsound`, of the prompt as far as checked
+    fork: Fork
+    forwards: jax.Array  # int32 [P], token positions evaluated beyond the prompt
+    finish: jax.Array  # int32 [P], RUNNING, why the row ended, or what it waits for
+    unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`, of the prompt as far as checked
+    # Static: rows at the end of each data shard that are lanes.
+    lanes: int = struct.field(pytree_node=False)
 
 
 @dataclass(frozen=True)
@@ -69,27 +94,26 @@ class Extras:
 
 @struct.dataclass
 class StepRecord:
-    """What one step did to each row; [B] fields, or [steps, B] from a loop."""
+    """What one step did to each row; [P] fields, or [steps, P] from a loop. [B] without lanes."""
 
-    live: jax.Array  # bool: the row was running; else the other fields mean nothing
+    live: jax.Array  # bool: the row was running; else the fields up to `unsound` mean nothing
     position: jax.Array  # int32, of the token
     forwards: jax.Array  # int32, when the token was chosen
-    finish: jax.Array  # int32, after it; a row that waits has no token
-    choice: Choice  # of a row that branched: the first token of the best branch
+    choice: Choice
     extras: Extras  # of the distribution that the step evaluated
     may_backspace: jax.Array  # bool: the next step may backspace the token
-    branch: jax.Array  # int32, which record of the branch log belongs to it; -1: none
-    unsound: jax.Array  # int32 [B, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
-
-
-@struct.dataclass
-class BranchLog:
-    """An entry for each row and step that branched; fields [M, ...], the first `count` in use."""
-
-    count: jax.Array  # int32
-    branches: Branches  # its notes are Extras
-    committed: jax.Array  # int32 [M], how many of the best branch's tokens were committed
-    sequence_varentropy: jax.Array  # float32 [M, R], after each token of the best branch
+    unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
+    finish: jax.Array  # int32, after it; a row that waits, forks or failed has no token
+    parent: jax.Array  # int32, see `Fork`
+    branch: jax.Array  # int32, see `Fork`; a branch that has ended has no token
+    width: jax.Array  # int32: so many branches of the row begin; 0: it did not fork
+    candidates: jax.Array  # int32 [P, W], with the first of these tokens
+    logprobs: jax.Array  # float32 [P, W], of those, nats
+    joins: jax.Array  # bool: the best branch of the row took its place
+    best: jax.Array  # int32, that branch
+    committed: jax.Array  # int32, so many of its tokens; 0 where the row waits, or forces the first
+    scores: jax.Array  # float32 [P, W], of all branches, -inf where there is none
+    ambiguous: jax.Array  # bool: the two best scores are within the margin
 
 
 def init_state(
@@ -97,10 +121,13 @@ def init_state(
     prompts: Sequence[Sequence[int]],
     budgets: Sequence[int],
     keys: np.ndarray,
+    settings: SamplerSettings,
+    eos_ids: np.ndarray,
     *,
     capacity: int,
     dtype: jnp.dtype,
-    mechanisms: tuple[Mechanism, ...] = MECHANISMS,
+    lanes: int = 0,
+    shards: int = 1,
 ) -> DecodeState:
     """Rows whose prompts are known and not yet cached, and which ask the host for nothing.
 
@@ -109,51 +136,58 @@ def init_state(
             row that is not to run may have an empty one.
         budgets: tokens that each row may generate, at least 1; 0 for a row that is not to run.
         keys: uint32 [B, 2], one row key each.
+        settings: of each row.
+        eos_ids: int32 [B, E], or [E] for all rows.
         capacity: cache positions of a row.
         dtype: of the cache, that is, of the activations.
-        mechanisms: those of the rows' samplers.
+        lanes: rows of each shard beside those, for branches.
+        shards: of the rows over devices. Each shard has its slots first, then its lanes.
     """
     batch = len(prompts)
     history = np.zeros((batch, capacity), np.int32)
     for row, prompt in enumerate(prompts):
         history[row, : len(prompt)] = prompt
+
+    def spread(rows: Any) -> jax.Array:
+        """[B, ...] as [P, ...]: each shard's lanes are copies of its first row."""
+        parts = np.split(np.asarray(rows), shards)
+        return jnp.asarray(
+            np.concatenate([x for part in parts for x in (part, *[part[:1]] * lanes)])
+        )
+
+    places = batch + shards * lanes
+    sampler = init_sampler_state(places, config.vocab_size, settings.mechanisms)
+    number = np.arange(places, dtype=np.int32)
+    is_lane = number % (places // shards) >= batch // shards
     return DecodeState(
-        cache=init_cache(config, batch, capacity, dtype),
-        history=jnp.asarray(history),
-        prompt_length=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-        budget=jnp.asarray(budgets, jnp.int32),
-        keys=jnp.asarray(keys),
-        asks_for_text=jnp.zeros(batch, bool),
-        asks_for_choice=jnp.zeros(batch, bool),
-        sampler=init_sampler_state(batch, config.vocab_size, mechanisms),
-        forwards=jnp.zeros(batch, jnp.int32),
-        finish=jnp.full(batch, RUNNING, jnp.int32),
-        unsound=jnp.full((batch, 2), NOWHERE, jnp.int32),
-    )
-
-
-def init_log(config: ModelConfig, number: int, recording: Recording) -> BranchLog:
-    """An empty log with room for `number` entries."""
-    branches, tokens = (number, MAX_WIDTH), (number, MAX_DEPTH)
-    layers = (config.num_layers, config.num_heads) if recording.layers else (0, 0)
-    return BranchLog(
-        count=jnp.int32(0),
-        branches=Branches(
-            tokens=jnp.zeros((*branches, MAX_DEPTH), jnp.int32),
-            length=jnp.zeros(branches, jnp.int32),
-            score=jnp.zeros(branches, jnp.float32),
-            best=jnp.zeros(number, jnp.int32),
-            ambiguous=jnp.zeros(number, bool),
-            logprobs=jnp.zeros(tokens, jnp.float32),
-            observation=blank_observation(tokens),
-            notes=Extras(
-                top_ids=jnp.zeros((*tokens, recording.top), jnp.int32),
-                top_probs=jnp.zeros((*tokens, recording.top), jnp.float32),
-                layers=jnp.zeros((*tokens, *layers), jnp.float32),
-            ),
+        cache=init_cache(config, places, capacity, dtype),
+        history=spread(history),
+        prompt_length=spread(np.array([len(prompt) for prompt in prompts], np.int32)),
+        budget=spread(np.array(budgets, np.int32)),
+        keys=spread(keys),
+        asks_for_text=jnp.zeros(places, bool),
+        asks_for_choice=jnp.zeros(places, bool),
+        settings=jax.tree.map(spread, settings),
+        eos_ids=spread(np.broadcast_to(eos_ids, (batch, np.shape(eos_ids)[-1]))),
+        sampler=sampler,
+        fork=Fork(
+            parent=jnp.asarray(number),
+            branch=jnp.full(places, -1, jnp.int32),
+            width=jnp.zeros(places, jnp.int32),
+            waited=jnp.zeros(places, jnp.int32),
+            candidates=jnp.zeros((places, MAX_WIDTH), jnp.int32),
+            logprobs=jnp.zeros((places, MAX_WIDTH), jnp.float32),
+            start=jnp.zeros(places, jnp.int32),
+            forwards=jnp.zeros(places, jnp.int32),
+            tally=jax.tree.map(jnp.array, sampler.tally),  # donated: no leaf twice
+            logprob=jnp.zeros(places, jnp.float32),
+            sums=jnp.zeros((places, 3), jnp.float32),
+            failed=jnp.zeros(places, bool),
         ),
-        committed=jnp.zeros(number, jnp.int32),
-        sequence_varentropy=jnp.zeros(tokens, jnp.float32),
+        forwards=jnp.zeros(places, jnp.int32),
+        finish=jnp.asarray(np.where(is_lane, FINISHED_STOP, RUNNING).astype(np.int32)),
+        unsound=jnp.full((places, 2), NOWHERE, jnp.int32),
+        lanes=lanes,
     )
 
 

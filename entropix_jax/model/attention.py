@@ -49,53 +49,6 @@ def attend(
     return mixed, scores.reshape(batch, heads, tokens, -1)
 
 
-def attend_branches(
-    queries: jax.Array,
-    prefix: tuple[jax.Array, jax.Array],
-    suffix: tuple[jax.Array, jax.Array],
-    length: jax.Array,
-    depth: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of one new token per branch over the prefix that the branches of a row share, and
-    over the branch's own suffix, which already holds the token's keys and values.
-
-    Args:
-        queries: [B, W, N, H].
-        prefix: keys and values [B, K, S, H].
-        suffix: keys and values [B, W, K, R, H].
-        length: int32 [B], the valid keys of the prefix.
-        depth: int32, the new tokens' position in the suffixes.
-
-    Returns:
-        The attention output [B, W, N*H] in the queries' type, the scaled scores, float32
-        [B, N, W, S+R], and the mask of valid keys, bool [B, S+R].
-    """
-    batch, width, heads, head_dim = queries.shape
-    chex.assert_shape(prefix, (batch, None, None, head_dim))
-    chex.assert_shape(suffix, (batch, width, prefix[0].shape[1], None, head_dim))
-    chex.assert_shape(length, (batch,))
-    shared_keys, own_keys = prefix[0].shape[2], suffix[0].shape[3]
-
-    # Scores over prefix and suffix, joined for one softmax.
-    grouped = _group(queries, prefix[0].shape[1])
-    shared = _product("bwkgh,bksh->bkgws", grouped, prefix[0])
-    own = _product("bwkgh,bwkrh->bkgwr", grouped, suffix[0])
-    scores = jnp.concatenate([shared, own], axis=-1) * (head_dim**-0.5)
-    in_prefix = jnp.arange(shared_keys, dtype=jnp.int32)[None, :] < length[:, None]
-    in_suffix = jnp.arange(own_keys, dtype=jnp.int32)[None, :] <= depth
-    in_suffix = jnp.broadcast_to(in_suffix, (batch, own_keys))
-    visible = jnp.concatenate([in_prefix, in_suffix], axis=-1)
-    masked = jnp.where(visible[:, None, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(masked, axis=-1).astype(prefix[1].dtype)
-
-    # Weighted sums of both parts' values.
-    mixed = _mix(weights[..., :shared_keys], _zero_invalid(prefix[1], length))
-    mixed = mixed.transpose(0, 3, 1, 2, 4)  # [B, W, K, G, H]
-    mixed += _product("bwkrh,bkgwr->bwkgh", suffix[1], weights[..., shared_keys:])
-    mixed = mixed.reshape(batch, width, heads * head_dim).astype(queries.dtype)
-    return mixed, scores.reshape(batch, heads, width, -1), visible
-
-
 def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     """Statistics of the attention of one position of each row.
 

@@ -42,27 +42,6 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype)
     )
 
 
-@struct.dataclass
-class Suffixes:
-    """Keys and values of each branch's own tokens, which follow the row's shared cache.
-
-    All branches of a batch grow in lockstep, so a single depth gives the valid positions.
-    """
-
-    keys: tuple[jax.Array, ...]  # L of [B, W, K, R, H]
-    values: tuple[jax.Array, ...]  # L of [B, W, K, R, H]
-
-
-def init_suffixes(cache: KVCache, width: int, depth: int) -> Suffixes:
-    """Empty suffixes of `depth` positions for `width` branches of each row."""
-    batch, kv_heads, _, head_dim = cache.keys[0].shape
-    shape = (batch, width, kv_heads, depth, head_dim)
-    return Suffixes(
-        keys=tuple(jnp.zeros(shape, x.dtype) for x in cache.keys),
-        values=tuple(jnp.zeros(shape, x.dtype) for x in cache.values),
-    )
-
-
 @jax.jit  # traced once for all layers
 def write(
     cached: jax.Array,

@@ -7,7 +7,7 @@ Legend, used in the shapes and einsums of the whole package:
     T tokens in a call   N query heads          F MLP width
     S cache positions    K key/value heads      V vocabulary
     n valid keys         G = N/K, H head dim    E end tokens
-    A some of B rows     W branches of a row    R tokens of a branch
+    A some of B rows     W branches of a fork
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.model.attention import attend, attend_branches, attention_stats, join_layers
-from entropix_jax.model.cache import KVCache, Suffixes, write
+from entropix_jax.model.attention import attend, attention_stats, join_layers
+from entropix_jax.model.cache import KVCache, write
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import linear, product, rows
 from entropix_jax.model.mesh import gather_logits
@@ -56,7 +56,8 @@ def forward(
         tokens: int32 [B, T].
         count: int32 [B], the number of real tokens of each row. The rest is padding: it is not
             cached, and its hidden states are meaningless.
-        cache: its dtype is that of the activations.
+        cache: its dtype is that of the activations. Rows of keys and values past B stay as they
+            are.
         window: static; only positions below it are read, so that the cost follows the rows' lengths
             and not the capacity. Requires `length + count <= window`.
         every: static; statistics of all positions instead of each row's last real one.
@@ -69,7 +70,7 @@ def forward(
     batch, new = tokens.shape
     chex.assert_shape((count, cache.length), (batch,))
     chex.assert_shape(
-        cache.keys + cache.values, (batch, config.num_kv_heads, None, config.head_dim)
+        cache.keys + cache.values, (None, config.num_kv_heads, None, config.head_dim)
     )
 
     # Positions of the new tokens, and the keys that the statistics count.
@@ -86,11 +87,7 @@ def forward(
         keys = write(layer_cache[0], key, start, count)
         values = write(layer_cache[1], value, start, count)
         mixed, scores = attend(
-            query,
-            lax.slice_in_dim(keys, 0, window, axis=2),
-            lax.slice_in_dim(values, 0, window, axis=2),
-            positions,
-            length,
+            query, keys[:batch, :, :window], values[:batch, :, :window], positions, length
         )
         if every:  # reduced layer by layer: the scores of all positions are large
             scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
@@ -111,61 +108,6 @@ def forward(
         padding = (positions >= length[:, None])[:, :, None]
         stats = replace(stats, sound=sound | padding)
     return hidden, stats, KVCache(keys=keys, values=values, length=length)
-
-
-def forward_branches(
-    params: Params,
-    config: ModelConfig,
-    tokens: jax.Array,
-    depth: jax.Array,
-    cache: KVCache,
-    suffixes: Suffixes,
-    *,
-    window: int,
-    check: bool = False,
-) -> tuple[jax.Array, AttnStats, Suffixes]:
-    """Runs one more token of each branch through the model; the branches of a row share its cache.
-
-    Args:
-        tokens: int32 [B, W].
-        depth: int32, the number of tokens that each branch holds beyond the cache.
-        cache: read below `window`, not written.
-        suffixes: the branches' own keys and values.
-        check: static; the statistics also say which activations are finite.
-
-    Returns:
-        The final hidden states [B, W, D], the statistics of B*W rows, and the suffixes with the
-        tokens at position `depth`.
-    """
-    chex.assert_rank(tokens, 2)
-    chex.assert_shape(cache.length, (tokens.shape[0],))
-    chex.assert_shape(suffixes.keys + suffixes.values, (*tokens.shape, *(None,) * 3))
-    positions = jnp.broadcast_to(cache.length[:, None] + depth, tokens.shape)
-
-    def attention(
-        layer_cache: _LayerCache, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, Any, _LayerCache]:
-        prefix = (
-            lax.slice_in_dim(layer_cache[0], 0, window, axis=2),
-            lax.slice_in_dim(layer_cache[1], 0, window, axis=2),
-        )
-        own = (_put(layer_cache[2], key, depth), _put(layer_cache[3], value, depth))
-        mixed, scores, visible = attend_branches(query, prefix, own, cache.length, depth)
-        scores = scores.swapaxes(1, 2).reshape(-1, config.num_heads, scores.shape[-1])
-        return mixed, (scores, visible), own
-
-    layer_caches: list[_LayerCache] = list(
-        zip(cache.keys, cache.values, suffixes.keys, suffixes.values, strict=True)
-    )
-    hidden, noted, layer_caches, sound = _layers(
-        params, config, tokens, positions, attention, layer_caches, check=check
-    )
-    keys, values = zip(*layer_caches, strict=True)
-    scores = jnp.stack([scores for scores, _ in noted], axis=1)
-    stats = attention_stats(scores, jnp.repeat(noted[0][1], tokens.shape[1], axis=0))
-    if sound is not None:
-        stats = replace(stats, sound=sound.reshape(tokens.size, 1, -1))
-    return hidden, stats, Suffixes(keys=keys, values=values)
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
@@ -237,12 +179,6 @@ def _layers(
     hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
     hidden = hidden.reshape(*tokens.shape, config.width)
     return hidden, noted, kept, jnp.stack(sound, axis=-1) if sound else None
-
-
-def _put(suffix: jax.Array, new: jax.Array, depth: jax.Array) -> jax.Array:
-    """`suffix[B, W, K, R, H]` with `new[B, W, K, H]` at position `depth`."""
-    new = new.astype(suffix.dtype)[:, :, :, None, :]
-    return lax.dynamic_update_slice_in_dim(suffix, new, depth, axis=3)
 
 
 def _project(

@@ -71,14 +71,15 @@ class Rows:
     generated: jax.Array  # int32 [B], how many of them were generated
     remaining: jax.Array  # int32 [B], how many may still be committed, at least 1
     asks: jax.Array  # bool [B], a thought's text is asked for, not taken from the settings
+    branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
 
 
 @struct.dataclass
 class Step:
     """One step of all rows between their proposals and the draw; fields [B, ...].
 
-    A mechanism's `apply` changes it in the rows that act. The last four fields are False where
-    nothing acts, and at most one of the first three is True.
+    A mechanism's `apply` changes it in the rows that act. `backspaces`, `forks`, `waits` and `ends`
+    are False where nothing acts, and at most one of the first three is True.
     """
 
     rows: Rows
@@ -89,7 +90,9 @@ class Step:
     proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
     tally: Tally  # before the token
     backspaces: jax.Array  # bool: the token takes the place of the last one, at `rows.length`
-    rolls_out: jax.Array  # bool: the row commits its best branch instead of a drawn token
+    forks: jax.Array  # bool: the row goes on as several, and then as the best of them
+    candidates: jax.Array  # int32 [B, W], the first tokens of a row that forks
+    width: jax.Array  # int32, how many of them there are
     waits: jax.Array  # bool: the row commits nothing, and waits for the host's tokens
     ends: jax.Array  # bool: the row ends with this token, as with an end token
 

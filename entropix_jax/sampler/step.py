@@ -13,11 +13,13 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.sampler.draw import truncated_draw
-from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, uniforms
+from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, may_backspace
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
+from entropix_jax.sampler.modify import modify
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.regimes import LEHV, classify, is_looping
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings
@@ -68,7 +70,7 @@ def choose(
 
     Returns:
         The choices, the step as the actions left it, and the state after it. The token of a row
-        that rolls out or waits means nothing, and so does that of a choice that is not `finite`.
+        that forks or waits means nothing, and so does that of a choice that is not `finite`.
     """
     batch, vocab = logits.shape
     chex.assert_shape(rows.history, (batch, None))
@@ -78,8 +80,10 @@ def choose(
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     step = _propose(logits, stats, settings, state, rows)
 
-    # Actions: each mechanism changes the step in the rows that act. A forced token's row does not.
-    action, free = step.proposal.action, rows.running & finite & (step.tally.queued == 0)
+    # Actions: each mechanism changes the step in the rows that act. A forced token's row does not,
+    # and a branch just grows.
+    action, is_branch = step.proposal.action, rows.branch >= 0
+    free = rows.running & finite & (step.tally.queued == 0) & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
         if mechanism.apply is not None:
             step = mechanism.apply(free & (action == index), step, settings)
@@ -91,8 +95,8 @@ def choose(
     token = jnp.where(forced, ahead, drawn)
 
     # The state after it. One that takes another's place leaves the rest as it was after the first.
-    stays = ~rows.running | step.backspaces | step.waits | step.rolls_out
-    was_drawn = ~forced & ~step.waits & ~step.rolls_out
+    stays = ~rows.running | step.backspaces | step.waits
+    was_drawn = ~forced & ~step.waits & ~step.forks & ~is_branch
     advanced = advance(step.tally, settings, step.origin.observation, rows.generated)
     tally = replace(
         where_rows(stays, step.tally, advanced),
@@ -183,32 +187,6 @@ def may_backspace_next(settings: SamplerSettings, state: SamplerState, rows: Row
     return has_arm & may_backspace(settings, state, rows)
 
 
-def modify(
-    logits: jax.Array, floored: jax.Array, settings: SamplerSettings, rows: Rows, bans: jax.Array
-) -> jax.Array:
-    """The logits that are drawn from: repetition penalty, bans, noise floor.
-
-    `floored` is float32 [B, V], -inf below the noise floor; `bans` int32 [B, n], those of a row's
-    position beside the sampler's own, -1 for none.
-    """
-    batch, vocab = logits.shape
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-
-    def penalise() -> jax.Array:
-        position = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
-        tokens = jnp.where(position < rows.length[:, None], rows.history, vocab)
-        seen = jnp.zeros((batch, vocab), bool).at[row, tokens].set(True, mode="drop")
-        penalty = settings.repetition.penalty[:, None]
-        return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-    logits = lax.cond(jnp.any(settings.repetition.penalty != 1.0), penalise, lambda: logits)
-    bans = jnp.concatenate([settings.bans, bans], axis=1)
-    logits = logits.at[row, jnp.where(bans < 0, vocab, bans)].set(-jnp.inf, mode="drop")
-    above = jnp.where(floored > -jnp.inf, logits, -jnp.inf)
-    # If the bans remove everything above the noise floor, the draw is from what is below it.
-    return jnp.where(jnp.any(above > -jnp.inf, axis=-1, keepdims=True), above, logits)
-
-
 def _propose(
     logits: jax.Array,
     stats: AttnStats,
@@ -232,8 +210,9 @@ def _propose(
     for name, allowed in may.items():
         refused = (proposal.action == settings.action(name)) & ~allowed
         action = jnp.where(refused, settings.action("sample"), action)
-    # A forced token stands for the action that it is forced for.
+    # A forced token stands for the action that it is forced for. A branch is followed.
     proposal = replace(proposal, action=jnp.where(tally.queued > 0, tally.queue_action, action))
+    proposal = where_rows(rows.branch >= 0, jax.vmap(follow)(settings), proposal)
 
     no = jnp.zeros_like(rows.running)
     origin = Origin(
@@ -254,7 +233,9 @@ def _propose(
         proposal=proposal,
         tally=tally,
         backspaces=no,
-        rolls_out=no,
+        forks=no,
+        candidates=jnp.zeros((*no.shape, MAX_WIDTH), jnp.int32),
+        width=jnp.zeros_like(rows.length),
         waits=no,
         ends=no,
     )
@@ -266,8 +247,14 @@ def _draw_best(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Ar
     rows, origin, proposal = step.rows, step.origin, step.proposal
     logits = modify(origin.logits, step.floored, settings, rows, origin.bans)
     stream = jnp.where(proposal.draws > 1, STREAM_CANDIDATE, STREAM_DRAW)
+    stream = jnp.where(rows.branch >= 0, STREAM_ROLLOUT, stream)
     numbers = uniforms(rows.keys, rows.length, origin.attempts, stream, MAX_DRAWS)
-    mu = 2.0 * settings.truncation.mirostat_target + origin.mirostat
+    # Branches of a row have the same key: each takes the number at its own index.
+    own = jnp.take_along_axis(numbers, jnp.maximum(rows.branch, 0)[:, None], axis=1)
+    numbers = jnp.where(rows.branch[:, None] >= 0, own, numbers)
+    # Mirostat learns from committed tokens alone: a branch has the mu that a text starts with.
+    learnt = jnp.where(rows.branch >= 0, 0.0, origin.mirostat)
+    mu = 2.0 * settings.truncation.mirostat_target + learnt
     candidates = truncated_draw(logits, proposal, numbers, settings.truncation, mu).ids
     drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32)[None, :] < proposal.draws[:, None]
     scores = jnp.take_along_axis(step.log_probs, candidates, axis=1)
