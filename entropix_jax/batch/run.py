@@ -233,7 +233,7 @@ class BatchRun:
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
             sampler, prompt = request.sampler, request.prompt
             writer.write(header(self._model, sampler, prompt, seed=request.seed, name=self._name))
-            for token, retracted in row.history():
+            for token, retracted in row.log:
                 writer.write(token.to_json(retracted=retracted))
             writer.write(footer([{"row": 0, **row.to_json()}], timings))
 

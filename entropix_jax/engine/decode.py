@@ -54,7 +54,7 @@ from entropix_jax.model.mesh import (
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.mechanisms.inject import InjectState
 from entropix_jax.sampler.state import Rows, where_rows
-from entropix_jax.sampler.step import choose, may_backspace_next
+from entropix_jax.sampler.step import choose, settled
 from entropix_jax.stats import AttnStats
 
 
@@ -68,9 +68,8 @@ def decode_step(
 ) -> tuple[DecodeState, StepRecord]:
     """One step of every running row: forward, metrics, regime, proposal, draw, commit, record.
 
-    A row commits one token, or its last token's replacement, or it waits for the host, or is
-    forked; a branch grows or ends. The record's fields are [P]. The arguments are those of
-    `decode`.
+    A row commits one token, goes back to an earlier position, waits for the host or is forked; a
+    branch grows or ends. The record's fields are [P]. The arguments are those of `decode`.
     """
     # Forks of earlier steps begin where there are lanes.
     if state.lanes:
@@ -84,28 +83,31 @@ def decode_step(
     last = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
     logits, stats, cache, unsound = _read(params, config, state, last, running, window, recording)
     settings = state.settings
-    choice, step, sampler = choose(logits, stats, settings, state.sampler, _rows(state))
+    choice, step, sampler = choose(
+        logits, stats, settings, state.sampler, _rows(state, config.vocab_size)
+    )
     rows = step.rows
 
     # A branch that ends has no further token.
     state, ends = grow(state, choice, rows, last[:, 0])
     tally = where_rows(ends, state.sampler.tally, sampler.tally)
 
-    # What becomes of each row. Only running rows with finite logits backspace, fork or wait.
-    commits = running & choice.finite & ~step.forks & ~step.waits & ~ends
+    # What becomes of each row. Only running rows with finite logits go back, fork or wait.
+    commits = running & choice.finite & ~step.rewinds & ~step.forks & ~step.waits & ~ends
     finish = finish_of(rows.remaining - 1, choice.token, state.eos_ids)
     finish = jnp.where(step.ends, FINISHED_EOS, finish)
-    finish = jnp.where(step.waits, WAITS_FOR_TEXT, finish)
+    finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rewinds, RUNNING, finish))
     finish = jnp.where(choice.finite, finish, FINISHED_ERROR)
     finish = jnp.where(is_branch, jnp.where(ends, BRANCH_ENDED, RUNNING), finish)
     finish = jnp.where(running, finish, state.finish)
     # The first step reads a token of the prompt.
     evaluates = running & (state.cache.length >= state.prompt_length)
     forwards = state.forwards + evaluates.astype(jnp.int32)
-    may_backspace = may_backspace_next(settings, sampler, rows)
+    after = replace(rows, length=rows.length + commits.astype(jnp.int32))
 
-    # Commit. A row that waits reads its last token again; the cache of one that backspaced shrinks.
-    cached = jnp.where(running & ~step.waits, rows.length, state.cache.length)
+    # Commit. A row that waits or went back reads its last token again.
+    cached = rows.length - (step.rewinds | step.waits).astype(jnp.int32)
+    cached = jnp.where(running, cached, state.cache.length)
     target = jnp.where(commits, rows.length, rows.history.shape[1])
     row = jnp.arange(places, dtype=jnp.int32)
     state = replace(
@@ -129,7 +131,8 @@ def decode_step(
         forwards=jnp.where(joined.joins, state.forwards, forwards),
         choice=choice,
         extras=extras_of(logits, stats, recording),
-        may_backspace=commits & (finish == RUNNING) & may_backspace & ~is_branch,
+        rewinds=step.rewinds,
+        settled=settled(settings, sampler, after),
         unsound=unsound,
         finish=jnp.where(joined.joins, state.finish, finish),
         parent=fork.parent,
@@ -388,7 +391,7 @@ def _read(
     return logits, stats, cache, unsound
 
 
-def _rows(state: DecodeState) -> Rows:
+def _rows(state: DecodeState, vocab_size: int) -> Rows:
     """The sampler's view of each row whose last token is being read."""
     length = state.cache.length + 1
     generated = length - state.prompt_length
@@ -401,5 +404,6 @@ def _rows(state: DecodeState) -> Rows:
         remaining=state.budget - generated,
         asks=state.asks_for_text,
         branch=state.fork.branch,
+        vocab_size=vocab_size,
     )
 

@@ -398,8 +398,7 @@ class Engine:
             self.useful += outcome.live and outcome.branch <= 0
             for event in row.apply(outcome, lambda: self._stopping):
                 yield event
-                # A retraction is not complete without the replacement that follows.
-                if self._stopping and not event.retracted:
+                if self._stopping:
                     return True
         return bool(records.live.any())
 

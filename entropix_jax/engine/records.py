@@ -41,7 +41,8 @@ class Outcome:
         ended: a branch that has ended, and has no further token.
         joined: where all branches have ended.
         finish: see `DecodeState`.
-        retractable: whether the next step may retract the token.
+        rewinds: whether the row goes back to the token's position, and has no token.
+        settled: the position that the next steps cannot go back beyond.
         unsound: see `finite.first_unsound`.
     """
 
@@ -53,7 +54,8 @@ class Outcome:
     ended: bool
     joined: Joined | None
     finish: int
-    retractable: bool
+    rewinds: bool
+    settled: int
     unsound: tuple[int, int]
 
 
@@ -88,11 +90,12 @@ def outcomes(
         tokens,
         plain(records.branch),
         plain(records.finish),
-        plain(records.may_backspace),
+        plain(records.rewinds),
+        plain(records.settled),
         map(tuple, plain(records.unsound)),
         strict=True,
     )
-    for i, (of, live, token, branch, finish, retractable, unsound) in enumerate(ends):
+    for i, (of, live, token, branch, finish, rewinds, settled, unsound) in enumerate(ends):
         joined = _joined(records, i)
         yield Outcome(
             slot=of,
@@ -103,7 +106,8 @@ def outcomes(
             ended=finish == BRANCH_ENDED or joined is not None,
             joined=joined,
             finish=finish,
-            retractable=retractable,
+            rewinds=rewinds,
+            settled=settled,
             unsound=unsound,
         )
 
@@ -187,7 +191,7 @@ def _observed(observation: Observation) -> dict[str, list[Any]]:
     """The fields of n tokens' records that describe the distributions they were drawn from."""
     return {
         "regime": [REGIMES[regime] for regime in observation.regime],
-        "loop": plain(observation.looping),
+        "loop": plain(observation.rounds > 0),
         "confidence": plain(observation.confidence),
         **{name: plain(values) for name, values in vars(observation.metrics).items()},
     }

@@ -1,7 +1,7 @@
 """What goes into a run and what comes out of it: requests, rows, and the events in between."""
 
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +61,8 @@ class Row:
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
-    `retracted_tokens` are in order, each with the position of its replacement. `number` is the
-    row's index in a `Generation`, else 0.
+    `retracted_tokens` are in order, and `log` has all tokens in the order of their events, each
+    with whether it was retracted. `number` is the row's index in a `Generation`, else 0.
     """
 
     request: Request
@@ -71,6 +71,7 @@ class Row:
     finish_reason: str | None = None
     error: str | None = None
     retracted_tokens: list[TokenRecord] = field(default_factory=list)
+    log: list[tuple[TokenRecord, bool]] = field(default_factory=list)
     number: int = 0
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
@@ -91,17 +92,6 @@ class Row:
         from entropix_jax.report.notebook import html
 
         return html([self])
-
-    def history(self) -> Iterator[tuple[TokenRecord, bool]]:
-        """The tokens in the order of their events, each with whether it was retracted: a retracted
-        token comes before its replacement."""
-        retracted = deque(self.retracted_tokens)
-        for token in self.tokens:
-            while retracted and retracted[0].position <= token.position:
-                yield retracted.popleft(), True
-            yield token, False
-        for token in retracted:
-            yield token, True
 
     def to_json(self) -> dict[str, Any]:
         """Text and finish reason, tokens in all, per regime and per action, and forward passes."""
@@ -152,7 +142,7 @@ class Rows(list[Row]):
         with TraceWriter(Path(path)) as writer:
             writer.write(self.header)
             for row in self:
-                for token, retracted in row.history():
+                for token, retracted in row.log:
                     writer.write(token.to_json(retracted=retracted))
             writer.write(self.footer())
 
@@ -199,8 +189,8 @@ class Event:
         row: the row, with the event applied; `row.finish_reason` is set by its last event.
         token: None where the row ended by an error or an interrupt.
         pieces: the text that became final.
-        retracted: whether the token was retracted. The row's next event then has its replacement,
-            or retracts that one, too.
+        retracted: whether the token was retracted. The row's next events then retract those after
+            it, too, and have what takes their place.
     """
 
     row: Row

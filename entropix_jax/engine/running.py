@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class RunningRow:
-    """A running row. A token is pending until the next step can no longer retract it."""
+    """A running row. A token is pending until no later step can retract it."""
 
     def __init__(self, row: Row, model: LanguageModel, capacity: int) -> None:
         """`capacity` is the cache positions of the row.
@@ -48,7 +48,7 @@ class RunningRow:
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
-        self._pending: TokenRecord | None = None
+        self._pending: list[TokenRecord] = []  # those that a later step may retract
         self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._retrieved = 0
@@ -60,8 +60,8 @@ class RunningRow:
 
     @property
     def length(self) -> int:
-        """The row's tokens that the host knows, including the prompt, a pending token, and the
-        longest branch."""
+        """The row's tokens that the host knows, including the prompt, pending ones, and the longest
+        branch."""
         branch = max(map(len, self._paths), default=0)
         return len(self.request.prompt) + self._generated + branch
 
@@ -72,7 +72,7 @@ class RunningRow:
 
     @property
     def _generated(self) -> int:
-        return len(self.row.tokens) + (self._pending is not None)
+        return len(self.row.tokens) + len(self._pending)
 
     def apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         """Applies what a step did to the row or a branch of it: commits tokens, retracts the
@@ -88,7 +88,11 @@ class RunningRow:
             yield from self._join(joined, outcome, stopping)
         if outcome.branch >= 0 or joined is not None:
             return
-        # A row that failed: its pending token stands.
+        # A row that goes back.
+        if outcome.rewinds:
+            yield from self._retract(token.position)
+            return
+        # A row that failed, that waits for a text, or that is forked: what it has stands.
         if outcome.finish == FINISHED_ERROR:
             yield from self._commit()
             if self.running:  # no stop string
@@ -96,47 +100,29 @@ class RunningRow:
                 fault = f"NaN or infinite logits at position {token.position}"
                 self.row.error = fault if position == NOWHERE else describe(position, stage)
                 yield self._end("error")
-            return
-        # A row that waits for a text. The hook sees the whole text: nothing retracts its end.
-        if outcome.finish == WAITS_FOR_TEXT:
+        elif outcome.finish == WAITS_FOR_TEXT:
             yield from self._commit()
             if self.running and not stopping():
                 self.answer = self._retrieve_thought()
-            return
-        # A row that is forked.
-        if outcome.candidates:
+        elif outcome.candidates:
             yield from self._commit()
             self._paths = [
                 [replace(token, token_id=token_id, logprob=logprob)]
                 for token_id, logprob in outcome.candidates
             ]
-            return
-        # The pending token is retracted, or stands.
-        pending = self._pending
-        if token.action == "backspace" and pending is not None:
-            # The replacement is drawn from the same distribution, not from the one just evaluated.
-            token = replace(token, top=pending.top, layers=pending.layers)
-            yield self._retract(pending)
+        # One more token.
         else:
-            yield from self._commit()
-        if token.action == "branch":
-            token = self._with_choice(token)
-        yield from self._add([token], outcome)
+            yield from self._add([self._as_chosen(token)], outcome)
 
     def _add(self, tokens: list[TokenRecord], outcome: Outcome) -> Iterator[Event]:
-        """Adds a step's tokens; the last one is pending where it may be retracted."""
-        *earlier, last = tokens
-        for one in earlier:
-            self._pending = one
-            yield from self._commit()
-        if not self.running:
-            return  # a stop string
-        self._pending = last
-        if not outcome.retractable:
-            reason = _FINISH.get(outcome.finish)
-            if reason == "length" and self.budget < self.request.max_new_tokens:
-                reason = "context"
-            yield from self._commit(reason)
+        """Adds a step's tokens, and commits what later steps cannot go back beyond."""
+        self._pending += tokens
+        if (reason := _FINISH.get(outcome.finish)) is None:
+            yield from self._commit(outcome.settled)
+            return
+        if reason == "length" and self.budget < self.request.max_new_tokens:
+            reason = "context"
+        yield from self._commit(reason=reason)
 
     def _join(
         self, joined: Joined, outcome: Outcome, stopping: Callable[[], bool]
@@ -163,33 +149,43 @@ class RunningRow:
             self.answer = self._choose_branch(branches)
 
     def interrupt(self) -> Iterator[Event]:
-        """Ends the row where it stands; its pending token and held text become final."""
+        """Ends the row where it stands; its pending tokens and held text become final."""
         yield from self._commit()
         if self.running:
             yield self._end("interrupt")
 
-    def _commit(self, reason: str | None = None) -> Iterator[Event]:
-        """Commits the pending token, if any, and ends the row for `reason` or by a stop string."""
-        pending, row = self._pending, self.row
-        if pending is None or not self.running:
-            return
-        self._pending = None
-        pending.text = self._stream.push(pending.token_id)
-        if reason is not None:
-            pending.text += self._stream.flush()
-        row.tokens.append(pending)
-        shown = self._stop.push(pending.text, pending)
-        pieces = tuple(Piece(text, source) for text, source in shown)
-        row.text += "".join(piece.text for piece in pieces)
-        if self._stop.stopped or reason is not None:
-            pieces += self._end("stop" if self._stop.stopped else str(reason)).pieces
-        yield self._token_event(pending, pieces)
+    def _commit(self, end: int | None = None, reason: str | None = None) -> Iterator[Event]:
+        """Commits the pending tokens before position `end`, by default all. The row ends with the
+        last for `reason`, or with a stop string."""
+        row = self.row
+        while self._pending and self.running:
+            if end is not None and self._pending[0].position >= end:
+                return
+            token = self._pending.pop(0)
+            last = reason if not self._pending else None
+            token.text = self._stream.push(token.token_id)
+            if last is not None:
+                token.text += self._stream.flush()
+            row.tokens.append(token)
+            row.log.append((token, False))
+            pieces = tuple(Piece(*shown) for shown in self._stop.push(token.text, token))
+            row.text += "".join(piece.text for piece in pieces)
+            if self._stop.stopped or last is not None:
+                pieces += self._end("stop" if self._stop.stopped else str(last)).pieces
+            yield self._token_event(token, pieces)
+        self._pending.clear()
 
-    def _retract(self, pending: TokenRecord) -> Event:
-        self._pending = None
-        pending.text = self._stream.peek(pending.token_id)
-        self.row.retracted_tokens.append(pending)
-        return self._token_event(pending, (), retracted=True)
+    def _retract(self, position: int) -> Iterator[Event]:
+        """Retracts the pending tokens from a position on."""
+        retracted = [token for token in self._pending if token.position >= position]
+        texts = self._stream.peek([token.token_id for token in self._pending])
+        texts = texts[len(self._pending) - len(retracted) :]
+        self._pending = [token for token in self._pending if token.position < position]
+        for token, text in zip(retracted, texts, strict=True):
+            token.text = text
+            self.row.retracted_tokens.append(token)
+            self.row.log.append((token, True))
+            yield self._token_event(token, (), retracted=True)
 
     def _token_event(
         self, token: TokenRecord, pieces: tuple[Piece, ...], *, retracted: bool = False
@@ -245,11 +241,12 @@ class RunningRow:
         self._forked = replace(self._forked, branches=branches)
         return Answer(tokens[: self.remaining], self.request.sampler.settings.action("branch"))
 
-    def _with_choice(self, token: TokenRecord) -> TokenRecord:
-        """A token of a branch that is committed by force, as the fork's step proposed it: the steps
-        that commit it propose nothing. The first one has all branches."""
+    def _as_chosen(self, token: TokenRecord) -> TokenRecord:
+        """A token; if it is a branch's that is committed by force, as the fork's step proposed it.
+        The first one has all branches."""
         forked = self._forked
-        assert forked is not None
+        if token.action != "branch" or forked is None:
+            return token
         told = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}
         self._forked = replace(forked, branches=None, ambiguous=None)
         return replace(token, **told)

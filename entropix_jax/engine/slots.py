@@ -139,7 +139,7 @@ def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
 
     fork, zero = state.fork, jnp.int32(0)
-    fresh = init_sampler_state(1, state.sampler.last.logits.shape[1], state.settings.mechanisms)
+    fresh = init_sampler_state(1, state.settings.mechanisms)
     left = (fork.parent == number) & (fork.branch >= 0)
     return replace(
         state,

@@ -101,7 +101,8 @@ class StepRecord:
     forwards: jax.Array  # int32, when the token was chosen
     choice: Choice
     extras: Extras  # of the distribution that the step evaluated
-    may_backspace: jax.Array  # bool: the next step may backspace the token
+    rewinds: jax.Array  # bool: the row goes back to the position, and has no token
+    settled: jax.Array  # int32, the position that the next steps cannot go back beyond
     unsound: jax.Array  # int32 [P, 2], see `finite.first_unsound`; NOWHERE where nothing is checked
     finish: jax.Array  # int32, after it; a row that waits, forks or failed has no token
     parent: jax.Array  # int32, see `Fork`
@@ -156,7 +157,7 @@ def init_state(
         )
 
     places = batch + shards * lanes
-    sampler = init_sampler_state(places, config.vocab_size, settings.mechanisms)
+    sampler = init_sampler_state(places, settings.mechanisms)
     number = np.arange(places, dtype=np.int32)
     is_lane = number % (places // shards) >= batch // shards
     return DecodeState(

@@ -86,7 +86,7 @@ def style() -> str:
 
 def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
     records = [
-        token.to_json(retracted=retracted) for token, retracted in islice(row.history(), most)
+        token.to_json(retracted=retracted) for token, retracted in islice(row.log, most)
     ]
     return [
         {**draw(record, before), "hint": _hint(record)}

@@ -37,6 +37,8 @@ class Mechanism:
     apply: Callable[[jax.Array, Step, SamplerSettings], Step] | None = None
     # Its state after one more committed token, from the tally before it.
     advance: Callable[[SamplerSettings, Tally, Observation], Any] | None = None
+    # Fields of its state that a row keeps when it goes back: what counts towards budgets.
+    keep: tuple[str, ...] = ()
     # Whether its arm depends on the regimes even where it serves them all.
     follows_regimes: bool = False
 

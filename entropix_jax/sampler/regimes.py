@@ -18,17 +18,17 @@ def classify(metrics: Metrics, settings: SamplerSettings) -> jax.Array:
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 
 
-def is_looping(
+def count_rounds(
     history: jax.Array, length: jax.Array, generated: jax.Array, settings: LoopSettings
 ) -> jax.Array:
-    """Whether one row repeats itself (document 004's "doom loop"): a bool.
+    """How often one row has repeated itself (document 004's "doom loop"), int32: 0 where it does
+    not loop, 1 once it ends in `repeats` copies of a stretch, 2 after one copy more, and so on.
 
     Args:
         history: int32 [S], the row's tokens, prompt included.
         length: int32, how many of them there are.
         generated: int32, how many of those were generated; a prompt never counts as a loop.
-        settings: the row loops where it ends in `repeats` copies of a stretch of q <= `max_period`
-            tokens.
+        settings: stretches of q <= `max_period` tokens count.
     """
     back = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
@@ -37,11 +37,7 @@ def is_looping(
     # [P, W]: equals the token one period before; and how many do, from the latest on, [P].
     same = latest_first[None, :] == earlier
     run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :]), axis=1)
-    span = periods * settings.repeats
-    looping = (
-        (periods <= settings.max_period)
-        & (settings.repeats >= 2)
-        & (span <= generated)
-        & (run >= span - periods)
-    )
-    return jnp.any(looping)
+    copies = 1 + jnp.minimum(run, generated - periods) // periods
+    looping = (periods <= settings.max_period) & (settings.repeats >= 2)
+    rounds = jnp.where(looping, copies - settings.repeats + 1, 0)
+    return jnp.maximum(jnp.max(rounds), 0)

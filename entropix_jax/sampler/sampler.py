@@ -16,7 +16,15 @@ import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object
-from entropix_jax.names import BOXES, LARGEST, QUANTITIES, REGIMES, THRESHOLDS, read_condition
+from entropix_jax.names import (
+    BOXES,
+    LARGEST,
+    QUANTITIES,
+    REGIMES,
+    SERVED,
+    THRESHOLDS,
+    read_condition,
+)
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.proposal import Arm
@@ -41,7 +49,7 @@ _OTHER = {
     "metrics.noise_floor",
     "draw.bans",
     *(f"regimes.{box}" for box in BOXES),
-    *(f"arms.{regime}" for regime in REGIMES),
+    *(f"arms.{name}" for name in SERVED),
 }
 
 
@@ -205,7 +213,7 @@ class Sampler:
         arrays: dict[str, Any] = dict(
             low=low,
             high=high,
-            arms=np.array([names.index(values[f"arms.{r}"]) for r in REGIMES], np.int32),
+            arms=np.array([names.index(values[f"arms.{name}"]) for name in SERVED], np.int32),
             layer_weights=_layer_weights(values["metrics.layers"], num_layers, self.name),
             attn_entropy_normalised=np.asarray(values["metrics.attn_entropy"] == "normalised"),
             agreement_published=np.asarray(values["metrics.agreement"] == "published"),

@@ -76,10 +76,13 @@ class RepetitionSettings:
 @struct.dataclass
 class LoopSettings:
     """The loop guard: a row whose generated tokens end in `repeats` copies of a stretch of at most
-    `max_period` tokens is treated as LEHV. 0 switches it off, and so does a `repeats` of 1."""
+    `max_period` tokens is served by an arm of its own, at a temperature that rises with each
+    further copy, by `heating` times the arm's. `max_period` 0 switches it off, and so does a
+    `repeats` of 1."""
 
     max_period: jax.Array = number(0, MAX_PERIOD, integer=True)
     repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)
+    heating: jax.Array = number(0.0, 100.0)
 
 
 @struct.dataclass
@@ -88,7 +91,7 @@ class SamplerSettings:
 
     low: jax.Array  # float32 [4 boxes, 4 quantities], open lower bounds of BOXES
     high: jax.Array  # float32 [4, 4], open upper bounds
-    arms: jax.Array  # int32 [5], index into `mechanisms`, the arm that serves each regime
+    arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers
     attn_entropy_normalised: jax.Array  # bool: the arms see attn_entropy_norm as attn_entropy
     agreement_published: jax.Array  # bool: the arms see agreement_published as agreement

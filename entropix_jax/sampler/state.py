@@ -14,7 +14,8 @@ from entropix_jax.sampler.proposal import Proposal
 
 Tree = TypeVar("Tree")
 
-MAX_ATTEMPTS = 8  # tokens that may be retracted at one position
+MAX_REACH = 8  # R, positions that a row can go back at once
+MAX_ATTEMPTS = 8  # tokens that may be banned at one position
 
 
 @struct.dataclass
@@ -23,21 +24,8 @@ class Observation:
 
     metrics: Metrics
     regime: jax.Array  # int32, index into REGIMES
-    looping: jax.Array  # bool, the loop guard made the regime LEHV
+    rounds: jax.Array  # int32, see `regimes.count_rounds`; 0: the row does not loop
     confidence: jax.Array  # float32, of the documents' formula; reported, nothing more
-
-
-@struct.dataclass
-class Origin:
-    """What a row's token was chosen from: enough to draw its position again."""
-
-    logits: jax.Array  # float32 [B, V], as the model gave them
-    observation: Observation
-    proposal: Proposal
-    mirostat: jax.Array  # float32 [B], as it was before the token
-    drawn: jax.Array  # bool [B]; False: the token is the prompt's, forced, or a branch's
-    attempts: jax.Array  # int32 [B], tokens retracted at its position
-    bans: jax.Array  # int32 [B, MAX_ATTEMPTS], those tokens; -1: none
 
 
 @struct.dataclass
@@ -53,11 +41,48 @@ class Tally:
 
 
 @struct.dataclass
+class Trail:
+    """The last positions of each row, as it takes to go back to one: its distribution is read
+    again. Fields [B, R] are those of position p at index p modulo R."""
+
+    drawn: jax.Array  # int32 [B], how many tokens from the last one back were drawn, R at most
+    again: jax.Array  # bool [B], the next position is drawn again
+    logprob: jax.Array  # float32 [B, R], nats, of the token
+    proposal: Proposal  # [B, R], what the token was drawn by
+    tally: Tally  # [B, R], as it was before the token
+    attempts: jax.Array  # int32 [B, R], tokens that were retracted there
+    bans: jax.Array  # int32 [B, R, MAX_ATTEMPTS], those tokens; -1: none
+
+    def at(self, position: jax.Array) -> "Trail":
+        """Each row's entry of a position, int32 [B]: the fields [B, R, ...] become [B, ...]."""
+
+        def take(x: jax.Array) -> jax.Array:
+            index = jnp.mod(position, MAX_REACH).reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.take_along_axis(x, index, axis=1)[:, 0]
+
+        ring = {name: jax.tree.map(take, getattr(self, name)) for name in self._ring}
+        return replace(self, **ring)
+
+    def put(self, position: jax.Array, rows: jax.Array, **entry: Any) -> "Trail":
+        """With an entry's fields, [B, ...], at a position of the rows of a bool [B]."""
+        index = jnp.arange(MAX_REACH, dtype=jnp.int32)[None, :]
+        here = rows[:, None] & (index == jnp.mod(position, MAX_REACH)[:, None])
+
+        def put(all_: jax.Array, one: jax.Array) -> jax.Array:
+            return jnp.where(here.reshape(*here.shape, *[1] * (all_.ndim - 2)), one[:, None], all_)
+
+        ring = {name: jax.tree.map(put, getattr(self, name), one) for name, one in entry.items()}
+        return replace(self, **ring)
+
+    _ring = ("logprob", "proposal", "tally", "attempts", "bans")
+
+
+@struct.dataclass
 class SamplerState:
     """The sampler's state of each row between steps."""
 
     tally: Tally
-    last: Origin  # of the last token
+    trail: Trail
 
 
 @struct.dataclass
@@ -72,24 +97,26 @@ class Rows:
     remaining: jax.Array  # int32 [B], how many may still be committed, at least 1
     asks: jax.Array  # bool [B], a thought's text is asked for, not taken from the settings
     branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
+    vocab_size: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
 class Step:
     """One step of all rows between their proposals and the draw; fields [B, ...].
 
-    A mechanism's `apply` changes it in the rows that act. `backspaces`, `forks`, `waits` and `ends`
+    A mechanism's `apply` changes it in the rows that act. `rewinds`, `forks`, `waits` and `ends`
     are False where nothing acts, and at most one of the first three is True.
     """
 
     rows: Rows
-    last: Origin  # of each row's last token
-    origin: Origin  # of the token that is to be chosen
-    log_probs: jax.Array  # float32 [B, V], of `origin.logits`, nats
+    logits: jax.Array  # float32 [B, V], as the model gave them
+    log_probs: jax.Array  # float32 [B, V], of these, nats
     floored: jax.Array  # float32 [B, V], the same, -inf below the noise floor
+    observation: Observation
     proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
     tally: Tally  # before the token
-    backspaces: jax.Array  # bool: the token takes the place of the last one, at `rows.length`
+    trail: Trail  # before the token
+    rewinds: jax.Array  # bool: the row goes back to `rows.length`, and commits nothing
     forks: jax.Array  # bool: the row goes on as several, and then as the best of them
     candidates: jax.Array  # int32 [B, W], the first tokens of a row that forks
     width: jax.Array  # int32, how many of them there are
@@ -123,51 +150,47 @@ class Step:
         return replace(self, rows=replace(self.rows, history=history), tally=tally)
 
 
-def init_sampler_state(batch: int, vocab_size: int, mechanisms: Sequence[Any]) -> SamplerState:
+def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     """The state of rows that have committed nothing yet; `mechanisms` are `Mechanism`s."""
     zeros, zeros_f = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.float32)
     own = {m.name: m.init() for m in mechanisms if m.init is not None}
+    tally = Tally(
+        queued=zeros,
+        queue_action=zeros,
+        entropy_mean=zeros_f,
+        entropy_squares=zeros_f,
+        mirostat=zeros_f,
+        own=jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))), own),
+    )
+    proposal = Proposal(
+        action=zeros,
+        temperature=zeros_f,
+        top_k=zeros,
+        top_p=zeros_f,
+        min_p=zeros_f,
+        draws=zeros,
+        rule=zeros,
+    )
+
+    def ring(tree: Tree) -> Tree:
+        rings: Tree = jax.tree.map(lambda x: jnp.stack([x] * MAX_REACH, axis=1), tree)
+        return rings
+
     state = SamplerState(
-        tally=Tally(
-            queued=zeros,
-            queue_action=zeros,
-            entropy_mean=zeros_f,
-            entropy_squares=zeros_f,
-            mirostat=zeros_f,
-            own=jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))), own),
-        ),
-        last=Origin(
-            logits=jnp.zeros((batch, vocab_size), jnp.float32),
-            observation=blank_observation((batch,)),
-            proposal=Proposal(
-                action=zeros,
-                temperature=zeros_f,
-                top_k=zeros,
-                top_p=zeros_f,
-                min_p=zeros_f,
-                draws=zeros,
-                rule=zeros,
-            ),
-            mirostat=zeros_f,
-            drawn=jnp.zeros(batch, bool),
-            attempts=zeros,
-            bans=jnp.full((batch, MAX_ATTEMPTS), -1, jnp.int32),
+        tally=tally,
+        trail=Trail(
+            drawn=zeros,
+            again=jnp.zeros(batch, bool),
+            logprob=ring(zeros_f),
+            proposal=ring(proposal),
+            tally=ring(tally),
+            attempts=ring(zeros),
+            bans=ring(jnp.full((batch, MAX_ATTEMPTS), -1, jnp.int32)),
         ),
     )
     # Copies: a state is donated, each leaf once.
     copies: SamplerState = jax.tree.map(jnp.array, state)
     return copies
-
-
-def blank_observation(shape: tuple[int, ...]) -> Observation:
-    """Room for observations of this shape."""
-    zeros = jnp.zeros(shape, jnp.float32)
-    return Observation(
-        metrics=Metrics(**dict.fromkeys(Metrics.__dataclass_fields__, zeros)),
-        regime=jnp.zeros(shape, jnp.int32),
-        looping=jnp.zeros(shape, bool),
-        confidence=zeros,
-    )
 
 
 def where_rows(condition: jax.Array, one: Tree, other: Tree) -> Tree:

@@ -12,24 +12,26 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from entropix_jax.names import SERVED
 from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
-from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, may_backspace
+from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, draw_again, in_doubt
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
 from entropix_jax.sampler.modify import modify
 from entropix_jax.sampler.proposal import Proposal, RowView
-from entropix_jax.sampler.regimes import LEHV, classify, is_looping
+from entropix_jax.sampler.regimes import classify, count_rounds
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings
 from entropix_jax.sampler.state import (
+    MAX_REACH,
     Observation,
-    Origin,
     Rows,
     SamplerState,
     Step,
     Tally,
+    Trail,
     where_rows,
 )
 from entropix_jax.sampler.truncation import MIROSTAT, mirostat_update, surprise
@@ -38,11 +40,7 @@ from entropix_jax.stats import AttnStats
 
 @struct.dataclass
 class Choice:
-    """The token of each row and all that led to it; every field [B].
-
-    A token that takes another's place (action `backspace`) stands one position before the row's
-    length, and everything about it but the action is that position's.
-    """
+    """The token of each row and all that led to it; every field [B]."""
 
     token: jax.Array  # int32
     logprob: jax.Array  # float32, nats, under the unmodified logits
@@ -59,7 +57,7 @@ def choose(
     state: SamplerState,
     rows: Rows,
 ) -> tuple[Choice, Step, SamplerState]:
-    """Chooses each row's next token. A row that backspaces has its last token chosen again instead.
+    """Chooses each row's next token.
 
     Args:
         logits: float32 [B, V], as the model gave them.
@@ -70,20 +68,20 @@ def choose(
 
     Returns:
         The choices, the step as the actions left it, and the state after it. The token of a row
-        that forks or waits means nothing, and so does that of a choice that is not `finite`.
+        that goes back, forks or waits means nothing, and so does that of a choice that is not
+        `finite`.
     """
-    batch, vocab = logits.shape
+    batch, _ = logits.shape
     chex.assert_shape(rows.history, (batch, None))
-    chex.assert_shape(state.last.logits, (batch, vocab))
     chex.assert_tree_shape_prefix((stats.entropy, settings, state, rows), (batch,))
 
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
     step = _propose(logits, stats, settings, state, rows)
 
-    # Actions: each mechanism changes the step in the rows that act. A forced token's row does not,
-    # and a branch just grows.
+    # Actions: each mechanism changes the step in the rows that act. A row whose token is forced or
+    # drawn again does not, and a branch just grows.
     action, is_branch = step.proposal.action, rows.branch >= 0
-    free = rows.running & finite & (step.tally.queued == 0) & ~is_branch
+    free = rows.running & finite & (step.tally.queued == 0) & ~step.trail.again & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
         if mechanism.apply is not None:
             step = mechanism.apply(free & (action == index), step, settings)
@@ -93,25 +91,25 @@ def choose(
     drawn, mirostat = _draw_best(step, settings)
     ahead = jnp.take_along_axis(step.rows.history, step.rows.length[:, None], axis=1)[:, 0]
     token = jnp.where(forced, ahead, drawn)
+    logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
 
-    # The state after it. One that takes another's place leaves the rest as it was after the first.
-    stays = ~rows.running | step.backspaces | step.waits
-    was_drawn = ~forced & ~step.waits & ~step.forks & ~is_branch
-    advanced = advance(step.tally, settings, step.origin.observation, rows.generated)
-    tally = replace(
-        where_rows(stays, step.tally, advanced),
-        mirostat=jnp.where(was_drawn, mirostat, step.origin.mirostat),
-    )
+    # The state after it.
+    moves = rows.running & ~step.rewinds & ~step.waits
+    was_drawn = moves & ~forced & ~step.forks & ~is_branch
+    advanced = advance(step.tally, settings, step.observation, rows.generated)
+    advanced = replace(advanced, mirostat=jnp.where(was_drawn, mirostat, step.tally.mirostat))
+    tally = where_rows(moves, advanced, step.tally)
     choice = Choice(
         token=token,
-        logprob=jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0],
-        observation=step.origin.observation,
-        sequence_varentropy=sequence_varentropy(tally, step.rows.generated + 1),
+        logprob=logprob,
+        observation=step.observation,
+        sequence_varentropy=sequence_varentropy(tally, rows.generated + 1),
         proposal=step.proposal,
         finite=finite,
     )
     chex.assert_tree_shape_prefix(choice, (batch,))
-    return choice, step, SamplerState(tally=tally, last=replace(step.origin, drawn=was_drawn))
+    trail = _remember(step, moves, was_drawn, logprob)
+    return choice, step, SamplerState(tally=tally, trail=trail)
 
 
 def observe(
@@ -120,12 +118,12 @@ def observe(
     """What each row's `log_probs[B, V]` (nats, the noise floor applied) and attention say."""
     chex.assert_shape(log_probs, (rows.length.shape[0], None))
     metrics = measure(log_probs, stats, settings.layer_weights)
-    looping = jax.vmap(is_looping)(rows.history, rows.length, rows.generated, settings.loop)
+    rounds = jax.vmap(count_rounds)(rows.history, rows.length, rows.generated, settings.loop)
     seen = jax.vmap(as_seen)(metrics, settings)
     return Observation(
         metrics=metrics,
-        regime=jnp.where(looping, LEHV, jax.vmap(classify)(metrics, settings)),
-        looping=looping,
+        regime=jax.vmap(classify)(metrics, settings),
+        rounds=rounds,
         confidence=jax.vmap(confidence)(seen, settings),
     )
 
@@ -179,12 +177,14 @@ def sequence_varentropy(tally: Tally, generated: jax.Array) -> jax.Array:
     return tally.entropy_squares / jnp.maximum(generated, 1).astype(jnp.float32)
 
 
-def may_backspace_next(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Whether the step after `state` may backspace: bool [B], False where no arm of the row can.
-    An arm that is not of this package may propose any action."""
+def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
+    """The position that the next steps cannot go back beyond: int32 [B], at most the length. An arm
+    that is not of this package may propose any action."""
     able = [i for i, m in enumerate(settings.mechanisms) if m == BACKSPACE or m not in MECHANISMS]
     has_arm = jnp.any(jnp.isin(settings.arms, jnp.array(able, jnp.int32)), axis=-1)
-    return has_arm & may_backspace(settings, state, rows)
+    distance = jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
+    farthest = jnp.max(jnp.where(in_doubt(settings, state, rows), distance, 0), axis=-1)
+    return rows.length - jnp.where(has_arm, farthest, 0)
 
 
 def _propose(
@@ -201,9 +201,16 @@ def _propose(
     observation = observe(floored, stats, settings, rows)
 
     may = {m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None}
-    arm = jnp.take_along_axis(settings.arms, observation.regime[:, None], axis=1)[:, 0]
+    looping = observation.rounds > 0
+    served = jnp.where(looping, SERVED.index("loop"), observation.regime)
+    arm = jnp.take_along_axis(settings.arms, served[:, None], axis=1)[:, 0]
     seen = jax.vmap(as_seen)(observation.metrics, settings)
     proposal = jax.vmap(propose)(arm, seen, settings, RowView(may=may, own=tally.own))
+
+    # Each further round of a loop is hotter.
+    heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)
+    heated = proposal.temperature * jnp.where(looping, heat, 1.0)
+    proposal = replace(proposal, temperature=heated)
 
     # An arm may propose more than its row may do: then it just draws.
     action = proposal.action
@@ -214,25 +221,21 @@ def _propose(
     proposal = replace(proposal, action=jnp.where(tally.queued > 0, tally.queue_action, action))
     proposal = where_rows(rows.branch >= 0, jax.vmap(follow)(settings), proposal)
 
+    # A position that is drawn again is drawn as it was, as one candidate.
+    again = draw_again(state.trail.at(rows.length).proposal, settings)
+    proposal = where_rows(state.trail.again, again, proposal)
+
     no = jnp.zeros_like(rows.running)
-    origin = Origin(
-        logits=logits,
-        observation=observation,
-        proposal=proposal,
-        mirostat=tally.mirostat,
-        drawn=no,
-        attempts=jnp.zeros_like(rows.length),
-        bans=jnp.full_like(state.last.bans, -1),
-    )
     return Step(
         rows=rows,
-        last=state.last,
-        origin=origin,
+        logits=logits,
         log_probs=log_probs,
         floored=floored,
+        observation=observation,
         proposal=proposal,
         tally=tally,
-        backspaces=no,
+        trail=state.trail,
+        rewinds=no,
         forks=no,
         candidates=jnp.zeros((*no.shape, MAX_WIDTH), jnp.int32),
         width=jnp.zeros_like(rows.length),
@@ -241,19 +244,47 @@ def _propose(
     )
 
 
+def _remember(
+    step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.Array
+) -> Trail:
+    """The trail with the token of each row that moves on; what was retracted at its position stays
+    retracted."""
+    trail, length = step.trail, step.rows.length
+    here, first = trail.at(length), moves & ~trail.again
+    trail = trail.put(
+        length,
+        moves,
+        logprob=logprob,
+        proposal=step.proposal,
+        tally=step.tally,
+        attempts=jnp.where(first, 0, here.attempts),
+        bans=jnp.where(first[:, None], -1, here.bans),
+    )
+    drawn = jnp.where(was_drawn, jnp.minimum(trail.drawn + 1, MAX_REACH), 0)
+    return replace(
+        trail,
+        drawn=jnp.where(moves, drawn, trail.drawn),
+        again=trail.again & ~moves,
+    )
+
+
 def _draw_best(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Array]:
     """The likeliest, under the unmodified logits, of the proposal's candidates, int32 [B], and the
     state of mirostat after it, float32 [B]."""
-    rows, origin, proposal = step.rows, step.origin, step.proposal
-    logits = modify(origin.logits, step.floored, settings, rows, origin.bans)
+    rows, proposal, trail = step.rows, step.proposal, step.trail
+    here = trail.at(rows.length)
+    attempts = jnp.where(trail.again, here.attempts, 0)
+    bans = jnp.where(trail.again[:, None], here.bans, -1)
+    logits = modify(step.logits, step.floored, settings, rows, bans)
     stream = jnp.where(proposal.draws > 1, STREAM_CANDIDATE, STREAM_DRAW)
     stream = jnp.where(rows.branch >= 0, STREAM_ROLLOUT, stream)
-    numbers = uniforms(rows.keys, rows.length, origin.attempts, stream, MAX_DRAWS)
+    numbers = uniforms(rows.keys, rows.length, attempts, stream, MAX_DRAWS)
     # Branches of a row have the same key: each takes the number at its own index.
     own = jnp.take_along_axis(numbers, jnp.maximum(rows.branch, 0)[:, None], axis=1)
     numbers = jnp.where(rows.branch[:, None] >= 0, own, numbers)
     # Mirostat learns from committed tokens alone: a branch has the mu that a text starts with.
-    learnt = jnp.where(rows.branch >= 0, 0.0, origin.mirostat)
+    mirostat = step.tally.mirostat
+    learnt = jnp.where(rows.branch >= 0, 0.0, mirostat)
     mu = 2.0 * settings.truncation.mirostat_target + learnt
     candidates = truncated_draw(logits, proposal, numbers, settings.truncation, mu).ids
     drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32)[None, :] < proposal.draws[:, None]
@@ -264,6 +295,6 @@ def _draw_best(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Ar
     def learn() -> jax.Array:
         bits = surprise(logits, proposal.temperature, token)
         change = mirostat_update(mu, bits, settings.truncation) - mu
-        return jnp.where(proposal.rule == MIROSTAT, origin.mirostat + change, origin.mirostat)
+        return jnp.where(proposal.rule == MIROSTAT, mirostat + change, mirostat)
 
-    return token, lax.cond(jnp.any(proposal.rule == MIROSTAT), learn, lambda: origin.mirostat)
+    return token, lax.cond(jnp.any(proposal.rule == MIROSTAT), learn, lambda: mirostat)

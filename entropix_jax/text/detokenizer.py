@@ -65,13 +65,13 @@ class StreamDecoder:
         self._first = False
         return self._utf8.decode(data)
 
-    def peek(self, token_id: int) -> str:
-        """What `push` would give, without taking the token."""
+    def peek(self, ids: Iterable[int]) -> list[str]:
+        """What `push` would give for each, without taking them."""
         state = self._utf8.getstate(), self._first
-        text = self.push(token_id)
+        texts = [*map(self.push, ids)]
         self._utf8.setstate(state[0])
         self._first = state[1]
-        return text
+        return texts
 
     def flush(self) -> str:
         """The text left at the end: U+FFFD for a character that was never completed."""

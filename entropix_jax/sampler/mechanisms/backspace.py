@@ -1,8 +1,11 @@
-"""`backspace`: retracts the row's last token, bans it at its position, and draws that again
-(document 004).
+"""`backspace`: goes back to the most recent position whose token was in doubt, bans that token there,
+and draws the position again (document 004).
 
-The position is drawn from the distribution, and under the proposal, that the token came from, as
-one candidate. The row's other state stays as it was after the first token.
+What triggers the arm is a wide distribution after the last token, which in text follows any sure
+function word; a token that the model was sure of is therefore never banned. All from the position
+on is retracted. The next step reads the distribution there again and draws from it as the token was
+drawn, as one candidate. Bans, attempts and budgets persist; the row's other state is what it was
+before the position.
 """
 
 from dataclasses import replace
@@ -10,100 +13,118 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms.plain import resample
-from entropix_jax.sampler.metrics import Metrics, apply_noise_floor
+from entropix_jax.sampler.mechanisms.adaptive import adaptive
+from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.settings import COUNT, SamplerSettings, number
-from entropix_jax.sampler.state import MAX_ATTEMPTS, Rows, SamplerState, Step, where_rows
+from entropix_jax.sampler.state import (
+    MAX_ATTEMPTS,
+    MAX_REACH,
+    Rows,
+    SamplerState,
+    Step,
+    where_rows,
+)
 
 
 @struct.dataclass
 class BackspaceSettings:
-    """How many tokens may be retracted."""
+    """How far a row goes back, which tokens are in doubt, and how often."""
 
+    reach: jax.Array = number(1, MAX_REACH, integer=True)  # positions back, at most
+    max_prob: jax.Array = number(0.0, 1.0)  # a likelier token stays; 1: none does
     per_position: jax.Array = number(0, MAX_ATTEMPTS, integer=True)
     per_row: jax.Array = number(*COUNT, integer=True)
 
 
 @struct.dataclass
 class BackspaceState:
-    """Of one row. Attempts and bans of the last position are in `SamplerState.last`."""
+    """Of one row. Attempts and bans of the last positions are in the `Trail`."""
 
-    backspaced: jax.Array  # int32, tokens of the row so far
+    backspaced: jax.Array  # int32, how often the row went back
 
 
-def may_backspace(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Whether the last token was drawn, the budgets are not spent, and a token is left to draw."""
+def in_doubt(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
+    """Which of the last positions each row may go back to, the last one first: bool [B, R].
+
+    Those within reach, if this and all later tokens were drawn, this one with a probability below
+    the bound, and if neither the budgets nor the tokens there are used up.
+    """
     own: BackspaceSettings = settings.own["backspace"]
     row: BackspaceState = state.tally.own["backspace"]
-    last = state.last
-    bans = last.attempts + 1 + jnp.sum(settings.bans >= 0, axis=-1, dtype=jnp.int32)
+    trail, distance = state.trail, jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)[None, :]
+    index = jnp.mod(rows.length[:, None] - distance, MAX_REACH)
+    logprob, attempts = (
+        jnp.take_along_axis(x, index, axis=1) for x in (trail.logprob, trail.attempts)
+    )
+    unsure = (jnp.exp(logprob) < own.max_prob[:, None]) | (own.max_prob >= 1.0)[:, None]
+    bans = attempts + 1 + jnp.sum(settings.bans >= 0, axis=-1, dtype=jnp.int32)[:, None]
     return (
-        last.drawn
-        & (last.attempts < own.per_position)
-        & (row.backspaced < own.per_row)
-        & (bans < last.logits.shape[-1])
+        unsure
+        & (distance <= jnp.minimum(own.reach, trail.drawn)[:, None])
+        & (attempts < own.per_position[:, None])
+        & (row.backspaced < own.per_row)[:, None]
+        & (bans < rows.vocab_size)
     )
 
 
+def may_backspace(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
+    """Whether there is a position to go back to: bool [B]."""
+    return jnp.any(in_doubt(settings, state, rows), axis=-1)
+
+
 def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
-    """Backspaces, or what `resample` does."""
+    """Backspaces, or what `adaptive` does."""
     return either(
-        row.may["backspace"], draw("backspace", settings), resample(metrics, settings, row)
+        row.may["backspace"], draw("backspace", settings), adaptive(metrics, settings, row)
     )
 
 
 def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
-    """Moves the row one position back, to what its last token was chosen from."""
-    rows, last, now = step.rows, step.last, step.origin
+    """Moves the row back."""
+    rows, trail = step.rows, step.trail
+    state = SamplerState(tally=step.tally, trail=trail)
+    back = 1 + jnp.argmax(in_doubt(settings, state, rows), axis=-1).astype(jnp.int32)
+    back = jnp.where(acts, back, 0)
+    length = rows.length - back
 
-    # The token joins the bans.
-    row = jnp.arange(rows.length.shape[0], dtype=jnp.int32)
-    before = jnp.maximum(rows.length - 1, 0)[:, None]
-    token = jnp.take_along_axis(rows.history, before, axis=1)[:, 0]
-    bans = last.bans.at[row, last.attempts].set(token, mode="drop")
-
-    # The arrays over the vocabulary are selected only where some row backspaces.
-    def earlier() -> tuple[jax.Array, jax.Array, jax.Array]:
-        log_probs = jax.nn.log_softmax(last.logits, axis=-1)
-        floored = apply_noise_floor(log_probs, settings.noise_epsilon)
-        again = (last.logits, log_probs, floored)
-        return where_rows(acts, again, (now.logits, step.log_probs, step.floored))
-
-    logits, log_probs, floored = lax.cond(
-        jnp.any(acts), earlier, lambda: (now.logits, step.log_probs, step.floored)
+    # The token joins the bans of its position.
+    there = trail.at(length)
+    token = jnp.take_along_axis(rows.history, length[:, None], axis=1)[:, 0]
+    row = jnp.arange(acts.shape[0], dtype=jnp.int32)
+    bans = there.bans.at[row, there.attempts].set(token, mode="drop")
+    trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans)
+    trail = replace(
+        trail, drawn=jnp.where(acts, trail.drawn - back, trail.drawn), again=trail.again | acts
     )
-    origin = where_rows(
-        acts,
-        replace(last, logits=logits, attempts=last.attempts + 1, bans=bans),
-        replace(now, logits=logits),
-    )
-    again = where_rows(acts, _draw_again(origin.proposal, settings), step.proposal)
 
-    back = acts.astype(jnp.int32)
-    own = BackspaceState(backspaced=step.tally.own["backspace"].backspaced + back)
+    # The rest is as it was, but for what counts.
+    kept = {m.name: m.keep for m in settings.mechanisms if m.keep}
+    before, now = there.tally.own, step.tally.own
+    own = {
+        name: replace(before[name], **{f: getattr(now[name], f) for f in kept.get(name, ())})
+        for name in now
+    }
+    backspaced = now["backspace"].backspaced + acts.astype(jnp.int32)
+    own["backspace"] = BackspaceState(backspaced=backspaced)
     return replace(
         step,
         rows=replace(
             rows,
-            length=rows.length - back,
+            length=length,
             generated=rows.generated - back,
             remaining=rows.remaining + back,
         ),
-        origin=origin,
-        log_probs=log_probs,
-        floored=floored,
-        proposal=again,
-        tally=replace(step.tally, own={**step.tally.own, "backspace": own}),
-        backspaces=step.backspaces | acts,
+        tally=where_rows(acts, replace(there.tally, own=own), step.tally),
+        trail=trail,
+        rewinds=step.rewinds | acts,
     )
 
 
-def _draw_again(proposal: Proposal, settings: SamplerSettings) -> Proposal:
-    """The proposal that a position was drawn by, as one candidate; after an argmax, the base's."""
+def draw_again(proposal: Proposal, settings: SamplerSettings) -> Proposal:
+    """What a token was drawn by, as one candidate; after an argmax, the base values."""
     base = jax.vmap(lambda settings: draw("sample", settings))(settings)
     proposal = where_rows(proposal.action == settings.action("argmax"), base, proposal)
     return replace(

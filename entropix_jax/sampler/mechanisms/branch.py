@@ -121,7 +121,7 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
     min-p admits, of these the shortest prefix that reaches top-p, at most `width`.
     """
     own: BranchSettings = settings.own["branch"]
-    rows, logits = step.rows, step.origin.logits
+    rows, logits = step.rows, step.logits
     none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
     logits = modify(logits, step.floored, settings, rows, none)
 
@@ -173,5 +173,6 @@ BRANCH = Mechanism(
     init=lambda: BranchState(begun=jnp.int32(0), forwards=jnp.int32(0)),
     may=may_branch,
     apply=apply,
+    keep=("begun", "forwards"),
     follows_regimes=True,
 )

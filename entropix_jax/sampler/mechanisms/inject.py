@@ -124,5 +124,6 @@ INJECT = Mechanism(
     may=may_inject,
     apply=apply,
     advance=advance,
+    keep=("begun",),
     follows_regimes=True,
 )
