@@ -11,14 +11,17 @@ from entropix_jax.batch.output import (
     Key,
     ObjectParts,
     check_output,
-    check_same_run,
-    find_difference,
     open_output,
-    parse_sidecar,
     read_results,
     record_key,
 )
 from entropix_jax.batch.records import describe_record, read_records
+from entropix_jax.batch.sidecar import (
+    check_same_run,
+    find_difference,
+    read_sidecar,
+    write_sidecar,
+)
 from entropix_jax.batch.storage import is_local, open_file, resolve, storage_errors
 from entropix_jax.errors import UserError
 
@@ -32,12 +35,8 @@ def part_address(address: str, index: int, count: int) -> str:
 def merge(address: str, count: int, *, input: str) -> int:
     """Joins the outputs of `count` processes, which stay; returns the number of results.
 
-    The joined output appears entirely or not at all. It may replace an output of the same run.
-
-    Args:
-        address: the output.
-        count: the number of processes.
-        input: the input of the run, which is read again.
+    The joined output appears entirely or not at all. It may replace an output of the same run. The
+    `input` of the run is read again, to check that each record has its result.
 
     Raises:
         UserError: a part is missing, unfinished, torn or of another run; a record of the input has
@@ -59,18 +58,18 @@ def merge(address: str, count: int, *, input: str) -> int:
                 done[line.key] = line.digest
     _check_complete(done, input, count)
 
+    def write(out: BinaryIO) -> None:
+        for part in parts:
+            with open_file(part) as file:
+                shutil.copyfileobj(file, out, 2**20)
+        write_sidecar(address, sidecar)
+
     output = open_output(address)
     try:
-        if not output.is_empty():
-            check_same_run(address, output.read_sidecar(), sidecar["identity"], mix=False)
-
-        def write(out: BinaryIO) -> None:
-            for part in parts:
-                with open_file(part) as file:
-                    shutil.copyfileobj(file, out, 2**20)
-            output.write_sidecar(sidecar)
-
-        output.replace(write)
+        with storage_errors(address, "written"):
+            if not output.is_empty():
+                check_same_run(address, read_sidecar(address), sidecar["identity"], mix=False)
+            output.replace(write)
     except BaseException:
         output.close(failed=True)
         raise
@@ -92,9 +91,9 @@ def _merge_sidecars(parts: list[str]) -> dict[str, Any]:
             unjoined = [] if is_local(fs) else ObjectParts(part, fs, path).list_parts()
             if unjoined or not fs.isfile(path):
                 raise UserError(f"{part}: missing or not finished: run this part to its end")
-            if not fs.exists(f"{path}.run.json"):
-                raise UserError(f"{part}: no run's results: no {part}.run.json")
-            sidecar = parse_sidecar(fs.cat_file(f"{path}.run.json"), f"{part}.run.json")
+        sidecar = read_sidecar(part)
+        if sidecar is None:
+            raise UserError(f"{part}: no run's results: no {part}.run.json")
         merged = merged or sidecar
         if difference := find_difference(merged["identity"], sidecar["identity"]):
             raise UserError(f"{part}: another run than {parts[0]}: {difference}")
@@ -106,17 +105,16 @@ def _merge_sidecars(parts: list[str]) -> dict[str, Any]:
 
 def _check_complete(done: Mapping[Key, str], input: str, count: int) -> None:
     """Checks that results and records of the input match one to one."""
-    records = missing = 0
-    first = ""
+    records = 0
+    missing = []
     for record in read_records(input):
         records += 1
         if done.get(record_key(record)) != record.digest:
-            missing += 1
-            first = first or describe_record(record)
+            missing.append(describe_record(record))
     if missing:
         raise UserError(
-            f"{input}: {missing} of {records} records have no result in the {count} parts, the"
-            f" first one in {first}: run all parts to their end"
+            f"{input}: {len(missing)} of {records} records have no result in the {count} parts, the"
+            f" first one in {missing[0]}: run all parts to their end"
         )
     if len(done) > records:
         raise UserError(

@@ -133,18 +133,28 @@ def open_alone(path: Path) -> int:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            if sys.platform != "win32":
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise OSError(error.errno, "another run is writing to it") from None
-                except OSError:  # a file system without locks
-                    pass
+            lock_alone(descriptor)
             os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def lock_alone(descriptor: int) -> None:
+    """Locks an open file until it is closed, where the file system has locks.
+
+    Raises:
+        OSError: another process has locked it.
+    """
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(error.errno, "another run is writing to it") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def _remove_abandoned(path: Path) -> None:

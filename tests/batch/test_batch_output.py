@@ -267,7 +267,7 @@ def test_killed(tmp_path: Path) -> None:
         process.stdout.readline()
         with pytest.raises(UserError) as error:  # while it lives
             run(str(path), range(1))
-        assert str(error.value) == f"{path}: another run is writing to it"
+        assert str(error.value) == f"{path}: cannot be written: another run is writing to it"
         with pytest.raises(UserError, match="another run is writing to it"):
             run(str(path), range(1), mix=True)
         process.send_signal(signal.SIGKILL)
@@ -427,7 +427,7 @@ def test_an_output_of_nobody(nearby: str) -> None:
     with pytest.raises(UserError) as error:
         run(address, range(1))
     assert str(error.value) == (
-        f"{address}: holds something, but no run's results (there is no {address}.run.json):"
+        f"{address}: holds something, but no run's results (there is no {address}.run.json);"
         " choose another output"
     )
     assert get(address) == data.encode()
