@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -16,12 +15,7 @@ from entropix_jax.batch.output import (
     record_key,
 )
 from entropix_jax.batch.records import describe_record, read_records
-from entropix_jax.batch.sidecar import (
-    check_same_run,
-    find_difference,
-    read_sidecar,
-    write_sidecar,
-)
+from entropix_jax.batch.sidecar import check_same_run, find_difference, read_sidecar, write_sidecar
 from entropix_jax.batch.storage import is_local, open_file, resolve, storage_errors
 from entropix_jax.errors import UserError
 
@@ -47,16 +41,7 @@ def merge(address: str, count: int, *, input: str) -> int:
     check_output(address, input=input)
     parts = [part_address(address, index, count) for index in range(count)]
     sidecar = _merge_sidecars(parts)
-    done: dict[Key, str] = {}
-    for part in parts:
-        with open_file(part) as file:
-            for line in read_results(file, part, strict=True):
-                if line.key is None:
-                    raise UserError(f"{part}: line {line.number} is not a result")
-                if line.key in done:
-                    raise UserError(f"{part}: line {line.number} is a second result of its record")
-                done[line.key] = line.digest
-    _check_complete(done, input, count)
+    number = _check_complete(parts, input)
 
     def write(out: BinaryIO) -> None:
         for part in parts:
@@ -74,17 +59,12 @@ def merge(address: str, count: int, *, input: str) -> int:
         output.close(failed=True)
         raise
     output.close()
-    return len(done)
+    return number
 
 
 def _merge_sidecars(parts: list[str]) -> dict[str, Any]:
-    """The sidecar of the joined output.
-
-    Raises:
-        UserError: a part is missing, unfinished, or of another run than the first.
-    """
+    """The sidecar of the joined output; UserError where the parts are not those of one run."""
     merged: dict[str, Any] = {}
-    samplers: dict[str, str] = {}
     for part in parts:
         fs, path = resolve(part)
         with storage_errors(part):
@@ -98,13 +78,22 @@ def _merge_sidecars(parts: list[str]) -> dict[str, Any]:
         if difference := find_difference(merged["identity"], sidecar["identity"]):
             raise UserError(f"{part}: another run than {parts[0]}: {difference}")
         for name, digest in sidecar.get("samplers", {}).items():
-            if samplers.setdefault(name, digest) != digest:
+            if merged.setdefault("samplers", {}).setdefault(name, digest) != digest:
                 raise UserError(f"{part}: another run than earlier parts: sampler '{name}' differs")
-    return merged | ({"samplers": samplers} if samplers else {})
+    return merged
 
 
-def _check_complete(done: Mapping[Key, str], input: str, count: int) -> None:
-    """Checks that results and records of the input match one to one."""
+def _check_complete(parts: list[str], input: str) -> int:
+    """The number of results; UserError unless results and records of the input match one to one."""
+    done: dict[Key, str] = {}
+    for part in parts:
+        with open_file(part) as file:
+            for line in read_results(file, part, strict=True):
+                if line.key is None:
+                    raise UserError(f"{part}: line {line.number} is not a result")
+                if line.key in done:
+                    raise UserError(f"{part}: line {line.number} is a second result of its record")
+                done[line.key] = line.digest
     records = 0
     missing = []
     for record in read_records(input):
@@ -113,11 +102,12 @@ def _check_complete(done: Mapping[Key, str], input: str, count: int) -> None:
             missing.append(describe_record(record))
     if missing:
         raise UserError(
-            f"{input}: {len(missing)} of {records} records have no result in the {count} parts, the"
-            f" first one in {missing[0]}: run all parts to their end"
+            f"{input}: {len(missing)} of {records} records have no result in the parts, the first"
+            f" one in {missing[0]}: run all parts to their end"
         )
     if len(done) > records:
         raise UserError(
-            f"{input}: {len(done) - records} of {len(done)} results in the {count} parts are of"
-            " no record of it: is it the input that they were made from?"
+            f"{input}: {len(done) - records} of {len(done)} results in the parts are of no record"
+            " of it: is it the input that they were made from?"
         )
+    return len(done)

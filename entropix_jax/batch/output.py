@@ -52,11 +52,9 @@ class Store:
     def __init__(self, address: str, identity: Mapping[str, Any], *, mix: bool = False) -> None:
         """Creates an output, or resumes it.
 
-        Args:
-            address: a path, or a URL that fsspec knows.
-            identity: what defines the run (model, sampler, input, ...), as JSON.
-            mix: accept results of another run, or other JSON Lines. A known id then counts as done
-                even if its record has changed.
+        `identity` is what defines the run (model, sampler, input, ...), as JSON. `mix` accepts
+        results of another run, or other JSON Lines: a known id then counts as done even if its
+        record has changed.
 
         Raises:
             UserError: the output cannot be read or written, is in use, is not JSON Lines, or is
@@ -66,18 +64,18 @@ class Store:
         self.address = address
         self._mix = mix
         self._done: dict[Key, str] = {}  # to digests
+        own = {"format_version": FORMAT_VERSION, "identity": dict(identity)}
+        self._sidecar: dict[str, Any] = json.loads(json.dumps(own, allow_nan=False))
         self._file = open_output(address)
         try:
             with storage_errors(address):
-                self._resume(identity)
+                self._resume()
         except BaseException:
             self._file.close(failed=True)
             raise
 
-    def _resume(self, identity: Mapping[str, Any]) -> None:
+    def _resume(self) -> None:
         old = read_sidecar(self.address)
-        own = {"format_version": FORMAT_VERSION, "identity": dict(identity)}
-        self._sidecar: dict[str, Any] = json.loads(json.dumps(own, allow_nan=False))
         if not self._file.is_empty():
             same = check_same_run(self.address, old, self._sidecar["identity"], mix=self._mix)
             self._sidecar = old if same and old is not None else self._sidecar
@@ -113,10 +111,8 @@ class Store:
         On this machine it is in the file on return; in an object store once its part is full, or
         older than a minute as the next one is added, or on closing.
 
-        Args:
-            record: is not done yet.
-            result: JSON. `sampler_digest` identifies the values of the sampler that the record
-                names.
+        `record` is not done yet. `sampler_digest` of the result identifies the values of the
+        sampler that the record names.
 
         Raises:
             UserError: it cannot be written (the file is then as before), or the named sampler has
@@ -124,7 +120,7 @@ class Store:
             ValueError: a number is NaN or infinite.
         """
         if isinstance(record, Record) and record.sampler and "sampler_digest" in result:
-            self._check_sampler(record, record.sampler, result["sampler_digest"])
+            self._check_sampler(record, result["sampler_digest"])
         own = {"id": record.id, "line": record.line, "digest": record.digest}
         text = json.dumps({**own, **result, **own}, ensure_ascii=False, allow_nan=False)
         with storage_errors(self.address, "written"):
@@ -132,24 +128,20 @@ class Store:
             self._file.append(text.encode("utf-8", "backslashreplace") + b"\n")
         self._done[record_key(record)] = record.digest
 
-    def _check_sampler(self, record: Record, name: str, digest: str) -> None:
+    def _check_sampler(self, record: Record, digest: str) -> None:
         known = self._sidecar.get("samplers", {})
-        if known.get(name) == digest:
-            return
-        if name in known and not self._mix:
+        if known.get(record.sampler, digest) != digest and not self._mix:
             raise UserError(
-                f"{self.address}: {describe_record(record)}: sampler '{name}' is not what it was"
-                " for earlier results: choose another output"
+                f"{self.address}: {describe_record(record)}: sampler '{record.sampler}' is not what"
+                " it was for earlier results: choose another output"
             )
-        self._sidecar = {**self._sidecar, "samplers": {**known, name: digest}}
-        write_sidecar(self.address, self._sidecar)
+        if known.get(record.sampler) != digest:
+            self._sidecar = {**self._sidecar, "samplers": {**known, record.sampler: digest}}
+            write_sidecar(self.address, self._sidecar)
 
     def finish(self) -> None:
-        """Joins the parts, if any, once no more results will come.
-
-        Raises:
-            UserError: it cannot be written. Nothing is lost: the next run resumes.
-        """
+        """Joins the parts, if any, once no more results will come. Where this fails (UserError)
+        nothing is lost: the next run resumes."""
         with storage_errors(self.address, "written"):
             self._file.finish()
 
@@ -175,8 +167,6 @@ def check_output(address: str, *, input: str | None = None) -> None:
     """
     if address == "-":
         raise UserError("the output cannot be standard output: a run is resumed from its file")
-    if "\0" in address:
-        raise UserError(f"{address!r}: not a file name")
     if not address or address.endswith("/"):
         raise UserError(f"{address!r}: the output must be a file, not a folder")
     if is_compressed(address):

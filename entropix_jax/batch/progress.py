@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -48,9 +49,7 @@ class ProgressView:
             auto_refresh=False,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(
-            "", total=total, completed=self._first, speed=0.0, used=0.0
-        )
+        self._task = self._bar.add_task("", total=total, completed=self._first, speed=0, used=0)
 
     def __enter__(self) -> ProgressView:
         if not self._bar.disable:
@@ -72,20 +71,17 @@ class ProgressView:
             return
         self._shown = now
         speed = self.speed(standing)
+        done, used = standing.done, standing.used
         if not self._bar.disable:
-            self._bar.update(
-                self._task, completed=standing.done, speed=speed, used=standing.used, refresh=True
-            )
+            self._bar.update(self._task, completed=done, speed=speed, used=used, refresh=True)
             return
         of = "" if self._total is None else f" of {self._total}"
-        line = (
-            f"{standing.done}{of} done | {standing.tokens} tokens, {speed:.0f} tok/s"
-            f" | {standing.used:.0%} of slots used"
-        )
-        gained = standing.done - self._first
+        line = f"{done}{of} done | {standing.tokens} tokens, {speed:.0f} tok/s"
+        line += f" | {used:.0%} of slots used"
+        gained = done - self._first
         if self._total is not None and gained and self._begun is not None:
-            left = (self._total - standing.done) * (now - self._begun) / gained
-            line += f" | {_duration(left)} left"
+            left = (self._total - done) * (now - self._begun) / gained
+            line += f" | {timedelta(seconds=round(left))} left"
         print(line, file=sys.stderr, flush=True)
 
     def speed(self, standing: Standing) -> float:
@@ -94,11 +90,3 @@ class ProgressView:
         if self._begun is None or standing.steps == self._early.steps:
             return 0.0
         return tokens / max(time.monotonic() - self._begun, 1e-9)
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

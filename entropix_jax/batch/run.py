@@ -71,13 +71,9 @@ class BatchRun:
     ) -> None:
         """Checks everything that can be checked before computing.
 
-        Args:
-            slots: rows that run concurrently.
-            capacity: cache positions of a row, for its prompt and new tokens.
-            recording: optional fields of tokens in traces.
-            traces: a folder for the records' traces.
-            name: the model's name in traces.
-            thresholds: how samplers get the model's calibration, see `fit_thresholds`.
+        `slots` rows run concurrently, each in a cache of `capacity` positions. Where there is a
+        folder for `traces`, they hold the fields of `recording` and the model's `name`. For
+        `thresholds` see `fit_thresholds`.
 
         Raises:
             UserError: a sampler, recording, end token or chat setting does not fit the model.
@@ -87,7 +83,6 @@ class BatchRun:
         self._reading = False
         self._model = model
         self._defaults = defaults
-        self._capacity = capacity
         check_recording(model, recording or Recording())
         for ends in (model.generation.eos_ids, model.turn_end_ids):
             padded_ids(ends)
@@ -108,20 +103,33 @@ class BatchRun:
         is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs the records and passes each result to `write`, in order of completion.
+        """Runs the records, read as slots become free, and passes each result to `write`, in order
+        of completion.
 
         A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
-        none.
-
-        Args:
-            records: are read as slots become free.
-            is_done: whether a record has its result already.
-            looked: called after each token and each record.
+        none. `looked` is called after each token and each record.
         """
-        for event in self.engine.run(self._requests(iter(records), write, is_done, looked)):
+
+        def requests() -> Iterator[Request]:
+            for record in self._read(iter(records), looked):
+                if is_done(record):
+                    continue
+                try:
+                    if isinstance(record, BadRecord):
+                        raise UserError(record.error)
+                    request = self._request(record)
+                    self.engine.check(request)
+                except UserError as error:
+                    self.failed += 1
+                    write(record, {"error": str(error), "finish_reason": "error"})
+                    continue
+                yield request
+
+        for event in self.engine.run(requests()):
             self.tokens += event.token is not None and not event.retracted
             if event.row.finish_reason is not None:
-                self._end(event.row, write)
+                self.failed += event.row.error is not None
+                write(event.row.request.tag, self._result(event.row))
             looked()
 
     def stop(self) -> None:
@@ -131,14 +139,10 @@ class BatchRun:
         if self._reading:  # a read would go on after the handler
             raise _Stopped
 
-    def _requests(
-        self,
-        records: Iterator[Record | BadRecord],
-        write: Write,
-        is_done: Callable[[Record | BadRecord], bool],
-        looked: Callable[[], None],
-    ) -> Iterator[Request]:
-        """The requests of the records that have no result yet."""
+    def _read(
+        self, records: Iterator[Record | BadRecord], looked: Callable[[], None]
+    ) -> Iterator[Record | BadRecord]:
+        """The records until `stop`, which may leave a blocked read."""
         while True:
             looked()
             if self._stopping:
@@ -152,18 +156,7 @@ class BatchRun:
                 self._reading = False
             if record is None:
                 return
-            if is_done(record):
-                continue
-            try:
-                if isinstance(record, BadRecord):
-                    raise UserError(record.error)
-                request = self._request(record)
-                self.engine.check(request)
-            except UserError as error:
-                self.failed += 1
-                write(record, {"error": str(error), "finish_reason": "error"})
-                continue
-            yield request
+            yield record
 
     def _request(self, record: Record) -> Request:
         model, own = self._model, self._defaults
@@ -191,32 +184,31 @@ class BatchRun:
             sampler = sampler.with_mechanism(mechanism)
         return calibrate_sampler(sampler, self._model, self._thresholds)
 
-    def _end(self, row: Row, write: Write) -> None:
-        """Writes the result of a record whose row has finished."""
-        record: Record = row.request.tag
+    def _result(self, row: Row) -> dict[str, Any]:
+        """The result of a row that has finished, whose trace is written first."""
+        record, tokens = row.request.tag, row.tokens
         assert row.started is not None
-        timings = {"seconds": time.perf_counter() - row.started}
+        timings = {"seconds": round(time.perf_counter() - row.started, 4)}
         if row.first_token is not None:
-            timings["first_token"] = row.first_token - row.started
-        timings = {name: round(seconds, 4) for name, seconds in timings.items()}
+            timings["first_token"] = round(row.first_token - row.started, 4)
         if self._traces is not None:
             self._write_trace(self._traces / f"{file_name(record.id)}.jsonl", row, timings)
-        self.failed += row.error is not None
-        tokens = row.tokens
         result = row.to_json()
         for name in ("entropy", "varentropy") if tokens else ():
             result[f"mean_{name}"] = sum(getattr(t, name) for t in tokens) / len(tokens)
         if record.sampler is not None:  # a file may have changed by the next run
             values = json.dumps(dict(row.request.sampler.values), sort_keys=True)
             result["sampler_digest"] = content_hash(values.encode())
-        write(record, result | {"token_ids": [t.token_id for t in tokens], "timings": timings})
+        return result | {"token_ids": [t.token_id for t in tokens], "timings": timings}
 
     def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
         """Writes the trace of a record atomically."""
         request = row.request
+        about = header(
+            self._model, request.sampler, request.prompt, seed=request.seed, name=self._name
+        )
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
-            sampler, prompt = request.sampler, request.prompt
-            writer.write(header(self._model, sampler, prompt, seed=request.seed, name=self._name))
+            writer.write(about)
             for token, retracted in row.history():
                 writer.write(token.to_json(retracted=retracted))
             writer.write(footer([{"row": 0, **row.to_json()}], timings))

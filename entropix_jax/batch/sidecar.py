@@ -70,23 +70,18 @@ def check_same_run(
     return False
 
 
-def find_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The first key whose values differ, with both values; empty where none does."""
-    before, after = _flatten(old), _flatten(new)
-    for key in [*after, *before]:
-        values = [side.get(key, "absent") for side in (before, after)]
-        if values[0] != values[1]:
-            was, now = (text if len(text) <= 80 else f"{text[:77]}..." for text in values)
-            return f"{key} was {was} and is now {now}"
+def find_difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
+    """The first key whose values differ, dotted, with both values; empty where none does."""
+    for key in [*new, *old]:
+        if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
+            if inner := find_difference(old[key], new[key], f"{prefix}{key}."):
+                return inner
+            continue
+        was, now = (
+            json.dumps(side[key], ensure_ascii=False, sort_keys=True) if key in side else "absent"
+            for side in (old, new)
+        )
+        if was != now:
+            was, now = (text if len(text) <= 80 else f"{text[:77]}..." for text in (was, now))
+            return f"{prefix}{key} was {was} and is now {now}"
     return ""
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The leaves of nested objects by dotted key, as JSON."""
-    flat: dict[str, str] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, sort_keys=True)
-    return flat

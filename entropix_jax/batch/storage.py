@@ -41,11 +41,7 @@ def is_local(fs: Any) -> bool:
 
 def local_path(address: str) -> Path | None:
     """The path of an address on this machine (`~` and `file://` are understood); None for any
-    other address, whose driver is not loaded.
-
-    Raises:
-        UserError: an invalid address.
-    """
+    other address, whose driver is not loaded."""
     scheme = address.partition("://")[0] if "://" in address else "file"
     if scheme not in ("file", "local") or "::" in address:
         return None
@@ -66,15 +62,13 @@ def storage_errors(address: str, doing: str = "read") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except FileNotFoundError as error:
-        raise UserError(f"{address}: cannot be {doing}: no such file or folder") from error
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise UserError(f"{address}: cannot be {doing}: {reason}") from error
-    except ImportError as error:
-        raise UserError(f"{address}: cannot be {doing}: {error}") from error
     except Exception as error:
-        raise UserError(f"{address}: cannot be {doing}: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, FileNotFoundError):
+            reason = "no such file or folder"
+        elif isinstance(error, OSError | ImportError):
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"{address}: cannot be {doing}: {reason}") from error
 
 
 @contextmanager

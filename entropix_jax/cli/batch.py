@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ from entropix_jax.cli.options import (
 )
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.distributed import check_place, join
-from entropix_jax.host.interrupts import deferred_interrupts, exit_status
+from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Arguments:
     """The records; - for JSON Lines from standard input."""
     output: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
     """The results."""
-    model: ModelOptions = ModelOptions()
-    text: TextOptions = TextOptions()
+    model: ModelOptions = field(default_factory=ModelOptions)
+    text: TextOptions = field(default_factory=TextOptions)
     slots: Count = 32
     """Number of rows that run in parallel."""
     context: OptionalCount = None
@@ -168,7 +168,7 @@ def _main(arguments: Arguments) -> int:
             store.finish()
             return EXIT_OK
     print("interrupted: run the same command again to continue", file=sys.stderr)
-    return exit_status(pressed[0])
+    return 128 + pressed[0]
 
 
 def _run(

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -53,8 +53,8 @@ class Arguments:
     messages: File = None
     """Read a conversation from a JSON file, - for standard input: a list of {"role": ...,
     "content": ...}."""
-    model: ModelOptions = ModelOptions()
-    text: TextOptions = TextOptions()
+    model: ModelOptions = field(default_factory=ModelOptions)
+    text: TextOptions = field(default_factory=TextOptions)
     samples: Count = 1
     """Number of texts to generate from the prompt, in parallel."""
     format: Literal["text", "json"] = "text"

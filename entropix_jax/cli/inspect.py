@@ -4,7 +4,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from entropix_jax.cli.options import (
@@ -45,7 +45,7 @@ class Arguments:
     """The text."""
     text_file: File = None
     """Read the text from a file, - for standard input."""
-    model: ModelOptions = ModelOptions()
+    model: ModelOptions = field(default_factory=ModelOptions)
     context: Count = 0
     """Context length in tokens; 0: 1024, or the model's positions."""
     top: Count = 0

@@ -26,17 +26,11 @@ _SCRATCH = ".part"  # suffix of temporary folders
 
 @contextmanager
 def opening(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading bytes.
-
-    Raises:
-        UserError: missing or unreadable, also where reading fails within the block.
-    """
+    """Opens a file for reading bytes; UserError where that fails, or reading within the block."""
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: not a file name")
     try:
-        try:
-            file = path.open("rb")
-        except ValueError as error:  # a NUL in the path
-            raise UserError(f"{str(path)!r}: not a file name") from error
-        with file:
+        with path.open("rb") as file:
             yield file
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
@@ -45,21 +39,13 @@ def opening(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        UserError: missing or unreadable.
-    """
+    """The bytes of a file; UserError where it cannot be read."""
     with opening(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        UserError: missing, unreadable or not UTF-8.
-    """
+    """The text of a file; UserError where it cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
@@ -67,11 +53,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-        UserError: missing, unreadable, not JSON, or not an object.
-    """
+    """The object that a JSON file holds; UserError where it cannot be read or holds none."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path}: cannot be read: not a regular file")
     try:
@@ -84,16 +66,46 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuses a file that names Python code of the folder's own; `path` is only named in errors.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuses (UserError) the file `path`, with this content, if it names Python code to run."""
     if raw.get("auto_map"):
         raise UserError(
             f"{path}: 'auto_map' names code of the folder's own, which is not run: "
             "remove it if the model needs none of that code"
         )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds; UserError where it cannot be read or is not TOML."""
+    try:
+        return parse_toml(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML document holds.
+
+    Raises:
+        ValueError: not TOML, or with a number that is too long.
+        RecursionError: nested too deeply.
+    """
+    raw = tomllib.loads(text)
+    # An integer in hexadecimal may be too long to be written, in an error message for instance.
+    repr(raw)
+    return raw
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that replaces `path`, or the target of that link, once the block ends without
+    error. Missing parents are made. UserError where it cannot be written."""
+    try:
+        place = Path(os.path.realpath(path))
+        with scratch_beside(place) as scratch:
+            yield scratch / place.name
+            os.replace(scratch / place.name, place)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager
@@ -182,48 +194,6 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
     return descriptor
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds.
-
-    Raises:
-        UserError: missing, unreadable or not TOML.
-    """
-    try:
-        return parse_toml(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML document holds.
-
-    Raises:
-        ValueError: not TOML, or with a number that is too long.
-        RecursionError: nested too deeply.
-    """
-    raw = tomllib.loads(text)
-    # An integer in hexadecimal may be too long to be written, in an error message for instance.
-    repr(raw)
-    return raw
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` when the block ends without an error. Where `path` is a
-    link, its target is replaced. Missing parents are made.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
-    try:
-        place = Path(os.path.realpath(path))
-        with scratch_beside(place) as scratch:
-            yield scratch / place.name
-            os.replace(scratch / place.name, place)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
 def allow_long_cells() -> None:
     """Lets Python read CSV cells of up to 2**24 characters: its own limit, 128 KiB, is less than a
     model's context."""
@@ -231,11 +201,7 @@ def allow_long_cells() -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Checks that a file could be written, without creating it.
-
-    Raises:
-        UserError: it could not.
-    """
+    """Refuses (UserError) a file that could not be written, without creating it."""
     if path.is_dir():
         raise UserError(f"{path}: cannot be written: it is a folder")
     if not path.parent.is_dir():
@@ -245,11 +211,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_apart(output: Path, *sources: Path | str | None) -> None:
-    """Checks that an output does not replace one of its own sources.
-
-    Raises:
-        UserError: it would.
-    """
+    """Refuses (UserError) an output that would replace one of its own sources."""
     for source in sources:
         if source is not None and os.path.realpath(output) == os.path.realpath(source):
             raise UserError(f"{output}: would take the place of its own source: give another name")

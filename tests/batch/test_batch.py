@@ -27,10 +27,9 @@ from entropix_jax.batch.run import BatchRun, Defaults, file_name
 from entropix_jax.cli import batch
 from entropix_jax.cli.options import EXIT_OK, EXIT_USAGE
 from entropix_jax.errors import UserError
-from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.commands import Result
+from tests.support.commands import Result, refusal, run_command
 from tests.support.model_folders import poisoned, write_model
 from tests.support.runs import Spec, run_specs
 from tests.support.traces import Json
@@ -43,26 +42,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def model(folder: str) -> LanguageModel:
     return load(folder)
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
+def command(folder: str) -> Callable[..., Result]:
     """Runs the command in this process, by default with the test's model and four slots."""
 
     def run(*arguments: object, model: str | None = None, slots: int = 4) -> Result:
-        capsys.readouterr()
-        own = ["--model", model or folder, "--slots", slots]
-        status = batch.main([str(a) for a in (*arguments, *own)])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return Result(status, captured.out, captured.err)
+        return run_command(batch.main, *arguments, "--model", model or folder, "--slots", slots)
 
     return run
 
@@ -107,7 +96,7 @@ def without_timings(results: dict[str, Json]) -> dict[str, Json]:
 
 
 def test_each_record_is_its_row_alone(
-    command: Callable[..., Result], folder: str, tmp_path: Path
+    command: Callable[..., Result], model: LanguageModel, tmp_path: Path
 ) -> None:
     wanted = records(15)
     source = write_input(tmp_path / "in.jsonl", wanted)
@@ -115,12 +104,9 @@ def test_each_record_is_its_row_alone(
     assert (result.status, result.out) == (EXIT_OK, "")
     found = read(tmp_path / "out.jsonl")
     assert found.keys() == {record["id"] for record in wanted}
-    model = load(folder)
     for line, record in enumerate(wanted, 1):
-        if "messages" in record:
-            prompt = model.tokenizer.apply_chat(record["messages"])
-        else:
-            prompt = model.tokenizer.apply_chat([{"role": "user", "content": record["prompt"]}])
+        messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+        prompt = model.tokenizer.apply_chat(messages)
         request = Spec(prompt, record["id"], record.get("max_new_tokens", 12))
         (row,) = run_specs(
             model,
@@ -139,26 +125,6 @@ def test_each_record_is_its_row_alone(
         assert 0 <= one["timings"]["first_token"] <= one["timings"]["seconds"]
 
 
-def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_path: Path) -> None:
-    """Through 32 slots, and one by one on two devices: the same tokens."""
-    results = []
-    for slots in (32, 1):
-        output = tmp_path / f"{slots}.jsonl"
-        mesh = ("--mesh", "data=1,model=2") if slots == 1 else ()
-        status = command(
-            *("--input", shared_data / "prompts.csv", "--output", output, "--context", 4096),
-            *("--max-new-tokens", 60, "--ignore-eos", *mesh),
-            model=str(ROOT / "weights" / "tiny"),
-            slots=slots,
-        ).status
-        assert status == EXIT_OK
-        results.append(read(output))
-    together, alone = results
-    assert len(together) == len(alone) > 100
-    for name, result in together.items():
-        assert result.get("token_ids") == alone[name].get("token_ids"), name
-
-
 def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", records(6))
     arguments = ("--output", tmp_path / "out.jsonl", "--max-new-tokens", 5, "--input", source)
@@ -175,37 +141,28 @@ def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_pat
     assert len(read(tmp_path / "out.jsonl")) == 9
     # Another record under a known id is refused.
     write_input(source, [{"id": "r0", "prompt": "Twice"}])
-    refused = command(*arguments)
-    assert refused.status == EXIT_USAGE
-    assert "line 1 (id 'r0') has a result of another record" in refused.err
+    assert "line 1 (id 'r0') has a result of another record" in refusal(command(*arguments))
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        (["--seed", "1"], "seed"),
-        (["--max-new-tokens", "6"], "max_new_tokens"),
-        (["--sampler", "greedy"], "sampler."),
-        (["--dtype", "bfloat16"], "precision"),
-        (["--stop", "x"], "stop"),
-    ],
-)
-def test_another_run_under_the_same_output(
-    command: Callable[..., Result], tmp_path: Path, changes: list[str], what: str
-) -> None:
+def test_another_run_under_the_same_output(command: Callable[..., Result], tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", records(2))
     output = tmp_path / "out.jsonl"
-    own = ["--max-new-tokens", "1"] if changes[0] != "--max-new-tokens" else []
-    assert command("--input", source, "--output", output, *own).status == EXIT_OK
+    run = ("--input", source, "--output", output)
+    assert command(*run, "--max-new-tokens", 1).status == EXIT_OK
     before = output.read_bytes()
-    refused = command("--input", source, "--output", output, *own, *changes)
-    assert refused.status == EXIT_USAGE
-    last = refused.err.splitlines()[-1]
-    assert what in last
-    assert str(output) in last
-    assert output.read_bytes() == before
-    mixed = command("--input", source, "--output", output, *own, *changes, "--mix")
-    assert mixed.status == EXIT_OK
+    for option, value, what in (
+        ("--max-new-tokens", 2, "max_new_tokens"),
+        ("--seed", 1, "seed"),
+        ("--sampler", "greedy", "sampler."),
+        ("--dtype", "bfloat16", "precision"),
+        ("--stop", "x", "stop"),
+    ):
+        refused = command(*run, "--max-new-tokens", 1, option, value)
+        assert refused.status == EXIT_USAGE
+        last = refused.err.splitlines()[-1]
+        assert last.startswith(f"error: {output}: holds another run's results: {what}")
+        assert output.read_bytes() == before
+    assert command(*run, "--seed", 1, "--mix").status == EXIT_OK
 
 
 BAD = [
@@ -250,21 +207,17 @@ def test_strict_ends_at_the_first_bad_record(
     """What was complete by then stays."""
     source = write_input(tmp_path / "in.jsonl", [*records(3), BAD[0][0], {"prompt": "Once"}])
     result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict", slots=2)
-    assert result.status == EXIT_USAGE
-    assert result.err.splitlines()[-1].startswith(f"error: {source}: line 4: ")
+    assert refusal(result).startswith(f"error: {source}: line 4: ")
     found = read(tmp_path / "out.jsonl")
     assert found
     assert not any("error" in one for one in found.values())
 
 
 def test_a_row_that_fails_is_told(
-    command: Callable[..., Result],
-    folder: str,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    command: Callable[..., Result], model: LanguageModel, tmp_path: Path
 ) -> None:
-    end = load(folder).tokenizer.encode("Once", add_bos=False)[-1]
-    broken = str(write_model(tmp_path_factory.mktemp("broken"), poisoned(end)))
+    end = model.tokenizer.encode("Once", add_bos=False)[-1]
+    broken = str(write_model(tmp_path / "broken", poisoned(end)))
     source = write_input(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Once"}])
     result = command("--input", source, "--output", tmp_path / "out.jsonl", model=broken)
     assert result.status == EXIT_OK
@@ -311,46 +264,32 @@ def test_names_of_files() -> None:
         assert len(name.encode()) < 200
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--slots", "0"], "--slots must be at least 1, not 0"),
-        (["--context", "999"], "--context 999: the model has 120 positions"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
-        (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
-        (["--stop", ""], "--stop: an empty text ends nothing"),
-        (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
-        (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
-        (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
-        (["--distributed", "--input", "-"], "each process reads all of --input"),
-        (["--distributed"], "--distributed: the processes do not meet: "),
-        (
-            ["--distributed", "--coordinator", "nonsense"],
-            "--coordinator nonsense: must be HOST:PORT",
-        ),
-        (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
-        (
-            ["--distributed", "--processes", "2", "--process", "2"],
-            "--process must be at least 0 and under --processes 2, not 2",
-        ),
-        (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
-        (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
-        (["--sampler", "greedi"], "no sampler preset 'greedi'"),
-        (["--input", "missing.jsonl"], "missing.jsonl"),
-        (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
-        (
-            ["--trace", "s3://b/traces"],
-            "--trace s3://b/traces: traces need a folder on this machine",
-        ),
-        (["--trace", "."], "--trace .: in.jsonl lies there, whose name a record's trace could"),
-        (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
-        (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
-        (["--no-chat", "--system", "x"], "a system message needs a chat"),
-        (["--slots", "100000000"], "do not fit into a device: at least"),
-    ],
-)
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--slots", "0"], "--slots must be at least 1, not 0"),
+    (["--context", "999"], "--context 999: the model has 120 positions"),
+    (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
+    (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
+    (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
+    (["--distributed", "--input", "-"], "each process reads all of --input"),
+    (["--distributed"], "--distributed: the processes do not meet: "),
+    (["--distributed", "--coordinator", "nonsense"], "nonsense: must be HOST:PORT"),
+    (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
+    (["--distributed", "--processes", "2", "--process", "2"], "under --processes 2, not 2"),
+    (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
+    (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
+    (["--input", "missing.jsonl"], "missing.jsonl"),
+    (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
+    (["--trace", "s3://b/traces"], "s3://b/traces: traces need a folder on this machine"),
+    (["--trace", "."], "--trace .: in.jsonl lies there, whose name a record's trace could"),
+    (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
+    (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
+    (["--slots", "100000000"], "do not fit into a device: at least"),
+    (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
 def test_mistakes(
-    capsys: pytest.CaptureFixture[str],
     folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -358,46 +297,51 @@ def test_mistakes(
     expected: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if (output := arguments[-1]).endswith(("link", "link.jsonl")):
-        (tmp_path / "elsewhere").mkdir()
-        leads_to = "elsewhere/data" if output == "link.jsonl" else "../data.jsonl"
-        (tmp_path / output).symlink_to(leads_to)
-    before = {path.name for path in tmp_path.iterdir()} | {"in.jsonl"}
-    own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
     write_input(tmp_path / "in.jsonl", records(1))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.jsonl").symlink_to("elsewhere/data")
+    (tmp_path / "elsewhere" / "link").symlink_to("../data.jsonl")
+    before = set(tmp_path.rglob("*"))
+    own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
     given = [part for name, value in own.items() if name not in arguments for part in (name, value)]
-    assert batch.main([*given, *arguments]) == EXIT_USAGE
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    last = captured.err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert expected in last
-    assert "Traceback" not in captured.err
-    assert {path.name for path in tmp_path.iterdir()} == before
+    assert expected in refusal(run_command(batch.main, *given, *arguments))
+    assert set(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("what", ["header", "compressed", "strict", "traces"])
+@pytest.mark.parametrize(
+    ("name", "data", "more"),
+    [
+        ("in.csv", b"text,id\nOnce,a\n", []),
+        ("in.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], []),
+        ("in.jsonl", b"{\n", ["--strict"]),
+        ("in.jsonl", b'{"prompt": "Once"}\n', ["--trace", "in.jsonl/traces"]),
+    ],
+)
 def test_a_run_that_is_refused_leaves_nothing(
-    command: Callable[..., Result], tmp_path: Path, what: str
+    command: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    data: bytes,
+    more: list[str],
 ) -> None:
-    source, more = tmp_path / "in.jsonl", []
-    write_input(source, [BAD[0][0], *records(1)])
-    if what == "header":
-        source = tmp_path / "in.csv"
-        source.write_text("text,id\nOnce,a\n")
-    elif what == "compressed":
-        source = tmp_path / "in.jsonl.gz"
-        source.write_bytes(gzip.compress(b"{}\n" * 99)[:-9])
-    elif what == "strict":
-        more = ["--strict"]
-    else:
-        (tmp_path / "file").write_text("")
-        more = ["--trace", str(tmp_path / "file" / "traces")]
-    before = set(tmp_path.iterdir())
-    refused = command("--input", source, "--output", tmp_path / "out.jsonl", *more)
-    assert refused.status == EXIT_USAGE
-    assert refused.err.splitlines()[-1].startswith("error: ")
-    assert set(tmp_path.iterdir()) == before
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(data)
+    refusal(command("--input", name, "--output", "out.jsonl", *more))
+    assert os.listdir() == [name]
+
+
+def test_an_input_that_breaks_off(command: Callable[..., Result], tmp_path: Path) -> None:
+    """It is told in one line, and what was complete by then stays."""
+    rng = random.Random(0)  # for notes that no compression makes small
+    lines = [{"id": f"r{i}", "prompt": "Once", "note": rng.randbytes(900).hex()} for i in range(40)]
+    data = gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
+    source, output = "memory://broken.jsonl.gz", tmp_path / "out.jsonl"
+    fsspec.filesystem("memory").pipe_file(source, data[: len(data) // 2])
+    line = refusal(command("--input", source, "--output", output, "--max-new-tokens", 1))
+    assert line.startswith(f"error: {source}: cannot be read: EOFError")
+    assert 0 < len(read(output)) < 40
+    assert not any("error" in result for result in read(output).values())
 
 
 def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_path: Path) -> None:
@@ -413,25 +357,11 @@ def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_p
     own.write_text('extends = "greedy"\n[base]\ntemperature = 0.5\n')
     assert command(*arguments).status == EXIT_OK  # nothing is left to run
     write_input(source, lines)
-    refused = command(*arguments)
-    assert refused.status == EXIT_USAGE
     told = f"{output}: line 2 (id 'b'): sampler '{own}' is not what it was for earlier results"
-    assert told in refused.err
+    assert told in refusal(command(*arguments))
     assert output.read_bytes() == before
     assert command(*arguments, "--mix").status == EXIT_OK
     assert len({result["sampler_digest"] for result in read(output).values()}) == 2
-
-
-def test_a_model_s_fingerprint(tmp_path: Path) -> None:
-    """Whatever is read of its folder counts."""
-    found = set()
-    for name in ("", "config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
-        if name:
-            (tmp_path / name).write_text("some")
-        found.add(fingerprint(tmp_path))
-    assert len(found) == 5
-    (tmp_path / "README.md").write_text("some")
-    assert fingerprint(tmp_path) in found
 
 
 # Ends
@@ -499,7 +429,7 @@ def test_a_signal_ends_the_run_with_what_is_complete(
     assert b"Traceback" not in err
     found = read(output)
     assert f"\n{len(found)} records done | ".encode() in err
-    assert err.endswith(b"interrupted: the same command goes on from here\n")
+    assert err.endswith(b"interrupted: run the same command again to continue\n")
     assert 3 <= len(found) < 2000
     assert all(result["finish_reason"] in ("length", "context") for result in found.values())
 
@@ -605,8 +535,6 @@ def test_from_a_bucket_to_a_bucket(
     results = without_timings(read(tmp_path / "theirs.jsonl"))
     assert len(results) == 21
     assert results == without_timings(read(alone))
-    refused = command("--input", f"{s3}/none.jsonl", *run[2:])
-    assert (refused.status, refused.err.count("\n")) == (EXIT_USAGE, 1)
 
 
 # Several hosts
@@ -668,8 +596,7 @@ def test_two_processes_do_what_one_does(
     parts[1].write_bytes(b"".join(parts[1].read_bytes().splitlines(keepends=True)[:-1]))
     output.unlink()
     torn = command("--input", source, "--output", output, "--merge", 2)
-    assert torn.status == EXIT_USAGE
-    assert "1 of 10 records" in torn.err
+    assert "1 of 10 records" in refusal(torn)
     assert not output.exists()
 
 
@@ -678,32 +605,22 @@ def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake = tmp_path / "gcloud"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
-    script = ROOT / "scripts" / "tpu_vm_batch.sh"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        return subprocess.run(
-            [script, *arguments],
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        script = ROOT / "scripts" / "tpu_vm_batch.sh"
+        return subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
 
     own = ["--input", "gs://b/in.jsonl", "--output", "gs://b/o.jsonl", "--stop", "it's; rm -rf"]
     asked = run("pod", "us-central1-a", *own)
     assert asked.returncode == 0, asked.stderr
     *words, command = asked.stdout.splitlines()
-    assert words == [
-        *("compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "us-central1-a"),
-        *("--worker=all", "--command"),
-    ]
-    assert shlex.split(command) == [
-        *("cd", "entropix_jax", "&&", ".venv/bin/python", "-m", "entropix_jax.batch"),
-        *("--distributed", *own),
-    ]
-    elsewhere = {"~/x y": "x y", "/opt/x": "/opt/x"}
-    for given, wanted in elsewhere.items():
+    assert (
+        words == "compute tpus tpu-vm ssh pod --zone us-central1-a --worker=all --command".split()
+    )
+    start = "cd entropix_jax && .venv/bin/python -m entropix_jax.batch --distributed".split()
+    assert shlex.split(command) == [*start, *own]
+    for given, wanted in {"~/x y": "x y", "/opt/x": "/opt/x"}.items():
         monkeypatch.setenv("ENTROPIX_DIR", given)
         assert shlex.split(run("pod", "z").stdout.splitlines()[-1])[1] == wanted
     usage = run("pod")

@@ -48,5 +48,5 @@ def test_the_lines_of_a_batch_s_log(
         clock.now += 50
         standing = Standing(3, 505, 101, 1.0)
         view.looked()
-    line = "3 of 9 done | 505 tokens, 10 tok/s | 100% of slots used | 1 min 40 s left\n"
+    line = "3 of 9 done | 505 tokens, 10 tok/s | 100% of slots used | 0:01:40 left\n"
     assert capsys.readouterr().err == line
