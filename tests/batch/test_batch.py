@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from entropix_jax.batch.run import BatchRun, Defaults, file_name
 from entropix_jax.cli import batch
 from entropix_jax.cli.options import EXIT_OK, EXIT_USAGE
 from entropix_jax.errors import UserError
+from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.commands import Result, refusal, run_command
+from tests.support.commands import Command, Result, Start, refusal, run_command
 from tests.support.model_folders import poisoned, write_model
 from tests.support.runs import Spec, run_specs
 from tests.support.traces import Json
@@ -47,7 +48,7 @@ def model(folder: str) -> LanguageModel:
 
 
 @pytest.fixture
-def command(folder: str) -> Callable[..., Result]:
+def command(folder: str) -> Command:
     """Runs the command in this process, by default with the test's model and four slots."""
 
     def run(*arguments: object, model: str | None = None, slots: int = 4) -> Result:
@@ -96,7 +97,7 @@ def without_timings(results: dict[str, Json]) -> dict[str, Json]:
 
 
 def test_each_record_is_its_row_alone(
-    command: Callable[..., Result], model: LanguageModel, tmp_path: Path
+    command: Command, model: LanguageModel, tmp_path: Path
 ) -> None:
     wanted = records(15)
     source = write_input(tmp_path / "in.jsonl", wanted)
@@ -125,7 +126,7 @@ def test_each_record_is_its_row_alone(
         assert 0 <= one["timings"]["first_token"] <= one["timings"]["seconds"]
 
 
-def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again(command: Command, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", records(6))
     arguments = ("--output", tmp_path / "out.jsonl", "--max-new-tokens", 5, "--input", source)
     assert command(*arguments).status == EXIT_OK
@@ -144,7 +145,7 @@ def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_pat
     assert "line 1 (id 'r0') has a result of another record" in refusal(command(*arguments))
 
 
-def test_another_run_under_the_same_output(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_another_run_under_the_same_output(command: Command, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", records(2))
     output = tmp_path / "out.jsonl"
     run = ("--input", source, "--output", output)
@@ -177,7 +178,7 @@ BAD = [
 ]
 
 
-def test_bad_records_are_results(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_bad_records_are_results(command: Command, tmp_path: Path) -> None:
     good = [{"id": f"r{i}", "prompt": "Once"} for i in range(3)]
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
@@ -201,9 +202,7 @@ def test_bad_records_are_results(command: Callable[..., Result], tmp_path: Path)
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_strict_ends_at_the_first_bad_record(
-    command: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_strict_ends_at_the_first_bad_record(command: Command, tmp_path: Path) -> None:
     """What was complete by then stays."""
     source = write_input(tmp_path / "in.jsonl", [*records(3), BAD[0][0], {"prompt": "Once"}])
     result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict", slots=2)
@@ -213,9 +212,7 @@ def test_strict_ends_at_the_first_bad_record(
     assert not any("error" in one for one in found.values())
 
 
-def test_a_row_that_fails_is_told(
-    command: Callable[..., Result], model: LanguageModel, tmp_path: Path
-) -> None:
+def test_a_row_that_fails_is_told(command: Command, model: LanguageModel, tmp_path: Path) -> None:
     end = model.tokenizer.encode("Once", add_bos=False)[-1]
     broken = str(write_model(tmp_path / "broken", poisoned(end)))
     source = write_input(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Once"}])
@@ -225,7 +222,7 @@ def test_a_row_that_fails_is_told(
     assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
 
 
-def test_traces(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_traces(command: Command, tmp_path: Path) -> None:
     source = write_input(
         tmp_path / "in.jsonl",
         [{"id": "a/b", "prompt": "Once"}, {"id": "..", "prompt": "upon"}, {"prompt": "a"}],
@@ -318,7 +315,7 @@ def test_mistakes(
     ],
 )
 def test_a_run_that_is_refused_leaves_nothing(
-    command: Callable[..., Result],
+    command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -331,7 +328,7 @@ def test_a_run_that_is_refused_leaves_nothing(
     assert os.listdir() == [name]
 
 
-def test_an_input_that_breaks_off(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_an_input_that_breaks_off(command: Command, tmp_path: Path) -> None:
     """It is told in one line, and what was complete by then stays."""
     rng = random.Random(0)  # for notes that no compression makes small
     lines = [{"id": f"r{i}", "prompt": "Once", "note": rng.randbytes(900).hex()} for i in range(40)]
@@ -344,7 +341,7 @@ def test_an_input_that_breaks_off(command: Callable[..., Result], tmp_path: Path
     assert not any("error" in result for result in read(output).values())
 
 
-def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_sampler_s_file_that_has_changed(command: Command, tmp_path: Path) -> None:
     """Its new values are not mixed with the old ones."""
     own = tmp_path / "own.toml"
     own.write_text('extends = "greedy"\n')
@@ -364,6 +361,17 @@ def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_p
     assert len({result["sampler_digest"] for result in read(output).values()}) == 2
 
 
+def test_a_model_s_fingerprint(tmp_path: Path) -> None:
+    """Whatever is read of its folder counts."""
+    found = {fingerprint(tmp_path)}
+    for name in ("config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
+        (tmp_path / name).write_text("some")
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 5
+    (tmp_path / "README.md").write_text("some")
+    assert fingerprint(tmp_path) in found
+
+
 # Ends
 
 
@@ -375,9 +383,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(
-    folder: str, tmp_path: Path, own_cache: dict[str, str]
-) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def start(folder: str, tmp_path: Path, own_cache: dict[str, str]) -> Iterator[Start]:
     """Starts the command in a process of its own, in the test's folder."""
     running: list[subprocess.Popen[bytes]] = []
 
@@ -410,10 +416,7 @@ LONG = ("--ignore-eos", "--max-new-tokens", "60")
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
 )
 def test_a_signal_ends_the_run_with_what_is_complete(
-    start: Callable[..., subprocess.Popen[bytes]],
-    tmp_path: Path,
-    number: signal.Signals,
-    status: int,
+    start: Start, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     """Meanwhile no other run writes there."""
     write_input(tmp_path / "in.jsonl", records(2000))
@@ -434,9 +437,7 @@ def test_a_signal_ends_the_run_with_what_is_complete(
     assert all(result["finish_reason"] in ("length", "context") for result in found.values())
 
 
-def test_a_run_that_is_killed_goes_on(
-    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_goes_on(start: Start, tmp_path: Path) -> None:
     """Each id once, and each result as if nothing had happened, to the last digit."""
     write_input(tmp_path / "in.jsonl", records(60))
     output = tmp_path / "out.jsonl"
@@ -500,10 +501,7 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
 
 
 def test_from_a_bucket_to_a_bucket(
-    command: Callable[..., Result],
-    s3: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    command: Command, s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Ended on the way, and gone on with: the same results as from a file to a file."""
     source = write_input(tmp_path / "in.jsonl", [*records(20), BAD[0][0]])
@@ -550,7 +548,7 @@ def meeting() -> tuple[str, ...]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_wait_for_others_ends_at_once(
-    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, number: signal.Signals
+    start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
     """And leaves nobody behind."""
     write_input(tmp_path / "in.jsonl", records(1))
@@ -568,11 +566,7 @@ def test_a_wait_for_others_ends_at_once(
         time.sleep(0.01)
 
 
-def test_two_processes_do_what_one_does(
-    command: Callable[..., Result],
-    start: Callable[..., subprocess.Popen[bytes]],
-    tmp_path: Path,
-) -> None:
+def test_two_processes_do_what_one_does(command: Command, start: Start, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", [*records(9), BAD[0][0]])
     shared = ("--input", source, "--max-new-tokens", 8, *meeting())
     processes = [start(*shared, "--process", i) for i in range(2)]

@@ -565,18 +565,12 @@ SPOILED: list[tuple[Callable[[str, str], object], str]] = [
         lambda out, _: put(part(out), get(part(out)) + get(part(out, 0)).split(b"\n")[0] + b"\n"),
         "{part}: line 5 is a second result of its record",
     ),
-    (
-        lambda out, _: put(part(out), get(part(out))[:-1]),
-        "{part}: line 4 is torn, or not JSON",
-    ),
+    (lambda out, _: put(part(out), get(part(out))[:-1]), "{part}: line 4 is torn, or not JSON"),
     (
         lambda out, _: put(part(out), get(part(out)) + b'{"a": 1}\n'),
         "{part}: line 5 is not a result",
     ),
-    (
-        lambda out, _: remove(part(out)),
-        "{part}: missing or not finished: run this part to its end",
-    ),
+    (lambda out, _: remove(part(out)), "{part}: missing or not finished: run this part to its end"),
     (
         lambda out, _: remove(f"{part(out)}.run.json"),
         "{part}: no run's results: no {part}.run.json",

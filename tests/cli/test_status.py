@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from entropix_jax.cli.status import StatusLine, show_status
+from entropix_jax.cli.status import StatusLine
 from entropix_jax.cli.terminal import Meter, TextScreen
 from entropix_jax.engine.results import Event, Piece, Row
 from entropix_jax.engine.trace import TokenRecord
@@ -58,31 +59,22 @@ def test_the_line_is_gone_before_the_text_and_does_not_come_back(
     out = TextScreen(status)
     out.show("text", token("mid"))
     assert take(written).endswith("\x1b[1A\x1b[2Ktext"), "it was erased"
+    assert "\x1b[?25" not in written.getvalue(), "Ctrl-C leaves the cursor visible"
     status.show("stopping")
     out.show(" more\n", token("mid"))
     status.clear()
     assert take(written) == " more\n"
 
 
-def test_the_cursor_stays_visible(screen: Callable[..., io.StringIO]) -> None:
-    """Who ends the process by Ctrl-C finds the terminal as it was."""
-    written = screen()
-    with show_status("loading"):
-        assert "loading" in written.getvalue()
-    assert "\x1b[?25" not in written.getvalue()
-
-
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}])
-def test_no_line_where_none_can_be_seen(
-    screen: Callable[..., io.StringIO], environment: dict[str, str]
-) -> None:
-    written = screen(**environment)
-    status = StatusLine()
-    status.show("compiling")
-    TextScreen(status).show("text", token("lelv"))
-    status.show("stopping")
-    status.clear()
-    assert written.getvalue() == "text"
+def test_no_line_where_none_can_be_seen(screen: Callable[..., io.StringIO]) -> None:
+    for environment in ({"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}):
+        written = screen(**environment)
+        status = StatusLine()
+        status.show("compiling")
+        TextScreen(status).show("text", token("lelv"))
+        status.show("stopping")
+        status.clear()
+        assert written.getvalue() == "text"
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe"])
@@ -108,18 +100,18 @@ def test_text_that_goes_elsewhere(
 # What --verbose shows.
 
 
-def measured(row: int = 0, position: int = 97, **changes: object) -> TokenRecord:
-    values = {
-        "row": row,
-        "position": position,
-        "entropy": 3.214,
-        "varentropy": 10.52,
-        "agreement": 0.834,
-        "attn_entropy_norm": 0.705,
-        "temperature": 0.666,
-        **changes,
-    }
-    return replace(token("hehv", "backspace"), **values)  # type: ignore[arg-type]
+MEASURED = {
+    "position": 97,
+    "entropy": 3.214,
+    "varentropy": 10.52,
+    "agreement": 0.834,
+    "attn_entropy_norm": 0.705,
+    "temperature": 0.666,
+}
+
+
+def measured(**changes: Any) -> TokenRecord:
+    return replace(token("hehv", "backspace"), **{**MEASURED, **changes})
 
 
 def event(one: TokenRecord, *, retracted: bool = False) -> Event:
