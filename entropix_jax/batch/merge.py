@@ -30,11 +30,9 @@ def merge(address: str, count: int, *, input: str) -> int:
     """Joins the outputs of `count` processes, which stay; returns the number of results.
 
     The joined output appears entirely or not at all. It may replace an output of the same run. The
-    `input` of the run is read again, to check that each record has its result.
-
-    Raises:
-        UserError: a part is missing, unfinished, torn or of another run; a record of the input has
-            no result, or several; a result has no record; the output cannot be written.
+    `input` of the run is read again, to check that each record has its result. UserError if a part
+    is missing, unfinished, torn or of another run; a record of the input has no result, or several;
+    a result has no record; the output cannot be written.
     """
     if input == "-":
         raise UserError("standard input cannot be read again: merging needs the input as a file")
@@ -63,7 +61,7 @@ def merge(address: str, count: int, *, input: str) -> int:
 
 
 def _merge_sidecars(parts: list[str]) -> dict[str, Any]:
-    """The sidecar of the joined output; UserError where the parts are not those of one run."""
+    """The sidecar of the joined output; UserError if the parts are not those of one run."""
     merged: dict[str, Any] = {}
     for part in parts:
         fs, path = resolve(part)

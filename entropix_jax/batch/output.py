@@ -54,11 +54,8 @@ class Store:
 
         `identity` is what defines the run (model, sampler, input, ...), as JSON. `mix` accepts
         results of another run, or other JSON Lines: a known id then counts as done even if its
-        record has changed.
-
-        Raises:
-            UserError: the output cannot be read or written, is in use, is not JSON Lines, or is
-                another run's.
+        record has changed. UserError if the output cannot be read or written, is in use, is not
+        JSON Lines, or is another run's.
         """
         check_output(address)
         self.address = address
@@ -92,11 +89,8 @@ class Store:
         return len(self._done)
 
     def is_done(self, record: Record | BadRecord) -> bool:
-        """Whether a record has its result.
-
-        Raises:
-            UserError: its id has the result of a record with another content.
-        """
+        """Whether a record has its result. UserError if its id has the result of a record with
+        another content."""
         digest = self._done.get(record_key(record))
         if digest not in (None, record.digest) and not self._mix:
             raise UserError(
@@ -109,15 +103,10 @@ class Store:
         """Appends the result of a record.
 
         On this machine it is in the file on return; in an object store once its part is full, or
-        older than a minute as the next one is added, or on closing.
-
-        `record` is not done yet. `sampler_digest` of the result identifies the values of the
-        sampler that the record names.
-
-        Raises:
-            UserError: it cannot be written (the file is then as before), or the named sampler has
-                changed since earlier results.
-            ValueError: a number is NaN or infinite.
+        older than a minute as the next one is added, or on closing. `sampler_digest` of the result
+        identifies the values of the sampler that the record names. UserError if it cannot be
+        written (the file is then as before), or that sampler has changed since earlier results;
+        ValueError if a number is NaN or infinite.
         """
         if isinstance(record, Record) and record.sampler and "sampler_digest" in result:
             self._check_sampler(record, result["sampler_digest"])
@@ -160,11 +149,8 @@ class Store:
 
 
 def check_output(address: str, *, input: str | None = None) -> None:
-    """Checks an output without writing anything.
-
-    Raises:
-        UserError: it is no valid output, its folder does not exist, or it is the input.
-    """
+    """Checks an output without writing anything. UserError if it is no valid output, its folder
+    does not exist, or it is the input."""
     if address == "-":
         raise UserError("the output cannot be standard output: a run is resumed from its file")
     if not address or address.endswith("/"):
@@ -200,11 +186,8 @@ class Line:
 
 
 def read_results(file: BinaryIO, address: str, *, strict: bool) -> Iterator[Line]:
-    """The lines of an output; a torn last one is dropped, or refused where `strict`.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not JSON.
-    """
+    """The lines of an output; a torn last one is dropped, or refused where `strict`. UserError if
+    the file cannot be read, or a line is not JSON."""
     lines = read_lines(address, file)
     for number, raw in enumerate(lines, start=1):
         try:
@@ -225,10 +208,7 @@ def read_results(file: BinaryIO, address: str, *, strict: bool) -> Iterator[Line
 
 def open_output(address: str) -> LocalFile | ObjectParts:
     """Opens an output that `check_output` accepts. Errors of its methods are the driver's.
-
-    Raises:
-        UserError: it cannot be reached, or another run is writing there.
-    """
+    UserError if it cannot be reached, or another run is writing there."""
     fs, path = resolve(address)
     with storage_errors(address, "written"):
         return LocalFile(address, Path(path)) if is_local(fs) else ObjectParts(address, fs, path)

@@ -73,10 +73,8 @@ class BatchRun:
 
         `slots` rows run concurrently, each in a cache of `capacity` positions. Where there is a
         folder for `traces`, they hold the fields of `recording` and the model's `name`. For
-        `thresholds` see `fit_thresholds`.
-
-        Raises:
-            UserError: a sampler, recording, end token or chat setting does not fit the model.
+        `thresholds` see `fit_thresholds`. UserError if a sampler, recording, end token or chat
+        setting does not fit the model.
         """
         self.tokens = self.failed = 0
         self._stopping = False

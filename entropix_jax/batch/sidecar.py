@@ -13,11 +13,8 @@ from entropix_jax.host.files import replacing
 
 
 def read_sidecar(address: str) -> dict[str, Any] | None:
-    """The sidecar of an output; None where there is none.
-
-    Raises:
-        UserError: it cannot be read, or is not the description of a run.
-    """
+    """The sidecar of an output; None where there is none. UserError if it cannot be read, or is not
+    the description of a run."""
     sidecar = f"{address}.run.json"
     fs, path = resolve(sidecar)
     with storage_errors(sidecar):
@@ -35,11 +32,7 @@ def read_sidecar(address: str) -> dict[str, Any] | None:
 
 
 def write_sidecar(address: str, content: Mapping[str, Any]) -> None:
-    """Replaces the sidecar of an output, atomically.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Replaces the sidecar of an output, atomically. UserError if it cannot be written."""
     sidecar = f"{address}.run.json"
     data = json.dumps(content, indent=2).encode() + b"\n"
     fs, path = resolve(sidecar)
@@ -54,11 +47,8 @@ def write_sidecar(address: str, content: Mapping[str, Any]) -> None:
 def check_same_run(
     address: str, sidecar: Mapping[str, Any] | None, identity: Mapping[str, Any], *, mix: bool
 ) -> bool:
-    """Whether an output that is not empty is of the run with this identity.
-
-    Raises:
-        UserError: it is not, and `mix` is False.
-    """
+    """Whether an output that is not empty is of the run with this identity. UserError if it is not,
+    and `mix` is False."""
     if sidecar is None:
         problem = f"something, but no run's results (there is no {address}.run.json)"
     elif difference := find_difference(sidecar["identity"], identity):

@@ -23,11 +23,8 @@ _Line = TypeVar("_Line", bytes, str)
 
 
 def resolve(address: str) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path in it.
-
-    Raises:
-        UserError: an unknown protocol, or a driver that is not installed.
-    """
+    """The fsspec file system of a path or URL, and the path in it. UserError if its protocol is
+    unknown, or its driver is not installed."""
     with storage_errors(address):
         fs, path = fsspec.core.url_to_fs(address)
         fs.invalidate_cache()  # other processes write there, too
@@ -74,10 +71,7 @@ def storage_errors(address: str, doing: str = "read") -> Iterator[None]:
 @contextmanager
 def open_file(address: str) -> Iterator[BinaryIO]:
     """Opens a file for reading, decompressed according to its suffix; - is standard input.
-
-    Raises:
-        UserError: it cannot be opened.
-    """
+    UserError if it cannot be opened."""
     if address == "-":
         if sys.stdin is None:
             raise UserError("standard input is closed")

@@ -246,20 +246,17 @@ def _check_traces(folder: str | None, *others: str) -> None:
     for other in others:
         path = None if folder is None else local_path(other)
         # Either a link itself or its target would be overwritten.
-        for place in () if path is None else (path, path.resolve()):
-            if place.suffix == ".jsonl" and place.parent.resolve() == Path(folder or "").resolve():
-                raise UserError(
-                    f"--trace {folder}: {other} lies there, whose name a record's trace could "
-                    "have: give another folder"
-                )
+        places = () if path is None else (path.parent.resolve(), path.resolve().parent)
+        if Path(folder or "").resolve() in places:
+            raise UserError(
+                f"--trace {folder}: {other} lies there, whose name a record's trace could have:"
+                " give another folder"
+            )
 
 
 def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:
     """The mesh of devices and a row's cache positions. Says how much memory the batch takes.
-
-    Raises:
-        UserError: the batch does not fit.
-    """
+    UserError if the batch does not fit."""
     import jax
 
     from entropix_jax.engine.memory import check_memory

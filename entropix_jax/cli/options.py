@@ -75,7 +75,7 @@ class ModelOptions:
     the layer and the position."""
 
     def choose_sampler(self) -> "Sampler":
-        """The sampler with its changed settings; UserError where one is wrong."""
+        """The sampler with its changed settings; UserError if one is wrong."""
         from entropix_jax.sampler.presets import choose_sampler
 
         return choose_sampler(self.sampler, itertools.chain(*self.set))
@@ -127,10 +127,8 @@ def parse(
 ) -> Arguments:
     """The command line as an instance of the dataclass `arguments`. `--help` prints and exits.
 
-    `main_option` is named where a text follows no option.
-
-    Raises:
-        UserError: unknown, missing or malformed options.
+    `main_option` is named where a text follows no option. UserError if options are
+    unknown, missing or malformed.
     """
     error = io.StringIO()
     try:
@@ -259,12 +257,8 @@ def _describe(error: OSError) -> str:
 
 def read_input(name: str, instead: str) -> str:
     """The text of a file, or of standard input where the name is `-`; one final line break is
-    dropped.
-
-    Raises:
-        UserError: it cannot be read, or is not UTF-8. `instead` is the option that gives the text
-            itself.
-    """
+    dropped. UserError if it cannot be read, or is not UTF-8. `instead` is the option that gives the
+    text itself."""
     if name != "-":
         return read_text(Path(name)).removesuffix("\n")
     if sys.stdin is None:

@@ -48,11 +48,7 @@ def use_compilation_cache() -> None:
 
 def user_folder(name: str) -> Path | None:
     """A folder of the user's cache folder, for what can be made again: made for the user alone.
-    None where none can be written.
-
-    Raises:
-        UserError: it is another user's, or all may write to it.
-    """
+    None where none can be written. UserError if it is another user's, or all may write to it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
         own = root.expanduser() / "entropix_jax"

@@ -30,10 +30,8 @@ def join(
     The arguments are HOST:PORT of process 0, the number of processes, and the index of this one;
     None is what the environment says (a TPU VM, Slurm, ...). Given both numbers but no coordinator,
     a process waits for nobody, so that it can be restarted by itself; with TPUs all must start.
-    Must be called before anything initializes a JAX device.
-
-    Raises:
-        UserError: the environment says nothing, or processes are missing after `PATIENCE` seconds.
+    Must be called before anything initializes a JAX device. UserError if the environment says
+    nothing, or processes are missing after `PATIENCE` seconds.
     """
     try:
         if _has_tpu():
@@ -73,7 +71,7 @@ def _rendezvous(
 
 
 def _rendezvous_in_child(*arguments: str | int | None) -> tuple[int, int]:
-    """The rendezvous in a child process, which ends with this one. RuntimeError where it fails."""
+    """The rendezvous in a child process, which ends with this one. RuntimeError if it fails."""
     child = subprocess.Popen(
         [sys.executable, "-m", "entropix_jax.host.distributed", json.dumps(arguments)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},

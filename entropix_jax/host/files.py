@@ -26,7 +26,7 @@ _SCRATCH = ".part"  # suffix of temporary folders
 
 @contextmanager
 def opening(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading bytes; UserError where that fails, or reading within the block."""
+    """Opens a file for reading bytes; UserError if that fails, or reading within the block."""
     if "\0" in str(path):
         raise UserError(f"{str(path)!r}: not a file name")
     try:
@@ -39,13 +39,13 @@ def opening(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file; UserError where it cannot be read."""
+    """The bytes of a file; UserError if it cannot be read."""
     with opening(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; UserError where it cannot be read or is not UTF-8."""
+    """The text of a file; UserError if it cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
@@ -53,7 +53,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; UserError where it cannot be read or holds none."""
+    """The object that a JSON file holds; UserError if it cannot be read or holds none."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path}: cannot be read: not a regular file")
     try:
@@ -75,7 +75,7 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds; UserError where it cannot be read or is not TOML."""
+    """What a TOML file holds; UserError if it cannot be read or is not TOML."""
     try:
         return parse_toml(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -97,8 +97,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path`, or the target of that link, once the block ends without
-    error. Missing parents are made. UserError where it cannot be written."""
+    """A temporary path that replaces `path`, or the target of that link, if the block succeeds.
+    Missing parents are made. UserError if it cannot be written."""
     try:
         place = Path(os.path.realpath(path))
         with scratch_beside(place) as scratch:
@@ -113,13 +113,14 @@ def scratch_beside(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`, removed when the block ends. Missing parents are made.
 
     One that a killed run left, `.NAME.????????.part`, is removed by the next run that writes
-    `path`: each is locked while its process lives.
-
-    Raises:
-        OSError: it cannot be made.
+    `path`: each is locked while its process lives. OSError if it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????{_SCRATCH}"):
+        lock = None if left.is_symlink() else _lock(left, wait=False)
+        if lock is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SCRATCH, dir=path.parent))
         lock = _lock(folder, wait=True)
@@ -137,11 +138,8 @@ def scratch_beside(path: Path) -> Iterator[Path]:
 
 def open_alone(path: Path) -> int:
     """Opens a file for writing and returns the descriptor. A regular file is locked first, until
-    the descriptor is closed, and then emptied.
-
-    Raises:
-        OSError: it cannot be opened, or another process has locked it.
-    """
+    the descriptor is closed, and then emptied. OSError if it cannot be opened, or another process
+    has locked it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -154,11 +152,8 @@ def open_alone(path: Path) -> int:
 
 
 def lock_alone(descriptor: int) -> None:
-    """Locks an open file until it is closed, where the file system has locks.
-
-    Raises:
-        OSError: another process has locked it.
-    """
+    """Locks an open file until it is closed, where the file system has locks. OSError if another
+    process has locked it."""
     if sys.platform == "win32":
         return
     try:
@@ -167,14 +162,6 @@ def lock_alone(descriptor: int) -> None:
         raise OSError(error.errno, "another run is writing to it") from None
     except OSError:  # a file system without locks
         pass
-
-
-def _remove_abandoned(path: Path) -> None:
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.????????{_SCRATCH}"):
-        lock = None if folder.is_symlink() else _lock(folder, wait=False)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:

@@ -220,21 +220,18 @@ def test_torn_at_every_byte(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    "tail", [b"\0" * 100, b"\0" * 100 + b"\n", b'{"id": "\xe9"}\n', b'{"a": 1\n', b"[" * 10**5]
-)
-def test_a_last_line_that_is_not_json(tmp_path: Path, tail: bytes) -> None:
+def test_a_last_line_that_is_not_json(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     run(str(path), range(2))
     whole = path.read_bytes()
-    path.write_bytes(whole + tail)
-    assert run(str(path), range(2)) == 0
-    assert path.read_bytes() == whole
-    path.write_bytes(tail + (b"" if tail.endswith(b"\n") else b"\n") + whole)
-    with pytest.raises(UserError) as error:
-        run(str(path), range(2))
-    assert str(error.value) == f"{path}: line 1 is torn, or not JSON"
-    assert path.read_bytes().endswith(whole)
+    for tail in (b"\0" * 100, b"\0" * 100 + b"\n", b'{"id": "\xe9"}\n', b'{"a": 1\n', b"[" * 10**5):
+        path.write_bytes(whole + tail)
+        assert run(str(path), range(2)) == 0
+        assert path.read_bytes() == whole
+        path.write_bytes(tail.removesuffix(b"\n") + b"\n" + whole)
+        with pytest.raises(UserError, match=f"^{path}: line 1 is torn, or not JSON$"):
+            run(str(path), range(2))
+        assert path.read_bytes().endswith(whole)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -285,26 +282,20 @@ def other_run(**changes: Any) -> dict[str, Any]:
     return {**RUN, **changes}
 
 
-@pytest.mark.parametrize(
-    ("identity", "difference"),
-    [
-        (other_run(model="b", input="c"), 'model was "tiny" and is now "b"'),
-        (
-            {"model": "tiny", "sampler": {"name": "entropix"}},
-            "sampler.seed was 0 and is now absent",
-        ),
-        (other_run(model="x" * 500), f'model was "tiny" and is now "{"x" * 76}...;'),
-        (other_run(sampler={"name": "entropix", "seed": False}), "sampler.seed was 0 and is now"),
-    ],
-)
-def test_another_run(local: str, identity: dict[str, Any], difference: str) -> None:
+def test_another_run(local: str) -> None:
     address = f"{local}/out.jsonl"
     run(address, range(2))
     before = get(address), get(f"{address}.run.json")
-    with pytest.raises(UserError) as error:
-        Store(address, identity)
-    assert str(error.value).startswith(f"{address}: holds another run's results: {difference}")
-    assert (get(address), get(f"{address}.run.json")) == before
+    for identity, difference in (
+        (other_run(model="b", input="c"), 'model was "tiny" and is now "b"'),
+        ({**RUN, "sampler": {"name": "entropix"}}, "sampler.seed was 0 and is now absent"),
+        (other_run(model="x" * 500), f'model was "tiny" and is now "{"x" * 76}...;'),
+        (other_run(sampler={"name": "entropix", "seed": False}), "sampler.seed was 0 and is now"),
+    ):
+        with pytest.raises(UserError) as error:
+            Store(address, identity)
+        assert str(error.value).startswith(f"{address}: holds another run's results: {difference}")
+        assert (get(address), get(f"{address}.run.json")) == before
     assert run(address, range(3)) == 1  # nor is it locked
 
 
@@ -646,53 +637,45 @@ def test_merging_that_fails_in_the_middle(folder: str, monkeypatch: pytest.Monke
 # Before the model is loaded
 
 
-def test_an_output_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(folder: str) -> None:
     put(f"{folder}/in.jsonl", b"{}\n")
+    with pytest.raises(UserError, match=r"in\.jsonl: cannot be written: it is the input$"):
+        check_output(f"{folder}/in.jsonl", input=f"{folder}/in.jsonl")
     with fsspec.open(f"{folder}/folder.jsonl/a", "wb", auto_mkdir=True):
         pass
-    for address, options, message in (
-        (f"{folder}/in.jsonl", {"input": f"{folder}/in.jsonl"}, "it is the input"),
-        (f"{folder}/folder.jsonl", {}, "it is a folder"),
-    ):
-        with pytest.raises(UserError) as error:
-            check_output(address, **options)
-        assert str(error.value) == f"{address}: cannot be written: {message}"
     for address, message in (
+        (f"{folder}/folder.jsonl", "cannot be written: it is a folder"),
         ("-", "the output cannot be standard output"),
         ("", "'': the output must be a file, not a folder"),
         (f"{folder}/new/", "new/': the output must be a file, not a folder"),
-        (f"{folder}/out.jsonl.gz", "a compressed output cannot grow: choose a name in .jsonl"),
         (f"{folder}/out.zst", "a compressed output cannot grow: choose a name in .jsonl"),
         ("nonsense://out.jsonl", "ValueError: Protocol not known: nonsense"),
     ):
-        with pytest.raises(UserError, match=message):
-            check_output(address)
-        with pytest.raises(UserError, match=message):
-            Store(address, RUN)
+        for look in (check_output, lambda address: Store(address, RUN)):
+            with pytest.raises(UserError, match=message):
+                look(address)
 
 
 def test_local_outputs_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
     Path("file").write_text("")
     Path("link").symlink_to("file")
     os.mkfifo("pipe")
     for address, message in (
         ("no/out.jsonl", "no/out.jsonl: cannot be written: no folder .*/no"),
         ("file/out.jsonl", "file/out.jsonl: cannot be written: no folder .*/file"),
-        ("folder", "folder: cannot be written: it is a folder"),
         ("pipe", "pipe: cannot be written: not a regular file"),
         ("/dev/null", "/dev/null: cannot be written: not a regular file"),
     ):
         for look in (check_output, lambda address: Store(address, RUN)):
             with pytest.raises(UserError, match=rf"^(.*/)?{message}$"):
                 look(address)
-    for same in ("file", "link", f"file://{tmp_path}/file", f"{tmp_path}/folder/../file"):
+    for same in ("file", "link", f"file://{tmp_path}/file", f"{tmp_path}/../{tmp_path.name}/file"):
         with pytest.raises(UserError, match="it is the input"):
             check_output("file", input=same)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as it is to others than root
     with pytest.raises(UserError, match="out: cannot be written: no permission"):
         check_output("out")
-    assert sorted(os.listdir()) == ["file", "folder", "link", "pipe"]
+    assert sorted(os.listdir()) == ["file", "link", "pipe"]

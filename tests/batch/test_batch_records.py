@@ -205,19 +205,18 @@ def test_digests_tell_how_a_record_is_written() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-@pytest.mark.parametrize("count", [1, 3, 50])
-def test_shares(suffix: str, count: int) -> None:
+def test_shares(suffix: str) -> None:
     """Every record is in one share, and each share sees the ids of all."""
     lines = [one(prompt="a", id=n % 9) if n % 5 else "{" for n in range(20)]
     if suffix == "csv":
         lines = ["prompt,id", *(f"a,{n % 9}" if n % 5 else "a" for n in range(20))]
     data = "\n\n".join(lines)
     whole = read(data, suffix)
-    assert len(whole) == 20
     assert {type(record) for record in whole} == {Record, BadRecord}
-    shares = [read(data, suffix, share=(i, count)) for i in range(count)]
-    assert [shares[n % count][n // count] for n in range(20)] == whole
-    assert sum(map(len, shares)) == 20
+    for count in (1, 3, 50):
+        shares = [read(data, suffix, share=(i, count)) for i in range(count)]
+        assert [shares[n % count][n // count] for n in range(20)] == whole
+        assert sum(map(len, shares)) == 20
 
 
 @given(

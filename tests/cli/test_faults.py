@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,23 +101,16 @@ def test_what_a_killed_run_leaves_goes_with_the_next(tmp_path: Path) -> None:
 
 
 def test_many_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
-    output, errors = tmp_path / "out", []
+    output = tmp_path / "out"
 
     def work(number: int) -> None:
-        try:
-            for _ in range(40):
-                with replacing(output) as scratch:
-                    scratch.write_text(str(number) * 1000)
-                assert len(set(output.read_text())) == 1
-        except (AssertionError, UserError, OSError) as error:
-            errors.append(error)
+        for _ in range(40):
+            with replacing(output) as scratch:
+                scratch.write_text(str(number) * 1000)
+            assert len(set(output.read_text())) == 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor() as pool:
+        assert len(list(pool.map(work, range(4)))) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -128,15 +122,6 @@ def test_a_link_still_leads_to_what_is_written(tmp_path: Path) -> None:
         scratch.write_text("page")
     assert link.is_symlink()
     assert (tmp_path / "there" / "page.html").read_text() == "page"
-
-
-def test_a_folder_that_takes_nothing(tmp_path: Path) -> None:
-    """Not even root makes a folder in /proc."""
-    with (
-        pytest.raises(UserError, match=r"^/proc/page.html: cannot be written: "),
-        replacing(Path("/proc/page.html")),
-    ):
-        pass
 
 
 # A full disk.
@@ -401,21 +386,17 @@ print(jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((4, 4))).sum())
 """
 
 
-def test_a_program_that_was_half_written_is_made_again(tmp_path: Path) -> None:
+def test_a_program_that_was_half_written_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JAX itself complains of it for ever."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    environment.pop("JAX_COMPILATION_CACHE_MAX_SIZE", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE")
 
     def start() -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILES],
-            env=environment,
-            capture_output=True,
-            check=False,
-            timeout=PATIENCE,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
+        process = python(COMPILES, stdout=subprocess.DEVNULL)
+        assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (b"", 0)
 
     start()
     kept = tmp_path / "entropix_jax" / "xla"

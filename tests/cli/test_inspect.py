@@ -119,10 +119,9 @@ def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, cont
 
 
 def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = text_of(100)
-    expected = [token.entropy for token in scored(model, tokens, ENTROPIX)]
+    expected = [token.entropy for token in scored(model, text_of(100), ENTROPIX)]
     monkeypatch.setattr(scoring, "chunk_size", lambda *arguments: 16)
-    found = [token.entropy for token in scored(model, tokens, ENTROPIX)]
+    found = [token.entropy for token in scored(model, text_of(100), ENTROPIX)]
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -217,7 +216,10 @@ def command(folder: str) -> Command:
 TEXT = "Once upon a time Anna lived in Paris."
 
 
-def test_json(command: Command, model: LanguageModel) -> None:
+def test_table_and_json(command: Command, model: LanguageModel) -> None:
+    head, *lines = command("--text", TEXT).out.splitlines()
+    assert head.split()[:3] == ["position", "regime", "logprob"]
+    assert lines[-1].endswith("'.'")
     result = command("--text", TEXT, "--format", "json", "--top", 2, "--layers")
     assert result.status == 0
     header, *tokens, footer = map(json.loads, result.out.splitlines())
@@ -226,22 +228,14 @@ def test_json(command: Command, model: LanguageModel) -> None:
     assert header["seed"] is None
     assert header["prompt_tokens"] == ids[:1]
     assert [token["token_id"] for token in tokens] == ids[1:]
+    assert [int(line.split()[0]) for line in lines] == list(range(1, len(ids)))
+    assert result.err.splitlines()[-1].startswith(f"{len(lines)} tokens | ")
     assert all(token["type"] == "token" and len(token["top"]) == 2 for token in tokens)
     assert "".join(token["text"] for token in tokens) == TEXT
     assert footer["tokens"] == len(ids) - 1 == sum(footer["regimes"].values())
     nats = [token["logprob"] for token in tokens]
     assert footer["bits_per_token"] == pytest.approx(-np.mean(nats) / math.log(2))
     assert footer["entropy"] == pytest.approx(np.mean([token["entropy"] for token in tokens]))
-
-
-def test_a_table(command: Command, model: LanguageModel) -> None:
-    result = command("--text", TEXT)
-    head, *lines = result.out.splitlines()
-    assert head.split()[:3] == ["position", "regime", "logprob"]
-    ids = model.tokenizer.encode(TEXT, add_bos=True)
-    assert [int(line.split()[0]) for line in lines] == list(range(1, len(ids)))
-    assert lines[-1].endswith("'.'")
-    assert result.err.splitlines()[-1].startswith(f"{len(lines)} tokens | ")
 
 
 def test_a_text(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

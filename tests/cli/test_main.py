@@ -46,16 +46,6 @@ ROOT = Path(__file__).parents[2]
 # What is printed.
 
 
-def test_text_goes_to_standard_output_and_nothing_else_does(command: Command) -> None:
-    result = command(*short())
-    assert result.status == 0
-    (row,) = command_rows(command, *short())
-    assert result.out == row["text"] + "\n"
-    (summary,) = result.err.splitlines()
-    assert summary.startswith("12 tokens (")
-    assert summary.endswith("| length")
-
-
 def command_rows(command: Command, *arguments: object) -> list[Json]:
     result = command("--format", "json", *arguments)
     assert result.status == 0
@@ -66,27 +56,26 @@ def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii"))
 
 
-def test_samples_come_one_after_the_other(command: Command) -> None:
-    rows = command_rows(command, *short("--samples", 3))
+def test_text_and_json(command: Command, tmp_path: Path) -> None:
+    """Samples come one after the other; both forms, and the trace, hold the same."""
+    trace = tmp_path / "trace.jsonl"
+    rows = command_rows(command, *short("--trace", trace, "--samples", 3))
     assert [row["row"] for row in rows] == [0, 1, 2]
     assert len({row["text"] for row in rows}) == 3
+    header, *objects, footer = read_trace(trace)
+    for row, ended in zip(rows, footer["rows"], strict=True):
+        own = [line for line in objects if line["row"] == row["row"]]
+        tokens = [line for line in own if line["type"] == "token"]
+        assert row.pop("token_records") == tokens
+        assert row.pop("prompt_tokens") == header["prompt_tokens"]
+        assert row == ended
+        assert (row["finish_reason"], row["tokens"]) == ("length", len(tokens))
+        assert row["retracted"] == len(own) - len(tokens) > 0
     result = command(*short("--samples", 3))
     assert result.out == "".join(row["text"].removesuffix("\n") + "\n" for row in rows)
-
-
-def test_json(command: Command, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    (row,) = command_rows(command, *short("--trace", trace))
-    header, *objects, footer = read_trace(trace)
-    tokens = [token for token in objects if token["type"] == "token"]
-    assert row["token_records"] == tokens
-    assert row["retracted"] == len(objects) - len(tokens) > 0
-    assert row["prompt_tokens"] == header["prompt_tokens"]
-    assert footer["rows"] == [
-        {key: row[key] for key in row if key not in ("token_records", "prompt_tokens")}
-    ]
-    assert row["finish_reason"] == "length"
-    assert row["tokens"] == len(tokens) == 12
+    (summary,) = result.err.splitlines()
+    assert summary.startswith("36 tokens (")
+    assert summary.endswith("| length")
 
 
 def test_an_encoding_that_lacks_characters(
@@ -131,18 +120,6 @@ def test_a_terminal(
         assert text.removeprefix(plain).count("\n") == (3 if option else 1), "the summary"
 
 
-def test_metrics_in_a_log(command: Command) -> None:
-    """Nothing of them in the text."""
-    plain, told = command(*short(tokens=70)), command(*short("--verbose", tokens=70))
-    assert told.out == plain.out
-    line, means, actions, _ = told.err.splitlines()
-    assert re.search(r"h \d+\.\d\d bits  u \d+\.\d\d bits²", line)
-    assert means.startswith("mean entropy")
-    counts = actions.split()[1::2]
-    assert sum(map(int, counts)) == 70
-    assert command(*short("--verbose", "--format", "json")).out.startswith('{"row": 0')
-
-
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--help"]) == 0
     text = capsys.readouterr().out
@@ -173,14 +150,12 @@ def test_prompts_from_files(
             assert prompt_of(trace) == "<|begin_of_text|>" + prompt
 
 
-@pytest.mark.parametrize("prompt", ["None", "-5 degrees", "--", "🙂"])
-def test_prompts_that_look_like_something_else(
-    command: Command, tmp_path: Path, prompt: str
-) -> None:
+def test_prompts_that_look_like_something_else(command: Command, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    options = ["--no-chat", "--max-new-tokens", 1, "--trace", trace]
-    assert command(f"--prompt={prompt}", *options).status == 0
-    assert prompt_of(trace) == "<|begin_of_text|>" + prompt
+    for prompt in ("None", "-5 degrees", "--", "🙂"):
+        options = ["--no-chat", "--max-new-tokens", 1, "--trace", trace]
+        assert command(f"--prompt={prompt}", *options).status == 0
+        assert prompt_of(trace) == "<|begin_of_text|>" + prompt
 
 
 def test_chats(
@@ -427,20 +402,16 @@ def test_bad_input(
     assert not (workplace / "trace.jsonl").exists()
 
 
-def test_trace_options_without_a_trace(command: Command) -> None:
+def test_what_goes_with_a_file(
+    command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one_error(command(*short("--trace-layers")), "--trace-top and --trace-layers need --trace FILE")
-
-
-def test_a_prompt_is_not_replaced(command: Command, workplace: Path) -> None:
     path = workplace / "messages.json"
     before = path.read_text()
     for given, written in (("--prompt-file", "--trace"), ("--messages", "--report")):
         message = f"{path}: would take the place of its own source"
         one_error(command(given, path, written, path), message)
         assert path.read_text() == before
-
-
-def test_standard_input_that_is_not_utf8(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     set_stdin(monkeypatch, b"ab\xff")
     one_error(command("--prompt-file", "-"), "standard input: not UTF-8 at byte 2")
     monkeypatch.setattr(sys, "stdin", None)  # what Python makes of `<&-`
@@ -487,29 +458,22 @@ def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: P
     assert result.out == f"{cut}\n{texts[1]}\n{texts[2]}\n"
 
 
-def test_too_little_memory(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_loading_may_raise(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(error: BaseException) -> Result:
+        monkeypatch.setattr(loading, "read_params", Mock(side_effect=error))
+        return command(*short("--trace", tmp_path / "t"))
+
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")):
-        monkeypatch.setattr("entropix_jax.engine.engine.empty_slots", Mock(side_effect=error))
-        result = command(*short())
-        assert result.status == 2
-        assert result.err.splitlines()[0].startswith("error: not enough memory")
-
-
-def test_a_defect_of_ours_is_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "read_params", Mock(side_effect=RuntimeError("a defect")))
-    with pytest.raises(RuntimeError, match="a defect"):
-        command(*short())
+        one_error(run(error), "not enough memory")
+    assert run(KeyboardInterrupt()) == Result(130, "", "")
+    with pytest.raises(RuntimeError, match="a defect"):  # of ours is not hidden
+        run(RuntimeError("a defect"))
+    assert not (tmp_path / "t").exists()
 
 
 # Interrupts, and streams that fail.
-
-
-def test_an_interrupt_while_loading(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(loading, "read_params", Mock(side_effect=KeyboardInterrupt))
-    assert command(*short("--trace", tmp_path / "t")) == Result(130, "", "")
-    assert not (tmp_path / "t").exists()
 
 
 def test_a_strangers_key_does_not_steer_the_terminal(

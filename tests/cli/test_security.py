@@ -111,7 +111,6 @@ def test_templates_are_sandboxed() -> None:
     for template, error in {
         "{% for i in range(10**9) %}a{% endfor %}": "OverflowError: Range too big",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError",
-        "{{ messages[0].__class__.__base__ }}": "SecurityError",
         "{{ messages.clear() }}": "SecurityError",
         "{% include '/etc/passwd' %}": "TypeError: no loader",
     }.items():
