@@ -118,7 +118,8 @@ def _main(arguments: Arguments) -> int:
 
     # Whether everything fits, before anything large is loaded.
     check_output(output, input=arguments.input)
-    _check_traces(arguments.trace, arguments.input, arguments.output)
+    if arguments.trace is not None:
+        _check_traces(arguments.trace, arguments.input, arguments.output)
     name = model_name(arguments.model.model)
     use_compilation_cache()
     mesh, context = _fit(arguments, name)
@@ -239,19 +240,19 @@ def _check(arguments: Arguments) -> None:
         raise UserError(f"--trace {arguments.trace}: traces need a folder on this machine")
 
 
-def _check_traces(folder: str | None, *others: str) -> None:
+def _check_traces(folder: str, *others: str) -> None:
     """Refuses a folder of traces in which a record's trace could overwrite the input or output."""
     from entropix_jax.batch.storage import local_path
 
     for other in others:
-        path = None if folder is None else local_path(other)
+        path = local_path(other)
         # Either a link itself or its target would be overwritten.
-        places = () if path is None else (path.parent.resolve(), path.resolve().parent)
-        if Path(folder or "").resolve() in places:
-            raise UserError(
-                f"--trace {folder}: {other} lies there, whose name a record's trace could have:"
-                " give another folder"
-            )
+        for place in () if path is None else (path, path.resolve()):
+            if place.suffix == ".jsonl" and place.parent.resolve() == Path(folder).resolve():
+                raise UserError(
+                    f"--trace {folder}: {other} lies there, whose name a record's trace could"
+                    " have: give another folder"
+                )
 
 
 def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:

@@ -30,8 +30,7 @@ from entropix_jax.host.interrupts import EXIT_INTERRUPT, announce_interrupts, de
 
 if TYPE_CHECKING:
     from entropix_jax.engine.generation import Generation
-    from entropix_jax.engine.results import Ask, Event, Piece, Retrieve
-    from entropix_jax.engine.state import Recording
+    from entropix_jax.engine.results import Ask, Event, Piece
     from entropix_jax.engine.trace import TraceWriter
 
 
@@ -87,13 +86,15 @@ def _main(arguments: Arguments) -> int:
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.engine.api import stream
     from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
+    from entropix_jax.model.loading import check_backend, load
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
     prompt = _read_prompt(arguments)
+    top, layers = arguments.trace_top, arguments.trace_layers
     if arguments.trace is not None:
         _check_trace(Path(arguments.trace), arguments)
     if arguments.report is not None:
@@ -101,9 +102,15 @@ def _main(arguments: Arguments) -> int:
 
         inputs = (arguments.trace, arguments.prompt_file, arguments.messages)
         check_report(Path(arguments.report), *inputs)
+        top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
     use_compilation_cache()
-    retriever = _retriever(arguments)
+    retriever = None
+    if arguments.retrieve is not None:
+        from entropix_jax.text.retrieval import Retriever
+
+        check_backend()  # the library that ranks passages starts JAX
+        retriever = Retriever(Path(arguments.retrieve))
     name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
         model = load(name, arguments.model.dtype, check=arguments.model.check)
@@ -120,7 +127,7 @@ def _main(arguments: Arguments) -> int:
         system=arguments.text.system,
         stop=arguments.text.stops,
         ignore_eos=arguments.text.ignore_eos,
-        recording=_recording(arguments),
+        recording=Recording(top=top, layers=layers, check=arguments.model.check),
         retrieve=retriever,
         ask=_ask_on_terminal(arguments, status),
     )
@@ -212,33 +219,9 @@ def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
     """The file of the run's trace; for a page alone, a temporary one beside it."""
     if arguments.trace is not None or arguments.report is None:
         yield None if arguments.trace is None else Path(arguments.trace)
-        return
-    report = Path(arguments.report)
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(scratch_beside(report))
-        except OSError as error:
-            raise UserError(f"{report}: cannot be written: {error.strerror}") from None
-        yield folder / f"{report.stem}.jsonl"
-
-
-def _recording(arguments: Arguments) -> "Recording":
-    from entropix_jax.engine.state import Recording
-
-    top, layers = arguments.trace_top, arguments.trace_layers
-    if arguments.report is not None and not (top or layers):
-        top, layers = _REPORT_TOP, True
-    return Recording(top=top, layers=layers, check=arguments.model.check)
-
-
-def _retriever(arguments: Arguments) -> "Retrieve | None":
-    if arguments.retrieve is None:
-        return None
-    from entropix_jax.model.loading import check_backend
-    from entropix_jax.text.retrieval import Retriever
-
-    check_backend()  # the library that ranks passages starts JAX
-    return Retriever(Path(arguments.retrieve))
+    else:
+        with scratch_beside(Path(arguments.report)) as folder:
+            yield folder / f"{Path(arguments.report).stem}.jsonl"
 
 
 def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":

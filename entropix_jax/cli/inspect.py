@@ -93,9 +93,15 @@ def _main(arguments: Arguments) -> int:
             print_json(token.to_json())
         print_json({"type": "footer", **tally.to_json()})
     else:
-        show = _print_text if arguments.format == "text" else _print_table
-        show(tally)
-    print(tally.summary(), file=sys.stderr)
+        _print_tokens(tally, table=arguments.format == "table")
+    values = tally.to_json()
+    number, noun = values["tokens"], "token" if values["tokens"] == 1 else "tokens"
+    shares = " ".join(f"{r} {n / max(number, 1):.0%}" for r, n in values["regimes"].items())
+    print(
+        f"{number} {noun} | {values['bits_per_token']:.3f} bits a token, "
+        f"{values['entropy']:.3f} expected | {shares}",
+        file=sys.stderr,
+    )
     return EXIT_OK
 
 
@@ -140,37 +146,23 @@ class _Tally:
             "regimes": {regime: self._regimes[regime] for regime in REGIMES},
         }
 
-    def summary(self) -> str:
-        """Tokens, what the text cost against what the model expected it to, and the regimes."""
-        values = self.to_json()
-        number, noun = values["tokens"], "token" if values["tokens"] == 1 else "tokens"
-        shares = " ".join(f"{r} {n / max(number, 1):.0%}" for r, n in values["regimes"].items())
-        return (
-            f"{number} {noun} | {values['bits_per_token']:.3f} bits a token, "
-            f"{values['entropy']:.3f} expected | {shares}"
-        )
 
-
-def _print_text(tokens: _Tally) -> None:
+def _print_tokens(tokens: _Tally, *, table: bool) -> None:
     from entropix_jax.cli.terminal import TextScreen, print_legend
 
     screen = TextScreen()
-    if screen.coloured:
+    if table:
+        heads = " ".join(f"{head:>10}" for head in _COLUMNS.values())
+        print(f"{'position':>8} regime    logprob {heads}  text")
+    elif screen.coloured:
         print_legend()
     try:
         for token in tokens:
-            screen.show(token.text, token)
+            if not table:
+                screen.show(token.text, token)
+                continue
+            regime = screen.paint(f"{token.regime:6}", token)
+            values = " ".join(f"{getattr(token, name):10.4f}" for name in _COLUMNS)
+            print(f"{token.position:>8} {regime} {token.logprob:10.4f} {values}  {token.text!r}")
     finally:
         screen.end_text()
-
-
-def _print_table(tokens: _Tally) -> None:
-    from entropix_jax.cli.terminal import TextScreen
-
-    screen = TextScreen()
-    heads = " ".join(f"{head:>10}" for head in _COLUMNS.values())
-    print(f"{'position':>8} regime    logprob {heads}  text")
-    for token in tokens:
-        values = " ".join(f"{getattr(token, name):10.4f}" for name in _COLUMNS)
-        regime = screen.paint(f"{token.regime:6}", token)
-        print(f"{token.position:>8} {regime} {token.logprob:10.4f} {values}  {token.text!r}")

@@ -50,9 +50,10 @@ def join(
 
 def check_place(coordinator: str | None, processes: int | None, process: int | None) -> None:
     """Refuses (UserError) arguments of `join` that are wrong by themselves."""
-    match = re.fullmatch(r"(?:[^\s:]+|\[[^\s\]]+\]):([0-9]{1,5})", coordinator or "host:1")
+    address = "host:1" if coordinator is None else coordinator
+    match = re.fullmatch(r"(?:[^\s:]+|\[[^\s\]]+\]):([0-9]{1,5})", address)
     if match is None or not 1 <= int(match[1]) <= 65535:
-        raise UserError(f"--coordinator {coordinator}: must be HOST:PORT, the port from 1 to 65535")
+        raise UserError(f"--coordinator {address}: must be HOST:PORT, the port from 1 to 65535")
     check_range("--processes", processes, 1)
     if process is not None and not 0 <= process < (processes or process + 1):
         most = "" if processes is None else f" and under --processes {processes}"

@@ -113,21 +113,25 @@ def scratch_beside(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`, removed when the block ends. Missing parents are made.
 
     One that a killed run left, `.NAME.????????.part`, is removed by the next run that writes
-    `path`: each is locked while its process lives. OSError if it cannot be made.
+    `path`: each is locked while its process lives. UserError if it cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.????????{_SCRATCH}"):
-        lock = None if left.is_symlink() else _lock(left, wait=False)
-        if lock is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SCRATCH, dir=path.parent))
-        lock = _lock(folder, wait=True)
-        if folder.is_dir():  # else another run took it for abandoned before it was locked
-            break
-        if lock is not None:
-            os.close(lock)
+    prefix = f".{path.name}."
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(prefix)}????????{_SCRATCH}"):
+            lock = None if left.is_symlink() else _lock(left, wait=False)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SCRATCH, dir=path.parent))
+            lock = _lock(folder, wait=True)
+            if folder.is_dir():  # else another run took it for abandoned before it was locked
+                break
+            if lock is not None:
+                os.close(lock)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
     try:
         yield folder
     finally:

@@ -321,7 +321,7 @@ def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) ->
         shown[typed[:1]] = parts[1]
         screen.close()
     question = re.compile(
-        r"\nTwo ways to go on, too close to call:\n  1  (.*)\n  2  (.*)\n"
+        r"\nTwo ways to continue, too close to call:\n  1  (.*)\n  2  (.*)\n"
         r"1, 2, or Enter for the model's choice \(1\): "
     )
     assert not question.search(shown[""])
