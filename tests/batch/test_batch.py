@@ -77,7 +77,7 @@ class Place:
     def start(self, *given: object) -> subprocess.Popen[bytes]:
         """Runs in a process of its own."""
         command = [sys.executable, "-m", "entropix_jax.batch", *self.options(*given)]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.running.append(subprocess.Popen(command, env=self._environment, **streams))
         return self.running[-1]
 

@@ -305,6 +305,26 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) 
     assert all(branch.keys() == {"tokens", "text", "score", "chosen"} for branch in branches)
 
 
+def test_passages_are_injected(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    passage = "Once upon a time Anna lived in Graz."
+    (tmp_path / "notes" / "a.md").write_text(passage)
+    thinking = ["regimes.helv=['entropy > 1.5']", "arms.lehv=explore", "inject.thought=Hm."]
+    options = ["--set", *(f"sampler.{setting}" for setting in thinking)]
+    options += ["--retrieve", str(tmp_path / "notes"), "--trace", str(tmp_path / "trace")]
+    assert command(*short(*options, tokens=40)).status == 0
+    tokens = [line for line in read_trace(tmp_path / "trace") if line.get("action") == "inject"]
+    text = "".join(token["text"] for token in tokens)
+    assert text.startswith(f"\n{passage}\nHm."), "once, and then the sampler's own thought"
+
+
+def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
+    options = short("--set", "sampler.branch.margin=1000", tokens=20)
+    asked = command(*options, "--ask")
+    assert "note: --ask: no terminal, nobody is asked\n" in asked.err
+    assert asked.out == command(*options).out
+
+
 def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is shown the text so far, then the question; the answer decides how it goes on."""
     settings = ["sampler.branch.margin=1000", "sampler.branch.min_p=0", "sampler.branch.top_p=1"]
@@ -452,9 +472,8 @@ def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: P
     assert result.out == f"{cut}\n{whole[1]['text']}\n{whole[2]['text']}\n"
 
     # In the last step: no other token comes after it.
-    late = next(i for i, t in enumerate(ids[0]) if i == at) + 1
-    result = command(*short("--samples", 3, tokens=late + 1), model=broken)
-    texts = ["".join(r["text"] for r in row["token_records"][: late + 1]) for row in whole]
+    result = command(*short("--samples", 3, tokens=at + 2), model=broken)
+    texts = ["".join(r["text"] for r in row["token_records"][: at + 2]) for row in whole]
     assert result.out == f"{cut}\n{texts[1]}\n{texts[2]}\n"
 
 

@@ -142,6 +142,8 @@ def test_the_legend_fits_a_line_and_names_all_regimes(
     ("typed", "answer", "questions"),
     [
         ("1\n", 0, 1),
+        (" 2 \n", 1, 1),
+        ("\n", None, 1),
         ("", None, 1),  # the end of standard input
         ("3\nyes\n12\n2\n", 1, 4),
         ("no\n\n2\n", None, 2),
