@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -34,6 +31,7 @@ from entropix_jax.report.page import write_report
 from entropix_jax.sampler.thresholds import write_text
 from tests.support.commands import Command, Result, one_error, refusal, short
 from tests.support.commands import run_command as run_main
+from tests.support.disks import full_disk
 from tests.support.traces import read_trace
 from tests.support.waiting import PATIENCE
 
@@ -47,18 +45,6 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[by
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         **{"stderr": subprocess.PIPE, **options},
     )
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes, as on a disk that is full. What is run here should be
-    compiled: the tests' cache of programs is on that disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # Files that take another's place.
