@@ -11,7 +11,7 @@ from entropix_jax.version import __version__
 # The module of each subcommand, and what it does.
 _COMMANDS = {
     "generate": ("cli.generate", "text from a prompt, and its uncertainty"),
-    "batch": ("cli.batch", "texts for a file of prompts, many at a time, resumed at will"),
+    "batch": ("cli.batch", "texts for a file of prompts, many at a time; a stopped run resumes"),
     "inspect": ("cli.inspect", "the uncertainty of a given text, nothing generated"),
     "ablate": ("lab.ablate", "many settings of a sampler on tasks, in one compiled program"),
     "evaluate": ("lab.evaluate", "samplers against each other, each tuned by the same effort"),
@@ -19,6 +19,12 @@ _COMMANDS = {
     "calibrate": ("lab.calibrate", "a preset whose bounds fit a model and its texts"),
     "report": ("cli.report", "a trace as a page to open in a browser"),
 }
+
+
+def run_module(command: str) -> None:
+    """Runs a command as the program `python -m entropix_jax.MODULE`, and exits with its status."""
+    exit_at_once()  # Ctrl-C ends the process until there is something to lose.
+    sys.exit(importlib.import_module(f"entropix_jax.{_COMMANDS[command][0]}").main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

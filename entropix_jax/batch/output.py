@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,52 +19,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from entropix_jax.batch.records import BadRecord, Record, describe_record
-from entropix_jax.batch.storage import is_compressed, is_local, resolve, storage_errors
+from entropix_jax.batch.sidecar import check_same_run, read_sidecar, write_sidecar
+from entropix_jax.batch.storage import (
+    is_compressed,
+    is_local,
+    read_lines,
+    resolve,
+    storage_errors,
+)
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import check_writable, is_standard_output, replacing
-
-if sys.platform != "win32":
-    import fcntl
+from entropix_jax.host.files import check_writable, is_standard_output, lock_alone, replacing
 
 FORMAT_VERSION = 1
 PART_RECORDS = 1000
 PART_SECONDS = 60.0
 
 Key = str | tuple[int, str]  # of a record: its id, or its line and digest
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of an output with its line break. `key` is None where it is no result."""
-
-    number: int
-    raw: bytes
-    key: Key | None
-    digest: str
-
-
-def read_results(file: BinaryIO, address: str, *, strict: bool) -> Iterator[Line]:
-    """The lines of an output; a torn last one is dropped, or refused where `strict`.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not JSON.
-    """
-    with storage_errors(address):
-        for number, raw in enumerate(iter(file.readline, b""), start=1):
-            try:
-                value = json.loads(raw.decode()) if raw.strip() else None
-                torn = not raw.endswith(b"\n")
-            except (ValueError, RecursionError):
-                torn = True
-            if torn:
-                if not strict and not file.readline():
-                    return
-                raise UserError(f"{address}: line {number} is torn, or not JSON")
-            match value:
-                case {"id": str() | None as own, "line": int(line), "digest": str(digest)}:
-                    yield Line(number, raw, (line, digest) if own is None else own, digest)
-                case _:
-                    yield Line(number, raw, None, "")
 
 
 def record_key(record: Record | BadRecord) -> Key:
@@ -83,37 +52,36 @@ class Store:
     def __init__(self, address: str, identity: Mapping[str, Any], *, mix: bool = False) -> None:
         """Creates an output, or resumes it.
 
-        Args:
-            address: a path, or a URL that fsspec knows.
-            identity: what defines the run (model, sampler, input, ...), as JSON.
-            mix: accept results of another run, or other JSON Lines. A known id then counts as done
-                even if its record has changed.
-
-        Raises:
-            UserError: the output cannot be read or written, is in use, is not JSON Lines, or is
-                another run's.
+        `identity` is what defines the run (model, sampler, input, ...), as JSON. `mix` accepts
+        results of another run, or other JSON Lines: a known id then counts as done even if its
+        record has changed. UserError if the output cannot be read or written, is in use, is not
+        JSON Lines, or is another run's.
         """
-        _check_name(address)
+        check_output(address)
         self.address = address
         self._mix = mix
         self._done: dict[Key, str] = {}  # to digests
+        own = {"format_version": FORMAT_VERSION, "identity": dict(identity)}
+        self._sidecar: dict[str, Any] = json.loads(json.dumps(own, allow_nan=False))
         self._file = open_output(address)
         try:
-            old = self._file.read_sidecar()
-            own = {"format_version": FORMAT_VERSION, "identity": dict(identity)}
-            self._sidecar: dict[str, Any] = json.loads(json.dumps(own, allow_nan=False))
-            if not self._file.is_empty():
-                same = check_same_run(address, old, self._sidecar["identity"], mix=mix)
-                self._sidecar = old if same and old is not None else self._sidecar
-            # Only lines that a run wrote may be dropped as torn.
-            for line in self._file.read_lines(strict=old is None):
-                if line.key is not None:
-                    self._done.setdefault(line.key, line.digest)
-            if self._sidecar != old:
-                self._file.write_sidecar(self._sidecar)
+            with storage_errors(address):
+                self._resume()
         except BaseException:
             self._file.close(failed=True)
             raise
+
+    def _resume(self) -> None:
+        old = read_sidecar(self.address)
+        if not self._file.is_empty():
+            same = check_same_run(self.address, old, self._sidecar["identity"], mix=self._mix)
+            self._sidecar = old if same and old is not None else self._sidecar
+        # Only lines that a run wrote may be dropped as torn.
+        for line in self._file.read_lines(strict=old is None):
+            if line.key is not None:
+                self._done.setdefault(line.key, line.digest)
+        if self._sidecar != old:
+            write_sidecar(self.address, self._sidecar)
 
     @property
     def done(self) -> int:
@@ -121,11 +89,8 @@ class Store:
         return len(self._done)
 
     def is_done(self, record: Record | BadRecord) -> bool:
-        """Whether a record has its result.
-
-        Raises:
-            UserError: its id has the result of a record with another content.
-        """
+        """Whether a record has its result. UserError if its id has the result of a record with
+        another content."""
         digest = self._done.get(record_key(record))
         if digest not in (None, record.digest) and not self._mix:
             raise UserError(
@@ -138,52 +103,44 @@ class Store:
         """Appends the result of a record.
 
         On this machine it is in the file on return; in an object store once its part is full, or
-        older than a minute as the next one is added, or on closing.
-
-        Args:
-            record: is not done yet.
-            result: JSON. `sampler_digest` identifies the values of the sampler that the record
-                names.
-
-        Raises:
-            UserError: it cannot be written (the file is then as before), or the named sampler has
-                changed since earlier results.
-            ValueError: a number is NaN or infinite.
+        older than a minute as the next one is added, or on closing. `sampler_digest` of the result
+        identifies the values of the sampler that the record names. UserError if it cannot be
+        written (the file is then as before), or that sampler has changed since earlier results;
+        ValueError if a number is NaN or infinite.
         """
         if isinstance(record, Record) and record.sampler and "sampler_digest" in result:
-            self._check_sampler(record, record.sampler, result["sampler_digest"])
+            self._check_sampler(record, result["sampler_digest"])
         own = {"id": record.id, "line": record.line, "digest": record.digest}
         text = json.dumps({**own, **result, **own}, ensure_ascii=False, allow_nan=False)
-        # A lone surrogate becomes a JSON escape.
-        self._file.append(text.encode("utf-8", "backslashreplace") + b"\n")
+        with storage_errors(self.address, "written"):
+            # A lone surrogate becomes a JSON escape.
+            self._file.append(text.encode("utf-8", "backslashreplace") + b"\n")
         self._done[record_key(record)] = record.digest
 
-    def _check_sampler(self, record: Record, name: str, digest: str) -> None:
+    def _check_sampler(self, record: Record, digest: str) -> None:
         known = self._sidecar.get("samplers", {})
-        if known.get(name) == digest:
-            return
-        if name in known and not self._mix:
+        if known.get(record.sampler, digest) != digest and not self._mix:
             raise UserError(
-                f"{self.address}: {describe_record(record)}: sampler '{name}' is not what it was"
-                " for earlier results: choose another output"
+                f"{self.address}: {describe_record(record)}: sampler '{record.sampler}' is not what"
+                " it was for earlier results: choose another output"
             )
-        self._sidecar = {**self._sidecar, "samplers": {**known, name: digest}}
-        self._file.write_sidecar(self._sidecar)
+        if known.get(record.sampler) != digest:
+            self._sidecar = {**self._sidecar, "samplers": {**known, record.sampler: digest}}
+            write_sidecar(self.address, self._sidecar)
 
     def finish(self) -> None:
-        """Joins the parts, if any, once no more results will come.
-
-        Raises:
-            UserError: it cannot be written. Nothing is lost: the next run resumes.
-        """
-        self._file.finish()
+        """Joins the parts, if any, once no more results will come. Where this fails (UserError)
+        nothing is lost: the next run resumes."""
+        with storage_errors(self.address, "written"):
+            self._file.finish()
 
     def __enter__(self) -> Store:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         try:
-            self._file.flush()
+            with storage_errors(self.address, "written"):
+                self._file.flush()
         except UserError:
             if error is None:  # else that one matters more
                 raise
@@ -192,12 +149,14 @@ class Store:
 
 
 def check_output(address: str, *, input: str | None = None) -> None:
-    """Checks an output without writing anything.
-
-    Raises:
-        UserError: it is no valid output, its folder does not exist, or it is the input.
-    """
-    _check_name(address)
+    """Checks an output without writing anything. UserError if it is no valid output, its folder
+    does not exist, or it is the input."""
+    if address == "-":
+        raise UserError("the output cannot be standard output: a run is resumed from its file")
+    if not address or address.endswith("/"):
+        raise UserError(f"{address!r}: the output must be a file, not a folder")
+    if is_compressed(address):
+        raise UserError(f"{address}: a compressed output cannot grow: choose a name in .jsonl")
     fs, path = resolve(address)
     if input not in (None, "-"):
         input_fs, input_path = resolve(input)
@@ -205,96 +164,70 @@ def check_output(address: str, *, input: str | None = None) -> None:
             path, input_path = os.path.realpath(path), os.path.realpath(input_path)
         if fs == input_fs and path == input_path:
             raise UserError(f"{address}: cannot be written: it is the input")
-    if is_local(fs):
-        _check_local(address, Path(path))
-        return
     with storage_errors(address, "written"):
         if fs.isdir(path):
             raise UserError(f"{address}: cannot be written: it is a folder")
+        if is_local(fs):
+            if fs.exists(path) and not fs.isfile(path):
+                raise UserError(f"{address}: cannot be written: not a regular file")
+            if is_standard_output(Path(path)):
+                raise UserError(f"{address}: cannot be written: it is where standard output goes")
+            check_writable(Path(path))
 
 
-def check_same_run(
-    address: str, sidecar: Mapping[str, Any] | None, identity: Mapping[str, Any], *, mix: bool
-) -> bool:
-    """Whether an output that is not empty is of the run with this identity.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of an output with its line break. `key` is None where it is no result."""
 
-    Raises:
-        UserError: it is not, and `mix` is False.
-    """
-    if sidecar is None:
-        if not mix:
-            raise UserError(
-                f"{address}: holds something, but no run's results (there is no"
-                f" {address}.run.json): choose another output"
-            )
-        return False
-    difference = find_difference(sidecar["identity"], identity)
-    if difference and not mix:
-        raise UserError(
-            f"{address}: holds another run's results: {difference}; choose another output"
-        )
-    return not difference
+    number: int
+    raw: bytes
+    key: Key | None
+    digest: str
 
 
-def find_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The first key whose values differ, with both values; empty where none does."""
-    before, after = _flatten(old), _flatten(new)
-    for key in [*after, *before]:
-        values = [side.get(key, "absent") for side in (before, after)]
-        if values[0] != values[1]:
-            was, now = (text if len(text) <= 80 else f"{text[:77]}..." for text in values)
-            return f"{key} was {was} and is now {now}"
-    return ""
+def read_results(file: BinaryIO, address: str, *, strict: bool) -> Iterator[Line]:
+    """The lines of an output; a torn last one is dropped, or refused where `strict`. UserError if
+    the file cannot be read, or a line is not JSON."""
+    lines = read_lines(address, file)
+    for number, raw in enumerate(lines, start=1):
+        try:
+            value = json.loads(raw.decode()) if raw.strip() else None
+            torn = not raw.endswith(b"\n")
+        except (ValueError, RecursionError):
+            torn = True
+        if torn:
+            if not strict and next(lines, None) is None:
+                return
+            raise UserError(f"{address}: line {number} is torn, or not JSON")
+        match value:
+            case {"id": str() | None as own, "line": int(line), "digest": str(digest)}:
+                yield Line(number, raw, (line, digest) if own is None else own, digest)
+            case _:
+                yield Line(number, raw, None, "")
 
 
-def parse_sidecar(data: bytes, address: str) -> dict[str, Any]:
-    """The content of a sidecar.
-
-    Raises:
-        UserError: it is not the description of a run.
-    """
-    try:
-        content = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{address}: not valid JSON: {error}") from error
-    match content:
-        case {"identity": dict()} if isinstance(content.get("samplers", {}), dict):
-            return dict(content)
-    raise UserError(f"{address}: not the description of a run")
+def open_output(address: str) -> LocalFile | ObjectParts:
+    """Opens an output that `check_output` accepts. Errors of its methods are the driver's.
+    UserError if it cannot be reached, or another run is writing there."""
+    fs, path = resolve(address)
+    with storage_errors(address, "written"):
+        return LocalFile(address, Path(path)) if is_local(fs) else ObjectParts(address, fs, path)
 
 
 class LocalFile:
     """An output on this machine, locked while it is open."""
 
     def __init__(self, address: str, path: Path) -> None:
-        _check_local(address, path)
         self._address = address
         self._path = path
-        self._sidecar = path.with_name(f"{path.name}.run.json")
-        with storage_errors(address, "written"):
-            self._is_new = not path.exists()
-            self._file = io.FileIO(path, "a+")
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._file.close()
-                raise UserError(f"{address}: another run is writing to it") from None
-            except OSError:  # a file system without locks
-                pass
+        self._is_new = not path.exists()
+        self._file = io.FileIO(path, "a+")
+        try:
+            lock_alone(self._file.fileno())
+        except BaseException:
+            self._file.close()
+            raise
         self._end = os.fstat(self._file.fileno()).st_size
-
-    def read_sidecar(self) -> dict[str, Any] | None:
-        """The sidecar; None where there is none."""
-        with storage_errors(str(self._sidecar)):
-            if not self._sidecar.exists():
-                return None
-            return parse_sidecar(self._sidecar.read_bytes(), str(self._sidecar))
-
-    def write_sidecar(self, content: Mapping[str, Any]) -> None:
-        """Replaces the sidecar."""
-        with replacing(self._sidecar) as scratch:
-            scratch.write_bytes(_to_json(content))
 
     def is_empty(self) -> bool:
         """Whether there are no lines yet."""
@@ -303,22 +236,20 @@ class LocalFile:
     def read_lines(self, *, strict: bool) -> Iterator[Line]:
         """The lines that are there; a torn last one is cut off, or refused where `strict`."""
         size, end = self._end, 0
-        with storage_errors(self._address), self._path.open("rb") as file:
+        with self._path.open("rb") as file:
             for line in read_results(file, self._address, strict=strict):
                 end += len(line.raw)
                 yield line
         if end < size:
-            with storage_errors(self._address, "written"):
-                self._file.truncate(end)
+            self._file.truncate(end)
             self._end = end
 
     def append(self, data: bytes) -> None:
         """Appends a line, entirely or, after an error or interrupt, not at all."""
         rest = memoryview(data)
         try:
-            with storage_errors(self._address, "written"):
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except BaseException:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._end)
@@ -327,8 +258,7 @@ class LocalFile:
 
     def flush(self) -> None:
         """Waits for the disk: network file systems report errors late."""
-        with storage_errors(self._address, "written"):
-            os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())
 
     def finish(self) -> None:
         """Nothing to join."""
@@ -341,7 +271,7 @@ class LocalFile:
     def close(self, *, failed: bool = False) -> None:
         """Closes the output. After a failure a new one that is still empty is removed."""
         if failed and self._is_new and self.is_empty():
-            for path in (self._path, self._sidecar):
+            for path in (self._path, self._path.with_name(f"{self._path.name}.run.json")):
                 with contextlib.suppress(OSError):
                     path.unlink()
         self._file.close()
@@ -354,40 +284,28 @@ class ObjectParts:
         self._address = address
         self._fs = fs
         self._path = path
-        self._sidecar = f"{path}.run.json"
         self._folder = f"{path}.parts"
         self._pending: list[bytes] = []
         self._since = 0.0
         parts = self.list_parts()
         self._next = _part_number(parts[-1]) + 1 if parts else 0
-        self._is_new = False
+        self._is_new = self.is_empty() and not fs.exists(f"{path}.run.json")
 
     def list_parts(self) -> list[str]:
         """The parts that are not joined yet, in order."""
-        with storage_errors(self._address):
-            self._fs.invalidate_cache()
-            found = self._fs.find(self._folder)
+        self._fs.invalidate_cache()
+        found = self._fs.find(self._folder)
         return sorted((path for path in found if _part_number(path) >= 0), key=_part_number)
 
-    def read_sidecar(self) -> dict[str, Any] | None:
-        address = f"{self._address}.run.json"
-        with storage_errors(address):
-            if not self._fs.exists(self._sidecar):
-                self._is_new = self.is_empty()
-                return None
-            return parse_sidecar(self._fs.cat_file(self._sidecar), address)
-
-    def write_sidecar(self, content: Mapping[str, Any]) -> None:
-        with storage_errors(f"{self._address}.run.json", "written"):
-            self._fs.pipe_file(self._sidecar, _to_json(content))
-
     def is_empty(self) -> bool:
-        with storage_errors(self._address):
-            return self._next == 0 and not (self._is_joined() and self._fs.size(self._path))
+        return self._next == 0 and not (self._is_joined() and self._fs.size(self._path))
+
+    def _is_joined(self) -> bool:
+        return bool(self._fs.isfile(self._path))
 
     def read_lines(self, *, strict: bool) -> Iterator[Line]:
         """The lines that are there; some come twice where joining was cut short."""
-        for path in [*([self._path] if self._is_joined() else []), *self.list_parts()]:
+        for path in [self._path] * self._is_joined() + self.list_parts():
             address = self._fs.unstrip_protocol(path)
             with storage_errors(address), io.BufferedReader(self._fs.open(path, "rb")) as file:
                 yield from read_results(file, address, strict=strict)
@@ -405,13 +323,12 @@ class ObjectParts:
         if not self._pending:
             return
         part = f"{self._folder}/{self._next:06}.jsonl"
-        with storage_errors(self._address, "written"):
-            with contextlib.suppress(FileExistsError):
-                self._fs.mkdir(self._folder, create_parents=False)
-            self._fs.invalidate_cache()
-            if self._fs.exists(part):
-                raise UserError(f"{self._address}: another run is writing to it: {part} is there")
-            self._fs.pipe_file(part, b"".join(self._pending))
+        with contextlib.suppress(FileExistsError):
+            self._fs.mkdir(self._folder, create_parents=False)
+        self._fs.invalidate_cache()
+        if self._fs.exists(part):
+            raise UserError(f"{self._address}: another run is writing to it: {part} is there")
+        self._fs.pipe_file(part, b"".join(self._pending))
         self._pending = []
         self._next += 1
 
@@ -424,81 +341,26 @@ class ObjectParts:
             return
 
         def write(out: BinaryIO) -> None:
-            seen: set[Key] = set()
+            seen: set[Key | None] = set()
             for line in self.read_lines(strict=False):
                 if line.key is None or line.key not in seen:
                     out.write(line.raw)
-                if line.key is not None:
-                    seen.add(line.key)
+                seen.add(line.key)
 
         self.replace(write)
         if parts:
-            with storage_errors(self._address, "written"):
-                self._fs.rm(parts)
-                with contextlib.suppress(OSError, NotImplementedError):  # S3 has no folders
-                    self._fs.rmdir(self._folder)
+            self._fs.rm(parts)
+            with contextlib.suppress(OSError, NotImplementedError):  # S3 has no folders
+                self._fs.rmdir(self._folder)
 
     def replace(self, write: Callable[[BinaryIO], None]) -> None:
-        with (
-            storage_errors(self._address, "written"),
-            self._fs.transaction,
-            self._fs.open(self._path, "wb") as out,
-        ):
+        with self._fs.transaction, self._fs.open(self._path, "wb") as out:
             write(out)
 
     def close(self, *, failed: bool = False) -> None:
         if failed and self._is_new and not self._next:
             with contextlib.suppress(Exception):  # the error that led here matters more
-                self._fs.rm(self._sidecar)
-
-    def _is_joined(self) -> bool:
-        with storage_errors(self._address):
-            return bool(self._fs.isfile(self._path))
-
-
-def open_output(address: str) -> LocalFile | ObjectParts:
-    """Opens an output for appending.
-
-    Raises:
-        UserError: it cannot be reached, or another run is writing there.
-    """
-    fs, path = resolve(address)
-    return LocalFile(address, Path(path)) if is_local(fs) else ObjectParts(address, fs, path)
-
-
-def _check_name(address: str) -> None:
-    if address == "-":
-        raise UserError("the output cannot be standard output: a run is resumed from its file")
-    if "\0" in address:
-        raise UserError(f"{address!r}: not a file name")
-    if not address or address.endswith("/"):
-        raise UserError(f"{address!r}: the output must be a file, not a folder")
-    if is_compressed(address):
-        raise UserError(f"{address}: a compressed output cannot grow: choose a name in .jsonl")
-
-
-def _check_local(address: str, path: Path) -> None:
-    with storage_errors(address, "written"):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"{address}: cannot be written: not a regular file")
-        if is_standard_output(path):
-            raise UserError(f"{address}: cannot be written: it is where standard output goes")
-        check_writable(path)
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The leaves of nested objects by dotted key, as JSON."""
-    flat: dict[str, str] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False, sort_keys=True)
-    return flat
-
-
-def _to_json(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, indent=2).encode() + b"\n"
+                self._fs.rm(f"{self._path}.run.json")
 
 
 def _part_number(path: str) -> int:

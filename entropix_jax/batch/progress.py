@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,86 +34,59 @@ class ProgressView:
         self._total = total
         self._first = standing().done
         self._shown = time.monotonic()
-        # When the first steps, which include compiling, were done, and the snapshot then: the speed
-        # leaves them out.
+        # When the first step was done, and the last snapshot of it: the speed leaves out that step,
+        # which waits for the compiler.
         self._begun: float | None = None
         self._early = Standing(0, 0, 0, 0.0)
-        self._looked_past = False  # a later step has been seen
-        self._bar: Progress | None = None
         console = Console(stderr=True)
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.completed:.0f}" + (f"/{total}" if total else "") + " done"),
-                BarColumn(),
-                TextColumn("{task.fields[speed]:.0f} tok/s, {task.fields[used]:.0%} of slots used"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-                auto_refresh=False,
-            )
+        self._bar = Progress(
+            TextColumn("{task.completed:.0f}" + (f"/{total}" if total else "") + " done"),
+            BarColumn(),
+            TextColumn("{task.fields[speed]:.0f} tok/s, {task.fields[used]:.0%} of slots used"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total, completed=self._first, speed=0, used=0)
 
     def __enter__(self) -> ProgressView:
-        if self._bar is not None:
+        if not self._bar.disable:
             self._bar.start()
-            self._task = self._bar.add_task(
-                "", total=self._total, completed=self._first, speed=0.0, used=0.0
-            )
         return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._bar.disable:
+            self._bar.stop()
 
     def looked(self) -> None:
         """Updates the display if it is due."""
-        now = time.monotonic()
-        self._look_for_begin(now)
-        if now - self._shown < (_LINE_SECONDS if self._bar is None else _BAR_SECONDS):
+        now, standing = time.monotonic(), self._standing()
+        if self._begun is None and standing.tokens:
+            self._begun, self._early = now, standing
+        elif standing.steps == self._early.steps:
+            self._early = standing
+        if now - self._shown < (_LINE_SECONDS if self._bar.disable else _BAR_SECONDS):
             return
         self._shown = now
-        standing = self._standing()
         speed = self.speed(standing)
-        if self._bar is not None:
-            self._bar.update(
-                self._task, completed=standing.done, speed=speed, used=standing.used, refresh=True
-            )
+        done, used = standing.done, standing.used
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=done, speed=speed, used=used, refresh=True)
             return
         of = "" if self._total is None else f" of {self._total}"
-        line = (
-            f"{standing.done}{of} done | {standing.tokens} tokens, {speed:.0f} tok/s"
-            f" | {standing.used:.0%} of slots used"
-        )
-        gained = standing.done - self._first
+        line = f"{done}{of} done | {standing.tokens} tokens, {speed:.0f} tok/s"
+        line += f" | {used:.0%} of slots used"
+        gained = done - self._first
         if self._total is not None and gained and self._begun is not None:
-            left = (self._total - standing.done) * (now - self._begun) / gained
-            line += f" | {_duration(left)} left"
+            left = (self._total - done) * (now - self._begun) / gained
+            line += f" | {timedelta(seconds=round(left))} left"
         print(line, file=sys.stderr, flush=True)
 
     def speed(self, standing: Standing) -> float:
-        """Tokens per second after the first steps; 0 before the second."""
+        """Tokens per second after the first step; 0 before the second."""
         tokens = standing.tokens - self._early.tokens
         if self._begun is None or standing.steps == self._early.steps:
             return 0.0
         return tokens / max(time.monotonic() - self._begun, 1e-9)
-
-    def _look_for_begin(self, now: float) -> None:
-        if self._begun is not None and self._looked_past:
-            return
-        standing = self._standing()
-        if self._begun is None:
-            if not standing.tokens:
-                return
-            self._begun = now
-        elif standing.steps != self._early.steps:
-            self._looked_past = True
-            return
-        self._early = standing
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _duration(seconds: float) -> str:
-    """Formats a duration."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

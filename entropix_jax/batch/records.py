@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import PurePath
 from typing import Any, BinaryIO
@@ -21,20 +23,13 @@ COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A valid record. Exactly one of `prompt` and `messages` is set; None is a field not given.
+    """A valid record. Exactly one of `prompt` and `messages` is set; None is a field not given."""
 
-    Attributes:
-        line: its first line in the input, from 1.
-        id: unique in the input; the line number where the record has none.
-        digest: `content_hash` of the record as written.
-        messages: each with at least the texts `role` and `content`.
-    """
-
-    line: int
-    id: str
-    digest: str
+    line: int  # its first line in the input, from 1
+    id: str  # unique in the input; the line number where the record has none
+    digest: str  # `content_hash` of the record as written
     prompt: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None  # with the texts `role` and `content`
     sampler: str | None = None
     max_new_tokens: int | None = None
     seed: int | None = None
@@ -51,12 +46,13 @@ class BadRecord:
     error: str
 
 
-class InvalidRecord(ValueError):
-    """Raised for a malformed record."""
+class _InvalidRecord(ValueError):
+    pass
 
 
-_Fields = Mapping[str, Any] | InvalidRecord
-_Rows = Iterator[tuple[int, str, _Fields]]  # line, digest, fields
+# Of each record: its line, its digest, and what parses its fields, or raises _InvalidRecord.
+_Rows = Iterator[tuple[int, str, Callable[[], Mapping[str, Any]]]]
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def content_hash(data: bytes) -> str:
@@ -78,14 +74,9 @@ def read_records(
     (`.gz`, ...) names a compression. Fields: `prompt` (text) or, in JSON, `messages` (objects with
     the texts `role` and `content`), and optionally `id` (text or integer), `sampler` (text),
     `max_new_tokens` (from 1) and `seed` (from 0). null, an empty cell, blank lines and other fields
-    are ignored.
-
-    Args:
-        address: a path, a URL that fsspec knows (`s3://bucket/key`), or - for standard input.
-        share: (i, n) yields the records whose index is i modulo n. Ids are unique over all shares.
-
-    Raises:
-        UserError: the file cannot be read, or its CSV header is invalid.
+    are ignored. The address is a path, a URL that fsspec knows (`s3://bucket/key`), or - for
+    standard input. The share (i, n) is of the records whose index is i modulo n; ids are unique
+    over all shares. UserError if the file cannot be read, or its CSV header is invalid.
     """
     index, count = share
     suffixes = [suffix.lower() for suffix in PurePath(address).suffixes]
@@ -94,19 +85,18 @@ def read_records(
     parse_file = _csv_rows if suffixes[-1:] == [".csv"] else _json_rows
     ids: set[str] = set()
     with open_file(address) as file:
-        for number, (line, digest, fields) in enumerate(parse_file(file, address)):
+        for number, (line, digest, parse) in enumerate(parse_file(file, address)):
             record: Record | BadRecord
             record_id = None
             try:
-                if isinstance(fields, InvalidRecord):
-                    raise fields
-                record_id = _parse_id(fields.get("id"), line)
-                if record_id in ids:
-                    repeated, record_id = record_id, None
-                    raise InvalidRecord(f"the id {_shorten(repeated)} came before")
-                ids.add(record_id)
+                fields = {name: value for name, value in parse().items() if value is not None}
+                own = _parse_id(fields.get("id", line))
+                if own in ids:
+                    raise _InvalidRecord(f"the id {_shorten(own)} came before")
+                ids.add(own)
+                record_id = own
                 record = _parse_record(fields, line, record_id, digest)
-            except InvalidRecord as error:
+            except _InvalidRecord as error:
                 record = BadRecord(line, record_id, digest, str(error))
             if number % count == index:
                 yield record
@@ -114,10 +104,7 @@ def read_records(
 
 def check_input(address: str) -> None:
     """Reads the first record of an input. Pipes and standard input, which open once, are skipped.
-
-    Raises:
-        UserError: it cannot be read, or its CSV header is invalid.
-    """
+    UserError if it cannot be read, or its CSV header is invalid."""
     path = None if address == "-" else local_path(address)
     if address == "-" or (path is not None and path.is_fifo()):
         return
@@ -129,20 +116,20 @@ def _json_rows(file: BinaryIO, address: str) -> _Rows:
     for line, raw in enumerate(read_lines(address, file), start=1):
         text = raw.removeprefix(b"\xef\xbb\xbf").strip() if line == 1 else raw.strip()
         if text:
-            yield line, content_hash(text), _parse_json(text)
+            yield line, content_hash(text), partial(_parse_json, text)
 
 
-def _parse_json(text: bytes) -> _Fields:
+def _parse_json(text: bytes) -> Mapping[str, Any]:
     try:
         fields = json.loads(text.decode())
     except UnicodeDecodeError as error:
-        return InvalidRecord(f"not UTF-8 at byte {error.start} of the line")
+        raise _InvalidRecord(f"not UTF-8 at byte {error.start} of the line") from None
     except json.JSONDecodeError as error:
-        return InvalidRecord(f"not valid JSON: {error.msg} at character {error.pos}")
+        raise _InvalidRecord(f"not valid JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:  # a huge integer, or too deep
-        return InvalidRecord(f"not valid JSON: {error}")
+        raise _InvalidRecord(f"not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        return InvalidRecord(f"not a JSON object: {_shorten(fields)}")
+        raise _InvalidRecord(f"not a JSON object: {_shorten(fields)}")
     return fields
 
 
@@ -154,15 +141,14 @@ def _csv_rows(file: BinaryIO, address: str) -> _Rows:
     reader = csv.reader(read_lines(address, text), strict=True)
     header: list[str] | None = None
     while True:
-        line = reader.line_num + 1
-        cells: list[str] | None = []
-        problem = ""
+        line, problem = reader.line_num + 1, ""
+        cells: list[str] = []
         try:
-            cells = next(reader, None)
+            cells = next(reader)
+        except StopIteration:
+            break
         except csv.Error as error:
             problem = f"not valid CSV: {error}"
-        if cells is None:
-            break
         if not problem and not any(cell.strip() for cell in cells):
             continue
         if header is None:
@@ -171,106 +157,91 @@ def _csv_rows(file: BinaryIO, address: str) -> _Rows:
                 raise UserError(f"{address}: header of the CSV: {problem}")
             continue
         digest = content_hash(json.dumps([header, cells, problem]).encode())
-        yield line, digest, InvalidRecord(problem) if problem else _parse_cells(header, cells)
+        yield line, digest, partial(_parse_cells, header, cells, problem)
     if header is None:
         raise UserError(f"{address}: empty: CSV begins with a row of column names")
 
 
 def _find_header_problem(names: Sequence[str]) -> str:
     """What is wrong with the names of the columns; empty where nothing is."""
-    if _has_lone_surrogate("".join(names)):
+    if _LONE_SURROGATE.search("".join(names)):
         return "not UTF-8"
     for name in COLUMNS:
         if names.count(name) > 1:
             return f"two columns '{name}'"
     if "messages" in names:
         return "'messages' is no column of CSV: give conversations as JSON Lines"
-    if "prompt" not in names:
-        return f"no column 'prompt', only {_shorten(', '.join(names))}"
-    return ""
+    return "" if "prompt" in names else f"no column 'prompt', only {_shorten(', '.join(names))}"
 
 
-def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> _Fields:
-    if _has_lone_surrogate("".join(cells)):
-        return InvalidRecord("not UTF-8")
+def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> Mapping[str, Any]:
+    if problem:
+        raise _InvalidRecord(problem)
+    if _LONE_SURROGATE.search("".join(cells)):
+        raise _InvalidRecord("not UTF-8")
     if len(cells) != len(header):
-        return InvalidRecord(f"{len(cells)} cells under a header of {len(header)}")
+        raise _InvalidRecord(f"{len(cells)} cells under a header of {len(header)}")
     pairs = zip(header, cells, strict=True)
     fields: dict[str, Any] = {name: cell for name, cell in pairs if cell and name in COLUMNS}
     for name in ("max_new_tokens", "seed"):
-        digits = fields.get(name, "").strip()
-        if digits.isascii() and digits.isdigit() and len(digits) <= 100:
-            fields[name] = int(digits)
+        if re.fullmatch(r"\s*[0-9]{1,100}\s*", fields.get(name, "")):
+            fields[name] = int(fields[name])
     return fields
 
 
-def _parse_id(value: object, line: int) -> str:
-    if value is None:
-        return str(line)
+def _parse_id(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InvalidRecord(f"'id' must be text or an integer, not {_shorten(value)}")
+        raise _InvalidRecord(f"'id' must be text or an integer, not {_shorten(value)}")
     return _parse_text("'id'", str(value))
 
 
 def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: str) -> Record:
-    given = {name: value for name, value in fields.items() if value is not None}
-    prompt, messages = given.get("prompt"), given.get("messages")
-    if prompt is not None and messages is not None:
-        raise InvalidRecord("both 'prompt' and 'messages': give one")
-    if prompt is None and messages is None:
-        raise InvalidRecord("neither 'prompt' nor 'messages'")
+    if "prompt" in fields and "messages" in fields:
+        raise _InvalidRecord("both 'prompt' and 'messages': give one")
+    if "prompt" not in fields and "messages" not in fields:
+        raise _InvalidRecord("neither 'prompt' nor 'messages'")
+    for name in ("prompt", "sampler"):
+        if name in fields:
+            _parse_text(f"'{name}'", fields[name])
+    for name, least in (("max_new_tokens", 1), ("seed", 0)):
+        value = fields.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _InvalidRecord(
+                f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
+            )
     return Record(
         line=line,
         id=record_id,
         digest=digest,
-        prompt=None if prompt is None else _parse_text("'prompt'", prompt),
-        messages=None if messages is None else _parse_messages(messages),
-        sampler=_parse_text("'sampler'", given["sampler"]) if "sampler" in given else None,
-        max_new_tokens=_parse_int("max_new_tokens", given, 1),
-        seed=_parse_int("seed", given, 0),
+        prompt=fields.get("prompt"),
+        messages=_parse_messages(fields["messages"]) if "messages" in fields else None,
+        sampler=fields.get("sampler"),
+        max_new_tokens=fields.get("max_new_tokens"),
+        seed=fields.get("seed"),
     )
 
 
 def _parse_text(what: str, value: object, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        raise InvalidRecord(f"{what} must be text, not {_shorten(value)}")
+        raise _InvalidRecord(f"{what} must be text, not {_shorten(value)}")
     if not value and not may_be_empty:
-        raise InvalidRecord(f"{what} is empty")
-    if _has_lone_surrogate(value):
-        raise InvalidRecord(f"{what} has half a surrogate pair, which is no character")
-    return value
-
-
-def _parse_int(name: str, given: Mapping[str, Any], least: int) -> int | None:
-    value = given.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidRecord(
-            f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
-        )
+        raise _InvalidRecord(f"{what} is empty")
+    if _LONE_SURROGATE.search(value):
+        raise _InvalidRecord(f"{what} has half a surrogate pair, which is no character")
     return value
 
 
 def _parse_messages(value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
-        raise InvalidRecord(
+        raise _InvalidRecord(
             "'messages' must be a non-empty list of objects with 'role' and 'content'"
         )
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise InvalidRecord(f"message {number} must be an object with 'role' and 'content'")
+            raise _InvalidRecord(f"message {number} must be an object with 'role' and 'content'")
         _parse_text(f"'role' of message {number}", message["role"])
         _parse_text(f"'content' of message {number}", message["content"], may_be_empty=True)
     return tuple(value)
-
-
-def _has_lone_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _shorten(value: object) -> str:

@@ -31,6 +31,8 @@ _COUNTED_BYTES = 1 << 26  # a larger input is not read through to know how many 
 _SAMPLERS = 256  # named samplers that are cached
 _LONGEST_NAME = 150  # of a trace's file, in bytes, before its suffix
 
+Write = Callable[[Record | BadRecord, Mapping[str, Any]], None]
+
 
 @dataclass(frozen=True)
 class Defaults:
@@ -45,21 +47,15 @@ class Defaults:
     ignore_eos: bool = False
 
 
-@dataclass
-class Progress:
-    """Counters of a run."""
-
-    done: int = 0  # records with a result, those of earlier runs included
-    failed: int = 0  # records of this run whose result is an error
-    tokens: int = 0  # committed in this run
-
-
 class _Stopped(BaseException):  # passes handlers of the storage drivers' exceptions
     """Raised in a signal handler, to leave a blocked read of the input."""
 
 
 class BatchRun:
-    """Runs records; each result is written as soon as it is complete."""
+    """Runs records; each result is written as soon as it is complete.
+
+    `tokens` counts the run's committed tokens, `failed` its records whose result is an error.
+    """
 
     def __init__(
         self,
@@ -75,23 +71,16 @@ class BatchRun:
     ) -> None:
         """Checks everything that can be checked before computing.
 
-        Args:
-            slots: rows that run concurrently.
-            capacity: cache positions of a row, for its prompt and new tokens.
-            recording: optional fields of tokens in traces.
-            traces: a folder for the records' traces.
-            name: the model's name in traces.
-            thresholds: how samplers get the model's calibration, see `fit_thresholds`.
-
-        Raises:
-            UserError: a sampler, recording, end token or chat setting does not fit the model.
+        `slots` rows run concurrently, each in a cache of `capacity` positions. Where there is a
+        folder for `traces`, they hold the fields of `recording` and the model's `name`. For
+        `thresholds` see `fit_thresholds`. UserError if a sampler, recording, end token or chat
+        setting does not fit the model.
         """
-        self.progress = Progress()
+        self.tokens = self.failed = 0
         self._stopping = False
         self._reading = False
         self._model = model
         self._defaults = defaults
-        self._capacity = capacity
         check_recording(model, recording or Recording())
         for ends in (model.generation.eos_ids, model.turn_end_ids):
             padded_ids(ends)
@@ -100,33 +89,45 @@ class BatchRun:
         self._traces = traces
         self._name = name
         self._thresholds = thresholds
-        self.sampler = self._calibrated(defaults.sampler)  # of records that name none
-        self._named_sampler = functools.lru_cache(_SAMPLERS)(
-            lambda name: self._calibrated(self._with_mechanisms(load_sampler(name)))
-        )
+        # Of records that name none, and of those that do.
+        self.sampler = calibrate_sampler(defaults.sampler, model, thresholds)
+        self._named_sampler = functools.lru_cache(_SAMPLERS)(self._load_sampler)
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
     def run(
         self,
         records: Iterable[Record | BadRecord],
-        write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
+        write: Write,
         is_done: Callable[[Record | BadRecord], bool] = lambda record: False,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs the records and passes each result to `write`, in order of completion.
+        """Runs the records, read as slots become free, and passes each result to `write`, in order
+        of completion.
 
         A record that cannot be run has an `error` as its result. After `stop`, unfinished rows have
-        none.
-
-        Args:
-            records: are read as slots become free.
-            is_done: whether a record has its result already.
-            looked: called after each token and each record.
+        none. `looked` is called after each token and each record.
         """
-        for event in self.engine.run(self._requests(iter(records), write, is_done, looked)):
-            self.progress.tokens += event.token is not None and not event.retracted
+
+        def requests() -> Iterator[Request]:
+            for record in self._read(iter(records), looked):
+                if is_done(record):
+                    continue
+                try:
+                    if isinstance(record, BadRecord):
+                        raise UserError(record.error)
+                    request = self._request(record)
+                    self.engine.check(request)
+                except UserError as error:
+                    self.failed += 1
+                    write(record, {"error": str(error), "finish_reason": "error"})
+                    continue
+                yield request
+
+        for event in self.engine.run(requests()):
+            self.tokens += event.token is not None and not event.retracted
             if event.row.finish_reason is not None:
-                self._end(event.row, write)
+                self.failed += event.row.error is not None
+                write(event.row.request.tag, self._result(event.row))
             looked()
 
     def stop(self) -> None:
@@ -136,14 +137,10 @@ class BatchRun:
         if self._reading:  # a read would go on after the handler
             raise _Stopped
 
-    def _requests(
-        self,
-        records: Iterator[Record | BadRecord],
-        write: Callable[[Record | BadRecord, Mapping[str, Any]], None],
-        is_done: Callable[[Record | BadRecord], bool],
-        looked: Callable[[], None],
-    ) -> Iterator[Request]:
-        """The requests of the records that have no result yet."""
+    def _read(
+        self, records: Iterator[Record | BadRecord], looked: Callable[[], None]
+    ) -> Iterator[Record | BadRecord]:
+        """The records until `stop`, which may leave a blocked read."""
         while True:
             looked()
             if self._stopping:
@@ -157,28 +154,15 @@ class BatchRun:
                 self._reading = False
             if record is None:
                 return
-            if is_done(record):
-                continue
-            try:
-                if isinstance(record, BadRecord):
-                    raise UserError(record.error)
-                request = self._request(record)
-                self.engine.check(request)
-            except UserError as error:
-                self.progress.done += 1
-                self.progress.failed += 1
-                write(record, {"error": str(error), "finish_reason": "error"})
-                continue
-            yield request
+            yield record
 
     def _request(self, record: Record) -> Request:
         model, own = self._model, self._defaults
         chat = self._chat or record.messages is not None
-        if record.messages is None:
-            assert record.prompt is not None
-            prompt = encode_prompt(model, record.prompt, chat=chat, system=own.system)
-        else:
+        if record.messages is not None:
             prompt = encode_prompt(model, record.messages, chat=True)
+        else:
+            prompt = encode_prompt(model, record.prompt or "", chat=chat, system=own.system)
         sampler = self.sampler if record.sampler is None else self._named_sampler(record.sampler)
         return Request(
             prompt,
@@ -191,48 +175,38 @@ class BatchRun:
             tag=record,
         )
 
-    def _with_mechanisms(self, sampler: Sampler) -> Sampler:
-        """Adds the user's own mechanisms: all samplers of a run have the same."""
+    def _load_sampler(self, name: str) -> CalibratedSampler:
+        """A sampler with the user's own mechanisms: all samplers of a run have the same."""
+        sampler = load_sampler(name)
         for mechanism in self.sampler.mechanisms[len(sampler.mechanisms) :]:
             sampler = sampler.with_mechanism(mechanism)
-        return sampler
-
-    def _calibrated(self, sampler: Sampler) -> CalibratedSampler:
         return calibrate_sampler(sampler, self._model, self._thresholds)
 
-    def _end(
-        self, row: Row, write: Callable[[Record | BadRecord, Mapping[str, Any]], None]
-    ) -> None:
-        """Writes the result of a record whose row has finished."""
-        record: Record = row.request.tag
+    def _result(self, row: Row) -> dict[str, Any]:
+        """The result of a row that has finished, whose trace is written first."""
+        record, tokens = row.request.tag, row.tokens
         assert row.started is not None
-        timings = {"seconds": time.perf_counter() - row.started}
+        timings = {"seconds": round(time.perf_counter() - row.started, 4)}
         if row.first_token is not None:
-            timings["first_token"] = row.first_token - row.started
-        timings = {name: round(seconds, 4) for name, seconds in timings.items()}
+            timings["first_token"] = round(row.first_token - row.started, 4)
         if self._traces is not None:
             self._write_trace(self._traces / f"{file_name(record.id)}.jsonl", row, timings)
-        self.progress.done += 1
-        self.progress.failed += row.error is not None
-        tokens = row.tokens
-        means = {
-            f"mean_{name}": sum(getattr(token, name) for token in tokens) / len(tokens)
-            for name in ("entropy", "varentropy")
-            if tokens
-        }
-        result = row.to_json() | means
+        result = row.to_json()
+        for name in ("entropy", "varentropy") if tokens else ():
+            result[f"mean_{name}"] = sum(getattr(t, name) for t in tokens) / len(tokens)
         if record.sampler is not None:  # a file may have changed by the next run
             values = json.dumps(dict(row.request.sampler.values), sort_keys=True)
             result["sampler_digest"] = content_hash(values.encode())
-        ids = [token.token_id for token in tokens]
-        write(record, result | {"token_ids": ids, "timings": timings})
+        return result | {"token_ids": [t.token_id for t in tokens], "timings": timings}
 
     def _write_trace(self, path: Path, row: Row, timings: Mapping[str, float]) -> None:
         """Writes the trace of a record atomically."""
         request = row.request
+        about = header(
+            self._model, request.sampler, request.prompt, seed=request.seed, name=self._name
+        )
         with replacing(path) as scratch, TraceWriter(scratch) as writer:
-            sampler, prompt = request.sampler, request.prompt
-            writer.write(header(self._model, sampler, prompt, seed=request.seed, name=self._name))
+            writer.write(about)
             for token, retracted in row.log:
                 writer.write(token.to_json(retracted=retracted))
             writer.write(footer([{"row": 0, **row.to_json()}], timings))
@@ -241,13 +215,8 @@ class BatchRun:
 def count_records(address: str, share: tuple[int, int] = (0, 1)) -> int | None:
     """The number of records in a share of a local file, for the progress display; None for large
     files, pipes and URLs."""
-    if address == "-":
-        return None
-    try:
-        path = local_path(address)
-        if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
-            return None
-    except (OSError, ValueError):
+    path = None if address == "-" else local_path(address)
+    if path is None or not path.is_file() or path.stat().st_size > _COUNTED_BYTES:
         return None
     return sum(1 for _ in read_records(address, share=share))
 

@@ -23,11 +23,8 @@ _Line = TypeVar("_Line", bytes, str)
 
 
 def resolve(address: str) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path in it.
-
-    Raises:
-        UserError: an unknown protocol, or a driver that is not installed.
-    """
+    """The fsspec file system of a path or URL, and the path in it. UserError if its protocol is
+    unknown, or its driver is not installed."""
     with storage_errors(address):
         fs, path = fsspec.core.url_to_fs(address)
         fs.invalidate_cache()  # other processes write there, too
@@ -41,11 +38,7 @@ def is_local(fs: Any) -> bool:
 
 def local_path(address: str) -> Path | None:
     """The path of an address on this machine (`~` and `file://` are understood); None for any
-    other address, whose driver is not loaded.
-
-    Raises:
-        UserError: an invalid address.
-    """
+    other address, whose driver is not loaded."""
     scheme = address.partition("://")[0] if "://" in address else "file"
     if scheme not in ("file", "local") or "::" in address:
         return None
@@ -66,24 +59,19 @@ def storage_errors(address: str, doing: str = "read") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except FileNotFoundError as error:
-        raise UserError(f"{address}: cannot be {doing}: no such file or folder") from error
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise UserError(f"{address}: cannot be {doing}: {reason}") from error
-    except ImportError as error:
-        raise UserError(f"{address}: cannot be {doing}: {error}") from error
     except Exception as error:
-        raise UserError(f"{address}: cannot be {doing}: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, FileNotFoundError):
+            reason = "no such file or folder"
+        elif isinstance(error, OSError | ImportError):
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"{address}: cannot be {doing}: {reason}") from error
 
 
 @contextmanager
 def open_file(address: str) -> Iterator[BinaryIO]:
     """Opens a file for reading, decompressed according to its suffix; - is standard input.
-
-    Raises:
-        UserError: it cannot be opened.
-    """
+    UserError if it cannot be opened."""
     if address == "-":
         if sys.stdin is None:
             raise UserError("standard input is closed")

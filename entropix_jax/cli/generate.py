@@ -1,28 +1,25 @@
 """`python -m entropix_jax.main`: a prompt in, text and its uncertainty out."""
 
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
 
 from entropix_jax.cli.options import (
     EXIT_OK,
     Count,
-    Dtype,
     File,
     Flag,
-    Model,
+    ModelOptions,
     Text,
-    Texts,
-    flat_settings,
+    TextOptions,
     model_name,
+    option,
     parse,
+    print_json,
     read_input,
     run_command,
 )
@@ -32,16 +29,13 @@ from entropix_jax.host.files import check_apart, check_writable, is_standard_out
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, announce_interrupts, deferred_interrupts
 
 if TYPE_CHECKING:
-    from entropix_jax.cli.terminal import Meter, TextScreen
     from entropix_jax.engine.generation import Generation
-    from entropix_jax.engine.results import Ask, Event, Piece, Retrieve
-    from entropix_jax.engine.state import Recording
+    from entropix_jax.engine.results import Ask, Event, Piece
     from entropix_jax.engine.trace import TraceWriter
 
 
 _MAX_SAMPLES = 1024
 _REPORT_TOP = 5  # likeliest tokens that a page shows
-_COMPILING = "compiling and reading the prompt (the first run takes longer) ..."
 
 
 @dataclass(frozen=True)
@@ -58,62 +52,33 @@ class Arguments:
     messages: File = None
     """Read a conversation from a JSON file, - for standard input: a list of {"role": ...,
     "content": ...}."""
-    model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 where its package is installed, else tiny)."""
-    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; any other word lists them
-    all), or a sampler file that ends in .toml."""
-    set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
-    """Change settings of the sampler."""
-    max_new_tokens: Count = 256
-    """Most tokens to generate."""
-    seed: Count = 0
-    """Seed of all random numbers."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    text: TextOptions = field(default_factory=TextOptions)
     samples: Count = 1
-    """Texts to generate from the prompt, side by side."""
-    chat: Flag = False
-    """Put the prompt as a turn of a chat (default for Instruct models)."""
-    no_chat: Flag = False
-    """Continue the prompt as plain text (default for other models)."""
-    system: Text = None
-    """A system message for the chat."""
-    stop: Texts = ()
-    """Texts that end the output; they are not printed."""
-    ignore_eos: Flag = False
-    """Go on past end tokens."""
-    dtype: Dtype = None
-    """Type of the weights in memory (default: as in the checkpoint)."""
-    check: Flag = False
-    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
-    the layer and the position."""
+    """Number of texts to generate from the prompt, in parallel."""
     format: Literal["text", "json"] = "text"
-    """text as it comes, or one JSON object for each sample at the end."""
-    retrieve: Annotated[
-        str | None, tyro.conf.arg(metavar="DIR", constructor=str, help_behavior_hint="")
-    ] = None
+    """text, printed while it is generated, or json: one object for each sample at the end."""
+    retrieve: Annotated[str | None, option("DIR")] = None
     """Inject the passage of the text files in a folder that fits best, where a thought is due."""
     ask: Flag = False
     """On a terminal, let a person choose where two branches are too close to call."""
     verbose: Flag = False
-    """Print the metrics' means at the end, and the latest token's as the run goes: on a terminal
+    """Print the metrics' means at the end, and the latest token's during the run: on a terminal
     that does not show the text, or in a log every 64 tokens. h is the entropy, u the varentropy."""
     trace: File = None
-    """Write a trace: JSON Lines, one object a token."""
+    """Write a trace: JSON Lines, one object per token."""
     trace_top: Count = 0
     """Add this many of the likeliest tokens to each token of the trace."""
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the trace."""
-    report: Annotated[
-        str | None, tyro.conf.arg(metavar="FILE.html", constructor=str, help_behavior_hint="")
-    ] = None
-    """Make a page of the run, to open in a browser. Without the two options above it shows the five
-    likeliest tokens and all layers."""
+    report: Annotated[str | None, option("FILE.html")] = None
+    """Write a page of the run, to open in a browser. Without the two options above it shows the
+    five likeliest tokens and all layers."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.main") -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+    return run_command(lambda: _main(parse(Arguments, argv, prog, "--prompt")))
 
 
 def _main(arguments: Arguments) -> int:
@@ -121,14 +86,15 @@ def _main(arguments: Arguments) -> int:
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.engine.api import stream
     from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
-    from entropix_jax.sampler.presets import choose_sampler
+    from entropix_jax.model.loading import check_backend, load
 
     # A mistake in these should not wait for the model.
-    sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
+    sampler = arguments.model.choose_sampler()
     prompt = _read_prompt(arguments)
+    top, layers = arguments.trace_top, arguments.trace_layers
     if arguments.trace is not None:
         _check_trace(Path(arguments.trace), arguments)
     if arguments.report is not None:
@@ -136,26 +102,32 @@ def _main(arguments: Arguments) -> int:
 
         inputs = (arguments.trace, arguments.prompt_file, arguments.messages)
         check_report(Path(arguments.report), *inputs)
+        top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
     use_compilation_cache()
-    retriever = _retriever(arguments)
-    name = model_name(arguments.model)
+    retriever = None
+    if arguments.retrieve is not None:
+        from entropix_jax.text.retrieval import Retriever
+
+        check_backend()  # the library that ranks passages starts JAX
+        retriever = Retriever(Path(arguments.retrieve))
+    name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
-        model = load(name, arguments.dtype, check=arguments.check)
+        model = load(name, arguments.model.dtype, check=arguments.model.check)
         calibrated = calibrate_sampler(sampler, model)
     status = StatusLine()
     generation = stream(
         model,
         prompt,
         calibrated,
-        max_new_tokens=arguments.max_new_tokens,
+        max_new_tokens=arguments.text.max_new_tokens,
         samples=arguments.samples,
-        seed=arguments.seed,
-        chat=True if arguments.chat else False if arguments.no_chat else None,
-        system=arguments.system,
-        stop=list(itertools.chain(*arguments.stop)),
-        ignore_eos=arguments.ignore_eos,
-        recording=_recording(arguments),
+        seed=arguments.text.seed,
+        chat=arguments.text.as_chat,
+        system=arguments.text.system,
+        stop=arguments.text.stops,
+        ignore_eos=arguments.text.ignore_eos,
+        recording=Recording(top=top, layers=layers, check=arguments.model.check),
         retrieve=retriever,
         ask=_ask_on_terminal(arguments, status),
     )
@@ -190,75 +162,66 @@ def _main(arguments: Arguments) -> int:
                 write_report(trace, Path(arguments.report))
 
 
+def _check(arguments: Arguments) -> None:
+    """Refuses what is wrong by the command line alone."""
+    sources = (arguments.prompt, arguments.prompt_file, arguments.messages)
+    given = sum(source is not None for source in sources)
+    if given == 0:
+        raise UserError("--prompt is missing: give it, or --prompt-file or --messages")
+    if given > 1:
+        raise UserError("give only one of --prompt, --prompt-file and --messages")
+    if arguments.prompt == "":
+        raise UserError("the prompt is empty")
+    arguments.text.check()
+    if arguments.messages is not None and arguments.text.no_chat:
+        raise UserError("--messages is a chat: it does not go with --no-chat")
+    if arguments.messages is not None and arguments.text.system is not None:
+        raise UserError("--messages holds its own system message: it does not go with --system")
+    check_range("--samples", arguments.samples, 1, _MAX_SAMPLES)
+    check_range("--trace-top", arguments.trace_top, 0)
+    for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
+        if file == "-":
+            raise UserError(f"{name} -: standard output is for the text: give a file's name")
+    if arguments.retrieve == "":
+        raise UserError("--retrieve: an empty text is no folder")
+    if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
+        raise UserError("--ask goes with one sample and --format text")
+    traced = arguments.trace or arguments.report
+    if (arguments.trace_top or arguments.trace_layers) and not traced:
+        raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
+
+
+def _read_prompt(arguments: Arguments) -> Any:
+    """The prompt's text, or the decoded file of messages."""
+    if arguments.prompt_file is not None:
+        return read_input(arguments.prompt_file, "--prompt")
+    if arguments.messages is None:
+        return arguments.prompt
+    try:
+        messages = json.loads(read_input(arguments.messages, "--prompt"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
+    return [messages] if isinstance(messages, str) else messages  # a text alone is a prompt
+
+
+def _check_trace(path: Path, arguments: Arguments) -> None:
+    """Refuses, before anything is computed, a trace that could not be written."""
+    check_writable(path)
+    check_apart(path, arguments.prompt_file, arguments.messages)
+    if arguments.report is not None and path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file: --report reads the trace again")
+    if is_standard_output(path):
+        raise UserError(f"{path}: cannot be written: it is standard output, which is for the text")
+
+
 @contextlib.contextmanager
 def _trace_file(arguments: Arguments) -> Iterator[Path | None]:
     """The file of the run's trace; for a page alone, a temporary one beside it."""
     if arguments.trace is not None or arguments.report is None:
         yield None if arguments.trace is None else Path(arguments.trace)
-        return
-    report = Path(arguments.report)
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(scratch_beside(report))
-        except OSError as error:
-            raise UserError(f"{report}: cannot be written: {error.strerror}") from None
-        yield folder / f"{report.stem}.jsonl"
-
-
-def _recording(arguments: Arguments) -> "Recording":
-    from entropix_jax.engine.state import Recording
-
-    top, layers = arguments.trace_top, arguments.trace_layers
-    if arguments.report is not None and not (top or layers):
-        top, layers = _REPORT_TOP, True
-    return Recording(top=top, layers=layers, check=arguments.check)
-
-
-def _run(
-    arguments: Arguments,
-    generation: "Generation",
-    writer: "TraceWriter | None",
-    status: StatusLine,
-) -> int:
-    from entropix_jax.cli.terminal import Meter, TextScreen, print_legend, summary
-
-    screen = TextScreen(status) if arguments.format == "text" else None
-    if screen is not None and screen.coloured:
-        print_legend()
-    meter = Meter(status, generation.rows, generation.seconds) if arguments.verbose else None
-    output = _Output(generation, screen, writer, meter, status)
-    status.show(_COMPILING)
-    try:
-        for event in generation:
-            output.take(event)
-        for event in generation.interrupt():  # where Ctrl-C has ended the iteration
-            output.take(event)
-    finally:
-        status.clear()
-        if screen is not None:
-            screen.end_text()
-    if screen is None:
-        _print_json(generation)
-    if meter is not None:
-        print(meter.summary(), end="", file=sys.stderr)
-    print(summary(generation.rows, generation.timings), file=sys.stderr)
-    if errors := {i: row.error for i, row in enumerate(generation.rows) if row.error is not None}:
-        several = len(generation.rows) > 1
-        messages = [f"row {i}: {error}" if several else error for i, error in errors.items()]
-        hint = "" if arguments.check else " (--check names the tensor, or the layer)"
-        raise UserError("; ".join(messages) + hint)
-    interrupted = any(row.finish_reason == "interrupt" for row in generation.rows)
-    return EXIT_INTERRUPT if interrupted else EXIT_OK
-
-
-def _retriever(arguments: Arguments) -> "Retrieve | None":
-    if arguments.retrieve is None:
-        return None
-    from entropix_jax.model.loading import check_backend
-    from entropix_jax.text.retrieval import Retriever
-
-    check_backend()  # the library that ranks passages starts JAX
-    return Retriever(Path(arguments.retrieve))
+    else:
+        with scratch_beside(Path(arguments.report)) as folder:
+            yield folder / f"{Path(arguments.report).stem}.jsonl"
 
 
 def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
@@ -277,115 +240,70 @@ def _ask_on_terminal(arguments: Arguments, status: StatusLine) -> "Ask | None":
     return ask
 
 
-class _Output:
-    """Prints samples in order as their text becomes final, and writes the trace."""
+def _run(
+    arguments: Arguments,
+    generation: "Generation",
+    writer: "TraceWriter | None",
+    status: StatusLine,
+) -> int:
+    """Iterates over the run: prints samples in order as their text becomes final, writes the trace,
+    and sums up. Returns the exit status."""
+    from entropix_jax.cli.terminal import Meter, TextScreen, print_legend, summary
 
-    def __init__(
-        self,
-        generation: "Generation",
-        screen: "TextScreen | None",
-        writer: "TraceWriter | None",
-        meter: "Meter | None",
-        status: StatusLine,
-    ) -> None:
-        self._rows = generation.rows
-        self._screen = screen
-        self._writer = writer
-        self._meter = meter
-        self._status = status
-        self._started = False
-        self._waiting: list[list[Piece]] = [[] for _ in generation.rows]
-        self._shown = 0  # the sample that is being printed
+    rows = generation.rows
+    screen = TextScreen(status) if arguments.format == "text" else None
+    if screen is not None and screen.coloured:
+        print_legend()
+    meter = Meter(status, rows, generation.seconds) if arguments.verbose else None
+    waiting: list[list[Piece]] = [[] for _ in rows]
+    shown = 0  # the sample that is being printed
 
-    def take(self, event: "Event") -> None:
-        """Prints any text that is final and next in sample order."""
-        if not self._started:
-            self._started = True
-            self._status.clear()
-        if self._writer is not None and event.token is not None:
-            self._writer.write(event.token.to_json(retracted=event.retracted))
-        if self._screen is not None:
-            self._print(event, self._screen)
-        if self._meter is not None:
-            shown = min(self._shown, len(self._rows) - 1)
-            self._meter.take(event, event.row.number if self._screen is None else shown)
+    def take(event: "Event") -> None:
+        nonlocal shown
+        if writer is not None and event.token is not None:
+            writer.write(event.token.to_json(retracted=event.retracted))
+        if screen is not None:
+            waiting[event.row.number].extend(event.pieces)
+            while shown < len(rows):
+                for piece in waiting[shown]:
+                    screen.show(piece.text, piece.token)
+                waiting[shown].clear()
+                if rows[shown].finish_reason is None:
+                    break
+                screen.end_text()
+                shown += 1
+        if meter is not None:
+            meter.take(event, event.row.number if screen is None else min(shown, len(rows) - 1))
 
-    def _print(self, event: "Event", screen: "TextScreen") -> None:
-        self._waiting[event.row.number].extend(event.pieces)
-        while self._shown < len(self._rows):
-            for piece in self._waiting[self._shown]:
-                screen.show(piece.text, piece.token)
-            self._waiting[self._shown].clear()
-            if self._rows[self._shown].finish_reason is None:
-                break
+    status.show("compiling and reading the prompt (the first run takes longer) ...")
+    try:
+        for number, event in enumerate(generation):
+            if number == 0:
+                status.clear()
+            take(event)
+        for event in generation.interrupt():  # where Ctrl-C has ended the iteration
+            take(event)
+    finally:
+        status.clear()
+        if screen is not None:
             screen.end_text()
-            self._shown += 1
 
-
-def _check(arguments: Arguments) -> None:
-    """Refuses what is wrong by the command line alone."""
-    sources = (arguments.prompt, arguments.prompt_file, arguments.messages)
-    given = sum(source is not None for source in sources)
-    if given == 0 or arguments.prompt == "":
-        raise UserError("the prompt is empty: give --prompt, --prompt-file or --messages")
-    if given > 1:
-        raise UserError("give only one of --prompt, --prompt-file and --messages")
-    if arguments.chat and arguments.no_chat:
-        raise UserError("give only one of --chat and --no-chat")
-    if arguments.messages is not None and arguments.no_chat:
-        raise UserError("--messages is a chat: it does not go with --no-chat")
-    if arguments.messages is not None and arguments.system is not None:
-        raise UserError("--messages holds its own system message: it does not go with --system")
-    check_range("--max-new-tokens", arguments.max_new_tokens, 1)
-    check_range("--samples", arguments.samples, 1, _MAX_SAMPLES)
-    check_range("--trace-top", arguments.trace_top, 0)
-    if not all(map(all, arguments.stop)):
-        raise UserError("--stop: an empty text ends nothing")
-    for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
-        if file == "-":
-            raise UserError(f"{name} -: standard output is for the text: give a file's name")
-    if arguments.retrieve == "":
-        raise UserError("--retrieve: an empty text is no folder")
-    if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
-        raise UserError("--ask goes with one sample and --format text")
-    if (arguments.trace_top or arguments.trace_layers) and not (
-        arguments.trace or arguments.report
-    ):
-        raise UserError("--trace-top and --trace-layers need --trace FILE or --report FILE.html")
-
-
-def _check_trace(path: Path, arguments: Arguments) -> None:
-    """Refuses, before anything is computed, a trace that could not be written."""
-    check_writable(path)
-    check_apart(path, arguments.prompt_file, arguments.messages)
-    if arguments.report is not None and path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file: --report reads the trace again")
-    if is_standard_output(path):
-        raise UserError(f"{path}: cannot be written: it is standard output, which is for the text")
-
-
-def _read_prompt(arguments: Arguments) -> Any:
-    """The prompt's text, or the decoded file of messages."""
-    if arguments.messages is not None:
-        try:
-            messages = json.loads(read_input(arguments.messages, "--prompt"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{arguments.messages}: not valid JSON: {error}") from None
-        # A lone text would be taken for a prompt.
-        return [messages] if isinstance(messages, str) else messages
-    if arguments.prompt_file is None:
-        return arguments.prompt
-    return read_input(arguments.prompt_file, "--prompt")
-
-
-def _print_json(generation: "Generation") -> None:
-    for index, row in enumerate(generation.rows):
-        result = {
-            "row": index,
-            **row.to_json(),
-            "prompt_tokens": list(row.request.prompt),
-            "token_records": [token.to_json() for token in row.tokens],
-        }
-        # Where the encoding lacks a character, its escape still means it.
-        escape = (sys.stdout.encoding or "").lower() != "utf-8"
-        print(json.dumps(result, ensure_ascii=escape, allow_nan=False), flush=True)
+    if screen is None:
+        for index, row in enumerate(rows):
+            print_json(
+                {
+                    "row": index,
+                    **row.to_json(),
+                    "prompt_tokens": list(row.request.prompt),
+                    "token_records": [token.to_json() for token in row.tokens],
+                }
+            )
+    if meter is not None:
+        print(meter.summary(), end="", file=sys.stderr)
+    print(summary(rows, generation.timings), file=sys.stderr)
+    if errors := {i: row.error for i, row in enumerate(rows) if row.error is not None}:
+        messages = [f"row {i}: {e}" if len(rows) > 1 else e for i, e in errors.items()]
+        hint = "" if arguments.model.check else " (--check names the tensor, or the layer)"
+        raise UserError("; ".join(messages) + hint)
+    interrupted = any(row.finish_reason == "interrupt" for row in rows)
+    return EXIT_INTERRUPT if interrupted else EXIT_OK

@@ -1,27 +1,22 @@
 """`python -m entropix_jax.inspect`: the uncertainty of a given text, nothing generated."""
 
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from entropix_jax.cli.options import (
     EXIT_OK,
     Count,
-    Dtype,
     File,
     Flag,
-    Model,
+    ModelOptions,
     Text,
-    Texts,
-    flat_settings,
     model_name,
     parse,
+    print_json,
     read_input,
     run_command,
 )
@@ -31,12 +26,12 @@ from entropix_jax.names import REGIMES
 if TYPE_CHECKING:
     from entropix_jax.engine.score import ScoredToken
 
-_COLUMNS = (
-    ("entropy", "entropy"),
-    ("varentropy", "varentropy"),
-    ("attn_entropy_norm", "attention"),
-    ("agreement", "agreement"),
-)
+_COLUMNS = {
+    "entropy": "entropy",
+    "varentropy": "varentropy",
+    "attn_entropy_norm": "attention",
+    "agreement": "agreement",
+}
 
 
 @dataclass(frozen=True)
@@ -50,31 +45,20 @@ class Arguments:
     """The text."""
     text_file: File = None
     """Read the text from a file, - for standard input."""
-    model: Model = None
-    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
-    (default: smollm2 where its package is installed, else tiny)."""
-    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """The preset, or sampler file that ends in .toml, that assigns the regimes."""
-    set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
-    """Change settings of the sampler."""
+    model: ModelOptions = field(default_factory=ModelOptions)
     context: Count = 0
-    """Most tokens that the model sees at once; 0: 1024, or as many as it has positions."""
+    """Context length in tokens; 0: 1024, or the model's positions."""
     top: Count = 0
     """Add this many of the likeliest tokens to each token (with --format json)."""
     layers: Flag = False
     """Add the attention entropy of each layer and head to each token (with --format json)."""
-    dtype: Dtype = None
-    """Type of the weights in memory (default: as in the checkpoint)."""
-    check: Flag = False
-    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
-    the layer and the position."""
     format: Literal["table", "text", "json"] = "table"
     """A line for each token, the text coloured by regime, or JSON Lines with all metrics."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.inspect") -> int:
     """Runs the command and returns its exit status."""
-    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+    return run_command(lambda: _main(parse(Arguments, argv, prog, "--text")))
 
 
 def _main(arguments: Arguments) -> int:
@@ -85,33 +69,39 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.trace import header
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import load
-    from entropix_jax.sampler.presets import choose_sampler
 
-    sampler = choose_sampler(arguments.sampler, flat_settings(arguments.set))
+    sampler = arguments.model.choose_sampler()
     use_compilation_cache()
-    name = model_name(arguments.model)
-    model = load(name, arguments.dtype, check=arguments.check)
+    name = model_name(arguments.model.model)
+    check = arguments.model.check
+    model = load(name, arguments.model.dtype, check=check)
     calibrated = calibrate_sampler(sampler, model)
-    tokens = model.tokenizer.encode(text, add_bos=True)
+    ids = model.tokenizer.encode(text, add_bos=True)
     scored = score_tokens(
         model,
-        tokens,
+        ids,
         calibrated,
         context=arguments.context or None,
-        recording=Recording(top=arguments.top, layers=arguments.layers, check=arguments.check),
+        recording=Recording(top=arguments.top, layers=arguments.layers, check=check),
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
     tally = _Tally(scored)
     if arguments.format == "json":
-        _print_json([header(model, calibrated, tokens[:1], seed=None, name=name)])
-        _print_json(token.to_json() for token in tally)
-        _print_json([{"type": "footer", **tally.to_json()}])
-    elif arguments.format == "text":
-        _print_text(tally)
+        print_json(header(model, calibrated, ids[:1], seed=None, name=name))
+        for token in tally:
+            print_json(token.to_json())
+        print_json({"type": "footer", **tally.to_json()})
     else:
-        _print_table(tally)
-    print(tally.summary(), file=sys.stderr)
+        _print_tokens(tally, table=arguments.format == "table")
+    values = tally.to_json()
+    number, noun = values["tokens"], "token" if values["tokens"] == 1 else "tokens"
+    shares = " ".join(f"{r} {n / max(number, 1):.0%}" for r, n in values["regimes"].items())
+    print(
+        f"{number} {noun} | {values['bits_per_token']:.3f} bits a token, "
+        f"{values['entropy']:.3f} expected | {shares}",
+        file=sys.stderr,
+    )
     return EXIT_OK
 
 
@@ -156,44 +146,23 @@ class _Tally:
             "regimes": {regime: self._regimes[regime] for regime in REGIMES},
         }
 
-    def summary(self) -> str:
-        """Tokens, what the text cost against what the model expected it to, and the regimes."""
-        values = self.to_json()
-        number, noun = values["tokens"], "token" if values["tokens"] == 1 else "tokens"
-        shares = " ".join(f"{r} {n / max(number, 1):.0%}" for r, n in values["regimes"].items())
-        return (
-            f"{number} {noun} | {values['bits_per_token']:.3f} bits a token, "
-            f"{values['entropy']:.3f} expected | {shares}"
-        )
 
-
-def _print_json(objects: Any) -> None:
-    # Where the encoding lacks a character, its escape still means it.
-    escape = (sys.stdout.encoding or "").lower() != "utf-8"
-    for one in objects:
-        print(json.dumps(one, ensure_ascii=escape, allow_nan=False))
-
-
-def _print_text(tokens: "_Tally") -> None:
+def _print_tokens(tokens: _Tally, *, table: bool) -> None:
     from entropix_jax.cli.terminal import TextScreen, print_legend
 
     screen = TextScreen()
-    if screen.coloured:
+    if table:
+        heads = " ".join(f"{head:>10}" for head in _COLUMNS.values())
+        print(f"{'position':>8} regime    logprob {heads}  text")
+    elif screen.coloured:
         print_legend()
     try:
         for token in tokens:
-            screen.show(token.text, token)
+            if not table:
+                screen.show(token.text, token)
+                continue
+            regime = screen.paint(f"{token.regime:6}", token)
+            values = " ".join(f"{getattr(token, name):10.4f}" for name in _COLUMNS)
+            print(f"{token.position:>8} {regime} {token.logprob:10.4f} {values}  {token.text!r}")
     finally:
         screen.end_text()
-
-
-def _print_table(tokens: "_Tally") -> None:
-    from entropix_jax.cli.terminal import TextScreen
-
-    screen = TextScreen()
-    heads = " ".join(f"{head:>10}" for _, head in _COLUMNS)
-    print(f"{'position':>8} regime    logprob {heads}  text")
-    for token in tokens:
-        values = " ".join(f"{getattr(token, name):10.4f}" for name, _ in _COLUMNS)
-        regime = screen.paint(f"{token.regime:6}", token)
-        print(f"{token.position:>8} {regime} {token.logprob:10.4f} {values}  {token.text!r}")

@@ -6,34 +6,40 @@ import errno
 import gc
 import io
 import itertools
+import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from entropix_jax.errors import Note, UserError, printable
+from entropix_jax.errors import Note, UserError, check_range, printable
 from entropix_jax.host.files import read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
+
+if TYPE_CHECKING:
+    from entropix_jax.sampler.sampler import Sampler
 
 EXIT_OK, EXIT_USAGE = 0, 2
 # JAX keeps a million small objects for good. Python's default threshold of 700 scans them so often
 # that it takes a quarter of the start-up.
 _GC_THRESHOLD = 50_000
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
-def _option(metavar: str) -> Any:
-    # With the constructor, the text "None" is text. An absent option needs no "(default: None)".
+def option(metavar: str) -> Any:
+    """An option that may be absent. With the constructor, the text "None" is text."""
     return tyro.conf.arg(metavar=metavar, constructor=str, help_behavior_hint="")
 
 
 # Types of options, for the fields of a command's arguments.
-Text = Annotated[str | None, _option("TEXT")]
-File = Annotated[str | None, _option("FILE")]
-Model = Annotated[str | None, _option("MODEL")]
+Text = Annotated[str | None, option("TEXT")]
+File = Annotated[str | None, option("FILE")]
+Model = Annotated[str | None, option("MODEL")]
 _Weights = Literal["bfloat16", "float32", "int8"]
 _weights: Any = _Weights
 _dtype = tyro.conf.arg(
@@ -44,18 +50,85 @@ _dtype = tyro.conf.arg(
 )
 Dtype = Annotated[_Weights | None, _dtype]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
+OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 _several = tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")
 Texts = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, _several]
 
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model and its sampler."""
+
+    model: Model = None
+    """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
+    (default: smollm2 if its package is installed, else tiny)."""
+    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
+    """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; any other word lists them
+    all), or a sampler file that ends in .toml."""
+    set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
+    """Change settings of the sampler."""
+    dtype: Dtype = None
+    """Type of the weights in memory (default: the checkpoint's)."""
+    check: Flag = False
+    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
+    the layer and the position."""
+
+    def choose_sampler(self) -> "Sampler":
+        """The sampler with its changed settings; UserError if one is wrong."""
+        from entropix_jax.sampler.presets import choose_sampler
+
+        return choose_sampler(self.sampler, itertools.chain(*self.set))
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How a text is generated."""
+
+    max_new_tokens: Count = 256
+    """Maximum number of tokens to generate."""
+    seed: Count = 0
+    """Seed of all random numbers."""
+    chat: Flag = False
+    """Send the prompt as a user's message of a chat (default for Instruct models)."""
+    no_chat: Flag = False
+    """Continue the prompt as plain text (default for other models)."""
+    system: Text = None
+    """A system message for the chat."""
+    stop: Texts = ()
+    """Texts that end the output; they are not part of it."""
+    ignore_eos: Flag = False
+    """Continue past end tokens."""
+
+    def check(self) -> None:
+        """Raises UserError for values that are wrong by themselves."""
+        if self.chat and self.no_chat:
+            raise UserError("give only one of --chat and --no-chat")
+        check_range("--max-new-tokens", self.max_new_tokens, 1)
+        if not all(map(all, self.stop)):
+            raise UserError("--stop: an empty text ends nothing")
+
+    @property
+    def as_chat(self) -> bool | None:
+        """Whether the prompt is a chat; None where the model decides."""
+        return True if self.chat else False if self.no_chat else None
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts of all --stop."""
+        return list(itertools.chain(*self.stop))
+
+
 Arguments = TypeVar("Arguments")
 
 
-def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> Arguments:
+def parse(
+    arguments: type[Arguments], argv: Sequence[str] | None, prog: str, main_option: str = ""
+) -> Arguments:
     """The command line as an instance of the dataclass `arguments`. `--help` prints and exits.
 
-    Raises:
-        UserError: unknown, missing or malformed options.
+    `main_option` is named where a text follows no option. UserError if options are
+    unknown, missing or malformed.
     """
     error = io.StringIO()
     try:
@@ -64,22 +137,33 @@ def parse(arguments: type[Arguments], argv: Sequence[str] | None, prog: str) -> 
                 arguments,
                 args=argv,
                 prog=prog,
-                config=(tyro.conf.FlagCreatePairsOff,),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
                 return_unknown_args=True,
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
         raise UserError(f"{_first_paragraph(error.getvalue())} (see {prog} --help)") from None
+    values = dict(_options(parsed))
+    if unknown and main_option and not unknown[0].startswith("-"):
+        raise UserError(f"'{unknown[0]}' follows no option: give a text as {main_option} TEXT")
     if unknown:
-        options = [f"--{name.replace('_', '-')}" for name in vars(parsed)]
-        close = difflib.get_close_matches(unknown[0], options, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(unknown[0], values, n=1, cutoff=0.7)
         hint = f", did you mean {close[0]}?" if close else ""
         raise UserError(f"unknown options: {' '.join(unknown)}{hint} (see {prog} --help)")
-    for name, value in vars(parsed).items():
+    for name, value in values.items():
         if isinstance(value, tuple) and () in value:
-            raise UserError(f"--{name.replace('_', '-')}: nothing follows it")
+            raise UserError(f"{name}: nothing follows it")
     return parsed
+
+
+def _options(parsed: Any) -> Iterator[tuple[str, Any]]:
+    """The options of a dataclass and of those in it, with their values."""
+    for name, value in vars(parsed).items():
+        if is_dataclass(value):
+            yield from _options(value)
+        else:
+            yield f"--{name.replace('_', '-')}", value
 
 
 def _first_paragraph(box: str) -> str:
@@ -91,18 +175,6 @@ def _first_paragraph(box: str) -> str:
     lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()[1:]]
     message = itertools.dropwhile(is_rule, lines)
     return " ".join(itertools.takewhile(lambda line: not is_rule(line), message))
-
-
-def flat_settings(given: Sequence[Sequence[str]]) -> list[str]:
-    """The texts of all `--set`.
-
-    Raises:
-        UserError: one of them is empty.
-    """
-    settings = [text for texts in given for text in texts]
-    if "" in settings:
-        raise UserError("--set: an empty text sets nothing: expected sampler.KEY=VALUE")
-    return settings
 
 
 def run_command(command: Callable[[], int]) -> int:
@@ -125,19 +197,20 @@ def run_command(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except UserError as error:
-        return _fail(str(error))
+        message = str(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPT
     except BrokenPipeError:
         return EXIT_OK
     except OSError as error:
-        return _fail(_describe(error))
-    except MemoryError:
-        return _fail(_NO_MEMORY)
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        message = _describe(error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _fail(_NO_MEMORY)
+        message = "not enough memory: fewer rows, fewer new tokens or a smaller model need less"
+    with contextlib.suppress(OSError):  # standard error on a full disk
+        print(f"error: {printable(message)}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 def model_name(name: str | None) -> str:
@@ -182,18 +255,10 @@ def _describe(error: OSError) -> str:
     return reason if where is None else f"{where}: {reason}"
 
 
-_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-_NO_MEMORY = "not enough memory: fewer rows, fewer new tokens or a smaller model need less"
-
-
 def read_input(name: str, instead: str) -> str:
     """The text of a file, or of standard input where the name is `-`; one final line break is
-    dropped.
-
-    Raises:
-        UserError: it cannot be read, or is not UTF-8. `instead` is the option that gives the text
-            itself.
-    """
+    dropped. UserError if it cannot be read, or is not UTF-8. `instead` is the option that gives the
+    text itself."""
     if name != "-":
         return read_text(Path(name)).removesuffix("\n")
     if sys.stdin is None:
@@ -204,10 +269,10 @@ def read_input(name: str, instead: str) -> str:
         raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
 
 
-def _fail(message: str) -> int:
-    with contextlib.suppress(OSError):  # standard error on a full disk
-        print(f"error: {printable(message)}", file=sys.stderr)
-    return EXIT_USAGE
+def print_json(value: Any) -> None:
+    """Prints a line of JSON. Where the encoding lacks a character, its escape still means it."""
+    escape = (sys.stdout.encoding or "").lower() != "utf-8"
+    print(json.dumps(value, ensure_ascii=escape, allow_nan=False), flush=True)
 
 
 def _repair_streams() -> None:

@@ -31,7 +31,7 @@ _LOG_TOKENS = 64
 
 
 class TextScreen:
-    """Writes the text of a run to standard output as it comes, and nothing else there."""
+    """Writes the text of a run to standard output while it is generated, and nothing else there."""
 
     def __init__(self, status: StatusLine | None = None) -> None:
         """`status` is the line that makes room for the text."""
@@ -95,7 +95,7 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
     """Shows two continuations on standard error and reads which one to take from standard input;
     None where the person leaves the choice to the model."""
     err = Console(stderr=True, highlight=False, soft_wrap=True)
-    err.print("\n[bold]Two ways to go on, too close to call:[/bold]")
+    err.print("\n[bold]Two ways to continue, too close to call:[/bold]")
     for number, text in enumerate(texts, 1):
         err.print(f"  {number}", end="  ", style="bold")
         err.print(repr(printable(text)), markup=False)

@@ -22,10 +22,9 @@ _ZSTANDARD = b"\x28\xb5\x2f\xfd"
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, so that a second start skips compiling.
 
-    The folder is made for the user alone. Programs in it are run as they are, so a folder of
-    another user's, or one that all may write to, is not used, and a note says so. A folder that
-    JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone. Where no folder can be
-    written, nothing is kept.
+    Programs in it are run as they are, so a folder that others may write to is not used, and a note
+    says so. A folder that JAX's own setting (`JAX_COMPILATION_CACHE_DIR`) names is left alone.
+    Where no folder can be written, nothing is kept.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         try:
@@ -49,46 +48,31 @@ def use_compilation_cache() -> None:
 
 def user_folder(name: str) -> Path | None:
     """A folder of the user's cache folder, for what can be made again: made for the user alone.
-    None where none can be written.
-
-    Raises:
-        UserError: it is another user's, or all may write to it.
-    """
+    None where none can be written. UserError if it is another user's, or all may write to it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
         own = root.expanduser() / "entropix_jax"
-        folder = own / name
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for path in (own, folder):
-            if not _is_own(path):
+        (own / name).mkdir(mode=0o700, exist_ok=True)
+        for path in (own, own / name):
+            found = path.stat()
+            # On Windows a home is its user's.
+            if sys.platform != "win32" and (
+                found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH
+            ):
                 raise UserError(f"{path}: others could write there")
-        for path in (own, folder):
             path.chmod(0o700)
     except (OSError, RuntimeError):  # not writable; no home at all
         return None
-    return folder if os.access(folder, os.W_OK) else None
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether a folder is this user's, and not open to all."""
-    if sys.platform == "win32":  # where a home is its user's
-        return True
-    found = folder.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+    return own / name if os.access(own / name, os.W_OK) else None
 
 
 def drop_torn_programs(folder: Path, *, sized: bool) -> None:
     """Removes cache entries that a killed run or a full disk has truncated: JAX would warn of each
     at every start and never replace it. Looks at those alone that are newer than its last look.
 
-    Args:
-        folder: of the cache.
-        sized: whether the cache has a largest size. An entry without a time of use then gets one:
-            for want of it JAX 0.10 would keep no further program.
-
-    Raises:
-        OSError: the folder cannot be read or written.
+    In a cache with a largest size (`sized`) an entry without a time of use gets one: for want of it
+    JAX 0.10 would keep no further program. OSError where the folder cannot be read or written.
     """
     mark = folder / ".checked"
     checked = mark.stat().st_mtime if mark.exists() else 0.0

@@ -27,17 +27,11 @@ def join(
 ) -> tuple[int, int]:
     """Waits for the other processes of the run; returns this one's index and their number.
 
-    Must be called before anything initializes a JAX device. Given both numbers but no coordinator,
+    The arguments are HOST:PORT of process 0, the number of processes, and the index of this one;
+    None is what the environment says (a TPU VM, Slurm, ...). Given both numbers but no coordinator,
     a process waits for nobody, so that it can be restarted by itself; with TPUs all must start.
-
-    Args:
-        coordinator: host and port of process 0. None, here and below, is what the environment
-            says (a TPU VM, Slurm, ...).
-        processes: how many there are.
-        process: the index of this one.
-
-    Raises:
-        UserError: the environment says nothing, or processes are missing after `PATIENCE` seconds.
+    Must be called before anything initializes a JAX device. UserError if the environment says
+    nothing, or processes are missing after `PATIENCE` seconds.
     """
     try:
         if _has_tpu():
@@ -47,24 +41,19 @@ def join(
         print("note: waiting for the other processes", file=sys.stderr)
         return _rendezvous_in_child(coordinator, processes, process, PATIENCE)
     except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"--distributed: the processes do not meet: {_first_line(error)} (outside a TPU VM or "
-            "Slurm give --coordinator, --processes and --process)"
+            f"--distributed: the processes do not meet: {reason}"
+            " (outside a TPU VM or Slurm give --coordinator, --processes and --process)"
         ) from None
 
 
 def check_place(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Checks the options of `join` by themselves.
-
-    Raises:
-        UserError: one is invalid.
-    """
-    if coordinator is not None:
-        match = re.fullmatch(r"(?:[^\s:]+|\[[^\s\]]+\]):([0-9]{1,5})", coordinator)
-        if match is None or not 1 <= int(match[1]) <= 65535:
-            raise UserError(
-                f"--coordinator {coordinator}: must be HOST:PORT, the port from 1 to 65535"
-            )
+    """Refuses (UserError) arguments of `join` that are wrong by themselves."""
+    address = "host:1" if coordinator is None else coordinator
+    match = re.fullmatch(r"(?:[^\s:]+|\[[^\s\]]+\]):([0-9]{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        raise UserError(f"--coordinator {address}: must be HOST:PORT, the port from 1 to 65535")
     check_range("--processes", processes, 1)
     if process is not None and not 0 <= process < (processes or process + 1):
         most = "" if processes is None else f" and under --processes {processes}"
@@ -74,7 +63,6 @@ def check_place(coordinator: str | None, processes: int | None, process: int | N
 def _rendezvous(
     coordinator: str | None, processes: int | None, process: int | None, patience: int
 ) -> tuple[int, int]:
-    """The rendezvous in this process."""
     import jax
 
     jax.distributed.initialize(coordinator, processes, process, initialization_timeout=patience)
@@ -84,11 +72,7 @@ def _rendezvous(
 
 
 def _rendezvous_in_child(*arguments: str | int | None) -> tuple[int, int]:
-    """The rendezvous in a child process, which ends with this one.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """The rendezvous in a child process, which ends with this one. RuntimeError if it fails."""
     child = subprocess.Popen(
         [sys.executable, "-m", "entropix_jax.host.distributed", json.dumps(arguments)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -108,8 +92,7 @@ def _rendezvous_in_child(*arguments: str | int | None) -> tuple[int, int]:
     place = json.loads(answer)
     if isinstance(place, str):
         raise RuntimeError(place)
-    index, count = place
-    return index, count
+    return tuple(place)
 
 
 def _run_child() -> None:
@@ -124,13 +107,9 @@ def _run_child() -> None:
     try:
         place = _rendezvous(*json.loads(sys.argv[1]))
     except (ValueError, RuntimeError) as error:
-        place = _first_line(error)
+        place = str(error)
     print(json.dumps(place), flush=True)
     os._exit(0)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _has_tpu() -> bool:

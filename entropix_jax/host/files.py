@@ -26,17 +26,11 @@ _SCRATCH = ".part"  # suffix of temporary folders
 
 @contextmanager
 def opening(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading bytes.
-
-    Raises:
-        UserError: missing or unreadable, also where reading fails within the block.
-    """
+    """Opens a file for reading bytes; UserError if that fails, or reading within the block."""
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: not a file name")
     try:
-        try:
-            file = path.open("rb")
-        except ValueError as error:  # a NUL in the path
-            raise UserError(f"{str(path)!r}: not a file name") from error
-        with file:
+        with path.open("rb") as file:
             yield file
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
@@ -45,21 +39,13 @@ def opening(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        UserError: missing or unreadable.
-    """
+    """The bytes of a file; UserError if it cannot be read."""
     with opening(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        UserError: missing, unreadable or not UTF-8.
-    """
+    """The text of a file; UserError if it cannot be read or is not UTF-8."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
@@ -67,11 +53,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-        UserError: missing, unreadable, not JSON, or not an object.
-    """
+    """The object that a JSON file holds; UserError if it cannot be read or holds none."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UserError(f"{path}: cannot be read: not a regular file")
     try:
@@ -84,11 +66,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuses a file that names Python code of the folder's own; `path` is only named in errors.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuses (UserError) the file `path`, with this content, if it names Python code to run."""
     if raw.get("auto_map"):
         raise UserError(
             f"{path}: 'auto_map' names code of the folder's own, which is not run: "
@@ -96,88 +74,8 @@ def check_own_code(raw: Mapping[str, Any], path: Path) -> None:
         )
 
 
-@contextmanager
-def scratch_beside(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, removed when the block ends. Missing parents are made.
-
-    One that a killed run left, `.NAME.????????.part`, is removed by the next run that writes
-    `path`: each is locked while its process lives.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SCRATCH, dir=path.parent))
-        lock = _lock(folder, wait=True)
-        if folder.is_dir():  # else another run took it for abandoned before it was locked
-            break
-        if lock is not None:
-            os.close(lock)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def open_alone(path: Path) -> int:
-    """Opens a file for writing and returns the descriptor. A regular file is locked first, until
-    the descriptor is closed, and then emptied.
-
-    Raises:
-        OSError: it cannot be opened, or another process has locked it.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-    try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            if sys.platform != "win32":
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise OSError(error.errno, "another run is writing to it") from None
-                except OSError:  # a file system without locks
-                    pass
-            os.ftruncate(descriptor, 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _remove_abandoned(path: Path) -> None:
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.????????{_SCRATCH}"):
-        lock = None if folder.is_symlink() else _lock(folder, wait=False)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Locks a folder and returns a descriptor to close; None where another process has the lock, or
-    the system has no locks."""
-    if sys.platform == "win32":
-        return None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds.
-
-    Raises:
-        UserError: missing, unreadable or not TOML.
-    """
+    """What a TOML file holds; UserError if it cannot be read or is not TOML."""
     try:
         return parse_toml(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -199,12 +97,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` when the block ends without an error. Where `path` is a
-    link, its target is replaced. Missing parents are made.
-
-    Raises:
-        UserError: the folder cannot be made or written.
-    """
+    """A temporary path that replaces `path`, or the target of that link, if the block succeeds.
+    Missing parents are made. UserError if it cannot be written."""
     try:
         place = Path(os.path.realpath(path))
         with scratch_beside(place) as scratch:
@@ -214,6 +108,83 @@ def replacing(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
+@contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`, removed when the block ends. Missing parents are made.
+
+    One that a killed run left, `.NAME.????????.part`, is removed by the next run that writes
+    `path`: each is locked while its process lives. UserError if it cannot be made.
+    """
+    prefix = f".{path.name}."
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(prefix)}????????{_SCRATCH}"):
+            lock = None if left.is_symlink() else _lock(left, wait=False)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SCRATCH, dir=path.parent))
+            lock = _lock(folder, wait=True)
+            if folder.is_dir():  # else another run took it for abandoned before it was locked
+                break
+            if lock is not None:
+                os.close(lock)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def open_alone(path: Path) -> int:
+    """Opens a file for writing and returns the descriptor. A regular file is locked first, until
+    the descriptor is closed, and then emptied. OSError if it cannot be opened, or another process
+    has locked it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            lock_alone(descriptor)
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def lock_alone(descriptor: int) -> None:
+    """Locks an open file until it is closed, where the file system has locks. OSError if another
+    process has locked it."""
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(error.errno, "another run is writing to it") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """Locks a folder and returns a descriptor to close; None where another process has the lock, or
+    the system has no locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def allow_long_cells() -> None:
     """Lets Python read CSV cells of up to 2**24 characters: its own limit, 128 KiB, is less than a
     model's context."""
@@ -221,11 +192,7 @@ def allow_long_cells() -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Checks that a file could be written, without creating it.
-
-    Raises:
-        UserError: it could not.
-    """
+    """Refuses (UserError) a file that could not be written, without creating it."""
     if path.is_dir():
         raise UserError(f"{path}: cannot be written: it is a folder")
     if not path.parent.is_dir():
@@ -235,11 +202,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_apart(output: Path, *sources: Path | str | None) -> None:
-    """Checks that an output does not replace one of its own sources.
-
-    Raises:
-        UserError: it would.
-    """
+    """Refuses (UserError) an output that would replace one of its own sources."""
     for source in sources:
         if source is not None and os.path.realpath(output) == os.path.realpath(source):
             raise UserError(f"{output}: would take the place of its own source: give another name")

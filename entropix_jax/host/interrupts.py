@@ -22,12 +22,7 @@ def exit_at_once() -> None:
     library."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if _is_delivered(number):
-            signal.signal(number, lambda signum, frame: os._exit(exit_status(signum)))
-
-
-def exit_status(signum: int) -> int:
-    """The exit status of a process that a signal has ended."""
-    return 128 + signum
+            signal.signal(number, lambda signum, frame: os._exit(128 + signum))
 
 
 @contextlib.contextmanager
@@ -46,7 +41,7 @@ def deferred_interrupts(
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
         else:
-            raise SystemExit(exit_status(signum))
+            raise SystemExit(128 + signum)
 
     before = {number: signal.signal(number, handle) for number in signals if _is_delivered(number)}
     try:

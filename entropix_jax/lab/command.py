@@ -18,7 +18,7 @@ from entropix_jax.cli.options import EXIT_OK, model_name
 from entropix_jax.engine.calibrated import fit_thresholds
 from entropix_jax.errors import check_range, require
 from entropix_jax.host.compile_cache import use_compilation_cache
-from entropix_jax.host.interrupts import deferred_interrupts, exit_status
+from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.lab.study import Study
 from entropix_jax.lab.sweep import Calibrate, Sweep
 from entropix_jax.model.loading import LanguageModel, check_backend, load, resolve_model
@@ -86,7 +86,7 @@ def run_study(
         findings = study.run(watch)
     if findings is None:
         print("interrupted: run the same command again to continue", file=sys.stderr)
-        return exit_status(pressed[0])
+        return 128 + pressed[0]
 
     # Print the summary, without its pictures.
     page = (folder / "summary.md").read_text(encoding="utf-8")

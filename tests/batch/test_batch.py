@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import BadRecord, Record, read_records
 from entropix_jax.batch.run import BatchRun, Defaults, file_name
 from entropix_jax.cli import batch
-from entropix_jax.cli.options import EXIT_OK, EXIT_USAGE
+from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.commands import Result
+from tests.support.commands import Result, refusal, run_command
 from tests.support.model_folders import poisoned, write_model
 from tests.support.runs import Spec, run_specs
-from tests.support.traces import Json
+from tests.support.traces import Json, read_trace
 from tests.support.waiting import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -43,28 +44,73 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def model(folder: str) -> LanguageModel:
     return load(folder)
 
 
+class Place:
+    """A folder in which batches run from in.jsonl to out.jsonl, with a model of its own."""
+
+    def __init__(self, folder: Path, model: str, cache: dict[str, str]) -> None:
+        self.path = folder
+        self.output = folder / "out.jsonl"
+        self.running: list[subprocess.Popen[bytes]] = []
+        self._own = {"--input": folder / "in.jsonl", "--output": self.output, "--model": model}
+        self._own["--slots"] = 4
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), **cache}
+
+    def write(self, lines: Sequence[Json | str]) -> Path:
+        """Writes the input."""
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path = self.path / "in.jsonl"
+        path.write_text("".join(text + "\n" for text in texts))
+        return path
+
+    def options(self, *given: object) -> list[str]:
+        """All options: those given, and the rest of the place's own."""
+        own = {name: value for name, value in self._own.items() if name not in given}
+        return [str(part) for part in (*itertools.chain(*own.items()), *given)]
+
+    def run(self, *given: object) -> Result:
+        return run_command(batch.main, *self.options(*given))
+
+    def start(self, *given: object) -> subprocess.Popen[bytes]:
+        """Runs in a process of its own."""
+        command = [sys.executable, "-m", "entropix_jax.batch", *self.options(*given)]
+        streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.running.append(subprocess.Popen(command, env=self._environment, **streams))
+        return self.running[-1]
+
+    def complete(self, *given: object) -> None:
+        process = self.start(*given)
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+
+    def read(self, path: Path | None = None) -> dict[str, Json]:
+        """The results by id, each there once, without their times."""
+        lines = (path or self.output).read_text().splitlines()
+        results = {result["id"]: result for result in map(json.loads, lines)}
+        assert len(results) == len(lines)
+        for result in results.values():
+            timings = result.pop("timings", {"seconds": 0})
+            assert 0 <= timings.get("first_token", 0) <= timings["seconds"]
+        return results
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A cache for compiled programs whose processes may be killed while they write to it."""
+    folder = str(tmp_path_factory.mktemp("programs"))
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
+
+
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Result]:
-    """Runs the command in this process, by default with the test's model and four slots."""
-
-    def run(*arguments: object, model: str | None = None, slots: int = 4) -> Result:
-        capsys.readouterr()
-        own = ["--model", model or folder, "--slots", slots]
-        status = batch.main([str(a) for a in (*arguments, *own)])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return Result(status, captured.out, captured.err)
-
-    return run
+def place(tmp_path: Path, folder: str, own_cache: dict[str, str]) -> Iterator[Place]:
+    place = Place(tmp_path, folder, own_cache)
+    yield place
+    for process in place.running:
+        process.kill()
+        process.communicate()
 
 
 def records(number: int) -> list[Json]:
@@ -85,218 +131,35 @@ def records(number: int) -> list[Json]:
     return made
 
 
-def write_input(path: Path, lines: Sequence[Json | str]) -> Path:
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(text + "\n" for text in texts))
-    return path
-
-
-def read(path: Path) -> dict[str, Json]:
-    """The results by id, each there once."""
-    results = [json.loads(line) for line in path.read_text().splitlines()]
-    by_id = {result["id"]: result for result in results}
-    assert len(by_id) == len(results)
-    return by_id
-
-
-def without_timings(results: dict[str, Json]) -> dict[str, Json]:
-    return {
-        name: {k: v for k, v in result.items() if k != "timings"}
-        for name, result in results.items()
-    }
-
-
-def test_each_record_is_its_row_alone(
-    command: Callable[..., Result], folder: str, tmp_path: Path
-) -> None:
+def test_each_record_is_its_row_alone(place: Place, model: LanguageModel) -> None:
     wanted = records(15)
-    source = write_input(tmp_path / "in.jsonl", wanted)
-    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 12)
+    wanted[3]["id"], wanted[4]["id"] = "a/b", ".."
+    place.write(wanted)
+    traces = place.path / "traces"
+    result = place.run("--max-new-tokens", 12, "--trace", traces, "--trace-top", 2)
     assert (result.status, result.out) == (EXIT_OK, "")
-    found = read(tmp_path / "out.jsonl")
+    found = place.read()
     assert found.keys() == {record["id"] for record in wanted}
-    model = load(folder)
+    names = {f"{file_name(record['id'])}.jsonl" for record in wanted}
+    assert {path.name for path in traces.iterdir()} == names
     for line, record in enumerate(wanted, 1):
-        if "messages" in record:
-            prompt = model.tokenizer.apply_chat(record["messages"])
-        else:
-            prompt = model.tokenizer.apply_chat([{"role": "user", "content": record["prompt"]}])
-        request = Spec(prompt, record["id"], record.get("max_new_tokens", 12))
-        (row,) = run_specs(
-            model,
-            [request],
-            record.get("sampler", "entropix"),
-            seed=record.get("seed", 0),
-            turn_end=True,
-        ).run()
+        messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+        request = Spec(
+            model.tokenizer.apply_chat(messages), record["id"], record.get("max_new_tokens", 12)
+        )
+        sampler, seed = record.get("sampler", "entropix"), record.get("seed", 0)
+        (row,) = run_specs(model, [request], sampler, seed=seed, turn_end=True).run()
         one = found[record["id"]]
-        assert one["line"] == line
-        assert one["token_ids"] == [token.token_id for token in row.tokens]
-        expected = row.to_json()
-        assert {name: one[name] for name in expected} == expected
         mean = sum(token.entropy for token in row.tokens) / len(row.tokens)
         assert one["mean_entropy"] == pytest.approx(mean, rel=1e-5)
-        assert 0 <= one["timings"]["first_token"] <= one["timings"]["seconds"]
-
-
-def test_real_prompts(command: Callable[..., Result], shared_data: Path, tmp_path: Path) -> None:
-    """Through 32 slots, and one by one on two devices: the same tokens."""
-    results = []
-    for slots in (32, 1):
-        output = tmp_path / f"{slots}.jsonl"
-        mesh = ("--mesh", "data=1,model=2") if slots == 1 else ()
-        status = command(
-            *("--input", shared_data / "prompts.csv", "--output", output, "--context", 4096),
-            *("--max-new-tokens", 60, "--ignore-eos", *mesh),
-            model=str(ROOT / "weights" / "tiny"),
-            slots=slots,
-        ).status
-        assert status == EXIT_OK
-        results.append(read(output))
-    together, alone = results
-    assert len(together) == len(alone) > 100
-    for name, result in together.items():
-        assert result.get("token_ids") == alone[name].get("token_ids"), name
-
-
-def test_a_finished_run_is_not_run_again(command: Callable[..., Result], tmp_path: Path) -> None:
-    source = write_input(tmp_path / "in.jsonl", records(6))
-    arguments = ("--output", tmp_path / "out.jsonl", "--max-new-tokens", 5, "--input", source)
-    assert command(*arguments).status == EXIT_OK
-    before = (tmp_path / "out.jsonl").read_bytes()
-    again = command(*arguments)
-    assert again.status == EXIT_OK
-    assert "note: 6 records done already" in again.err
-    assert (tmp_path / "out.jsonl").read_bytes() == before
-    # More records at the end of the input are taken up.
-    write_input(source, records(9))
-    assert command(*arguments).status == EXIT_OK
-    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
-    assert len(read(tmp_path / "out.jsonl")) == 9
-    # Another record under a known id is refused.
-    write_input(source, [{"id": "r0", "prompt": "Twice"}])
-    refused = command(*arguments)
-    assert refused.status == EXIT_USAGE
-    assert "line 1 (id 'r0') has a result of another record" in refused.err
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        (["--seed", "1"], "seed"),
-        (["--max-new-tokens", "6"], "max_new_tokens"),
-        (["--sampler", "greedy"], "sampler."),
-        (["--dtype", "bfloat16"], "precision"),
-        (["--stop", "x"], "stop"),
-    ],
-)
-def test_another_run_under_the_same_output(
-    command: Callable[..., Result], tmp_path: Path, changes: list[str], what: str
-) -> None:
-    source = write_input(tmp_path / "in.jsonl", records(2))
-    output = tmp_path / "out.jsonl"
-    own = ["--max-new-tokens", "1"] if changes[0] != "--max-new-tokens" else []
-    assert command("--input", source, "--output", output, *own).status == EXIT_OK
-    before = output.read_bytes()
-    refused = command("--input", source, "--output", output, *own, *changes)
-    assert refused.status == EXIT_USAGE
-    last = refused.err.splitlines()[-1]
-    assert what in last
-    assert str(output) in last
-    assert output.read_bytes() == before
-    mixed = command("--input", source, "--output", output, *own, *changes, "--mix")
-    assert mixed.status == EXIT_OK
-
-
-BAD = [
-    ('{"id": "torn', "not valid JSON"),
-    ('{"id": "none"}', "prompt"),
-    ('{"id": "r0", "prompt": "again"}', "came before"),
-    ('{"id": "type", "prompt": 7}', "prompt"),
-    ('{"id": "name", "prompt": "x", "sampler": "greedi"}', "no sampler preset 'greedi'"),
-    ('{"id": "count", "prompt": "x", "max_new_tokens": 0}', "max_new_tokens"),
-    ('{"id": "long", "prompt": "%s"}' % ("Berlin " * 200), "positions"),
-    ('{"id": "sampler", "prompt": "x", "sampler": "{pipe}"}', "cannot be read: not a regular file"),
-]
-
-
-def test_bad_records_are_results(command: Callable[..., Result], tmp_path: Path) -> None:
-    good = [{"id": f"r{i}", "prompt": "Once"} for i in range(3)]
-    pipe = tmp_path / "pipe.toml"
-    os.mkfifo(pipe)
-    bad = [text.replace("{pipe}", str(pipe)) for text, _ in BAD]
-    source = write_input(tmp_path / "in.jsonl", [good[0], *bad, *good[1:]])
-    arguments = ("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2)
-    result = command(*arguments)
-    assert result.status == EXIT_OK
-    assert f"{len(good) + len(BAD)} records done ({len(BAD)} of them with an error)" in result.err
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    errors = {line["line"]: line for line in lines if "error" in line}
-    assert sorted(errors) == list(range(2, 2 + len(BAD)))
-    for number, (_, expected) in enumerate(BAD, 2):
-        assert expected in errors[number]["error"], errors[number]
-        assert "\n" not in errors[number]["error"]
-        assert errors[number]["finish_reason"] == "error"
-    assert {line["id"] for line in lines if "error" not in line} == {"r0", "r1", "r2"}
-    # They are done, too.
-    before = (tmp_path / "out.jsonl").read_bytes()
-    assert command(*arguments).status == EXIT_OK
-    assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
-def test_strict_ends_at_the_first_bad_record(
-    command: Callable[..., Result], tmp_path: Path
-) -> None:
-    """What was complete by then stays."""
-    source = write_input(tmp_path / "in.jsonl", [*records(3), BAD[0][0], {"prompt": "Once"}])
-    result = command("--input", source, "--output", tmp_path / "out.jsonl", "--strict", slots=2)
-    assert result.status == EXIT_USAGE
-    assert result.err.splitlines()[-1].startswith(f"error: {source}: line 4: ")
-    found = read(tmp_path / "out.jsonl")
-    assert found
-    assert not any("error" in one for one in found.values())
-
-
-def test_a_row_that_fails_is_told(
-    command: Callable[..., Result],
-    folder: str,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    end = load(folder).tokenizer.encode("Once", add_bos=False)[-1]
-    broken = str(write_model(tmp_path_factory.mktemp("broken"), poisoned(end)))
-    source = write_input(tmp_path / "in.jsonl", [{"id": "a", "prompt": "Once"}])
-    result = command("--input", source, "--output", tmp_path / "out.jsonl", model=broken)
-    assert result.status == EXIT_OK
-    error = read(tmp_path / "out.jsonl")["a"]["error"]
-    assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
-
-
-def test_traces(command: Callable[..., Result], tmp_path: Path) -> None:
-    source = write_input(
-        tmp_path / "in.jsonl",
-        [{"id": "a/b", "prompt": "Once"}, {"id": "..", "prompt": "upon"}, {"prompt": "a"}],
-    )
-    traces = tmp_path / "traces"
-    result = command(
-        *("--input", source, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 9),
-        *("--trace", traces, "--trace-top", 2),
-    )
-    assert result.status == EXIT_OK
-    found = read(tmp_path / "out.jsonl")
-    assert sorted(path.name for path in traces.iterdir()) == sorted(
-        f"{file_name(name)}.jsonl" for name in found
-    )
-    for name, one in found.items():
-        header, *lines, footer = (
-            json.loads(line)
-            for line in (traces / f"{file_name(name)}.jsonl").read_text().splitlines()
-        )
+        ids = [token.token_id for token in row.tokens]
+        expected = {**row.to_json(), "line": line, "token_ids": ids}
+        assert {name: one[name] for name in expected} == expected
+        header, *lines, footer = read_trace(traces / f"{file_name(record['id'])}.jsonl")
         tokens = [line for line in lines if line["type"] == "token"]
         assert header["type"] == "header"
-        assert [token["token_id"] for token in tokens] == one["token_ids"]
-        assert {token["row"] for token in tokens} == {0}
-        assert all(len(token["top"]) == 2 for token in tokens)
+        assert [token["token_id"] for token in tokens] == ids
+        assert all(len(token["top"]) == 2 and token["row"] == 0 for token in tokens)
         assert footer["rows"][0]["text"] == one["text"]
 
 
@@ -311,166 +174,178 @@ def test_names_of_files() -> None:
         assert len(name.encode()) < 200
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--slots", "0"], "--slots must be at least 1, not 0"),
-        (["--context", "999"], "--context 999: the model has 120 positions"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
-        (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
-        (["--stop", ""], "--stop: an empty text ends nothing"),
-        (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
-        (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
-        (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
-        (["--distributed", "--input", "-"], "each process reads all of --input"),
-        (["--distributed"], "--distributed: the processes do not meet: "),
-        (
-            ["--distributed", "--coordinator", "nonsense"],
-            "--coordinator nonsense: must be HOST:PORT",
-        ),
-        (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
-        (
-            ["--distributed", "--processes", "2", "--process", "2"],
-            "--process must be at least 0 and under --processes 2, not 2",
-        ),
-        (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
-        (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
-        (["--sampler", "greedi"], "no sampler preset 'greedi'"),
-        (["--input", "missing.jsonl"], "missing.jsonl"),
-        (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
-        (
-            ["--trace", "s3://b/traces"],
-            "--trace s3://b/traces: traces need a folder on this machine",
-        ),
-        (["--trace", "."], "--trace .: in.jsonl lies there, whose name a record's trace could"),
-        (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
-        (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
-        (["--no-chat", "--system", "x"], "a system message needs a chat"),
-        (["--slots", "100000000"], "do not fit into a device: at least"),
-    ],
-)
-def test_mistakes(
-    capsys: pytest.CaptureFixture[str],
-    folder: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if (output := arguments[-1]).endswith(("link", "link.jsonl")):
-        (tmp_path / "elsewhere").mkdir()
-        leads_to = "elsewhere/data" if output == "link.jsonl" else "../data.jsonl"
-        (tmp_path / output).symlink_to(leads_to)
-    before = {path.name for path in tmp_path.iterdir()} | {"in.jsonl"}
-    own = {"--input": "in.jsonl", "--output": "out.jsonl", "--model": folder}
-    write_input(tmp_path / "in.jsonl", records(1))
-    given = [part for name, value in own.items() if name not in arguments for part in (name, value)]
-    assert batch.main([*given, *arguments]) == EXIT_USAGE
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    last = captured.err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert expected in last
-    assert "Traceback" not in captured.err
-    assert {path.name for path in tmp_path.iterdir()} == before
+def test_what_continues_a_run(place: Place) -> None:
+    """The same one, and a longer input; nothing else unless it is asked for."""
+    sampler = place.path / "own.toml"
+    sampler.write_text('extends = "greedy"\n')
+    own = {"prompt": "Once", "sampler": str(sampler)}
+    lines = [{"id": "first", **own}, *records(6)]
+    place.write(lines)
+    options = ("--max-new-tokens", 5)
+    assert place.run(*options).status == EXIT_OK
+    first = place.output.read_bytes()
+    sampler.write_text('extends = "greedy"\n[base]\ntemperature = 0.5\n')
+    again = place.run(*options)
+    assert (again.status, place.output.read_bytes()) == (EXIT_OK, first)
+    assert "note: 7 records done already" in again.err
+    place.write([lines[0], *records(9)])
+    assert place.run(*options).status == EXIT_OK
+    before = place.output.read_bytes()
+    assert before.startswith(first)
+    assert len(place.read()) == 10
 
-
-@pytest.mark.parametrize("what", ["header", "compressed", "strict", "traces"])
-def test_a_run_that_is_refused_leaves_nothing(
-    command: Callable[..., Result], tmp_path: Path, what: str
-) -> None:
-    source, more = tmp_path / "in.jsonl", []
-    write_input(source, [BAD[0][0], *records(1)])
-    if what == "header":
-        source = tmp_path / "in.csv"
-        source.write_text("text,id\nOnce,a\n")
-    elif what == "compressed":
-        source = tmp_path / "in.jsonl.gz"
-        source.write_bytes(gzip.compress(b"{}\n" * 99)[:-9])
-    elif what == "strict":
-        more = ["--strict"]
-    else:
-        (tmp_path / "file").write_text("")
-        more = ["--trace", str(tmp_path / "file" / "traces")]
-    before = set(tmp_path.iterdir())
-    refused = command("--input", source, "--output", tmp_path / "out.jsonl", *more)
-    assert refused.status == EXIT_USAGE
-    assert refused.err.splitlines()[-1].startswith("error: ")
-    assert set(tmp_path.iterdir()) == before
-
-
-def test_a_sampler_s_file_that_has_changed(command: Callable[..., Result], tmp_path: Path) -> None:
-    """Its new values are not mixed with the old ones."""
-    own = tmp_path / "own.toml"
-    own.write_text('extends = "greedy"\n')
-    lines = [{"id": i, "prompt": "Once", "sampler": str(own)} for i in "ab"]
-    source = write_input(tmp_path / "in.jsonl", lines[:1])
-    output = tmp_path / "out.jsonl"
-    arguments = ("--input", source, "--output", output, "--max-new-tokens", 1)
-    assert command(*arguments).status == EXIT_OK
-    before = output.read_bytes()
-    own.write_text('extends = "greedy"\n[base]\ntemperature = 0.5\n')
-    assert command(*arguments).status == EXIT_OK  # nothing is left to run
-    write_input(source, lines)
-    refused = command(*arguments)
-    assert refused.status == EXIT_USAGE
-    told = f"{output}: line 2 (id 'b'): sampler '{own}' is not what it was for earlier results"
-    assert told in refused.err
-    assert output.read_bytes() == before
-    assert command(*arguments, "--mix").status == EXIT_OK
-    assert len({result["sampler_digest"] for result in read(output).values()}) == 2
+    for option, value, what in (
+        ("--max-new-tokens", 2, "max_new_tokens"),
+        ("--seed", 1, "seed"),
+        ("--sampler", "greedy", "sampler."),
+        ("--dtype", "bfloat16", "precision"),
+        ("--stop", "x", "stop"),
+    ):
+        told = f"error: {place.output}: holds another run's results: {what}"
+        assert refusal(place.run(*options, option, value)).startswith(told)
+    place.write([{"id": "r0", "prompt": "Twice"}])
+    told = "line 1 (id 'r0') has a result of another record"
+    assert told in refusal(place.run(*options))
+    place.write([{"id": "last", **own}])
+    told = f"line 1 (id 'last'): sampler '{sampler}' is not what it was for earlier results"
+    assert told in refusal(place.run(*options))
+    assert place.output.read_bytes() == before
+    assert place.run(*options, "--seed", 1, "--mix").status == EXIT_OK
+    results = place.read()
+    assert results["first"]["sampler_digest"] != results["last"]["sampler_digest"]
 
 
 def test_a_model_s_fingerprint(tmp_path: Path) -> None:
     """Whatever is read of its folder counts."""
-    found = set()
-    for name in ("", "config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
-        if name:
-            (tmp_path / name).write_text("some")
+    found = {fingerprint(tmp_path)}
+    for name in ("config.json", "chat_template.jinja", "tokenizer.model", "a.safetensors"):
+        (tmp_path / name).write_text("some")
         found.add(fingerprint(tmp_path))
     assert len(found) == 5
     (tmp_path / "README.md").write_text("some")
     assert fingerprint(tmp_path) in found
 
 
+BAD = [
+    ('{"id": "torn', "not valid JSON"),
+    ('{"id": "none"}', "prompt"),
+    ('{"id": "r0", "prompt": "again"}', "came before"),
+    ('{"id": "name", "prompt": "x", "sampler": "greedi"}', "no sampler preset 'greedi'"),
+    ('{"id": "long", "prompt": "%s"}' % ("Berlin " * 200), "positions"),
+    ('{"id": "sampler", "prompt": "x", "sampler": "{pipe}"}', "cannot be read: not a regular file"),
+]
+
+
+def test_bad_records_are_results(place: Place) -> None:
+    good = [{"id": f"r{i}", "prompt": "Once"} for i in range(3)]
+    pipe = place.path / "pipe.toml"
+    os.mkfifo(pipe)
+    bad = [text.replace("{pipe}", str(pipe)) for text, _ in BAD]
+    source = place.write([good[0], *bad, *good[1:]])
+    result = place.run("--max-new-tokens", 2)
+    assert result.status == EXIT_OK
+    assert "9 records done (6 of them with an error)" in result.err
+    before = place.output.read_bytes()
+    lines = [json.loads(line) for line in before.splitlines()]
+    errors = {line["line"]: line for line in lines if "error" in line}
+    for number, (_, expected) in enumerate(BAD, 2):
+        error = errors.pop(number)
+        assert expected in error["error"]
+        assert "\n" not in error["error"]
+        assert error["finish_reason"] == "error"
+    assert errors == {}
+    assert {line["id"] for line in lines if "error" not in line} == {"r0", "r1", "r2"}
+    # They are done, too.
+    assert place.run("--max-new-tokens", 2).status == EXIT_OK
+    assert place.output.read_bytes() == before
+    # To a strict run they are no results; what was complete by then stays.
+    place.output.unlink()
+    place.write([*good, bad[0]])
+    options = ("--max-new-tokens", 2, "--strict", "--slots", 2)
+    assert refusal(place.run(*options)).startswith(f"error: {source}: line 4: ")
+    assert place.read()
+    assert not any("error" in result for result in place.read().values())
+
+
+def test_a_row_that_fails_is_told(place: Place, model: LanguageModel) -> None:
+    end = model.tokenizer.encode("Once", add_bos=False)[-1]
+    broken = write_model(place.path / "broken", poisoned(end))
+    place.write([{"id": "a", "prompt": "Once"}])
+    assert place.run("--model", broken).status == EXIT_OK
+    error = place.read()["a"]["error"]
+    assert re.fullmatch(r"NaN or infinite logits at position \d+", error)
+
+
+def test_an_input_that_breaks_off(place: Place) -> None:
+    """It is told in one line, and what was complete by then stays."""
+    rng = random.Random(0)  # for notes that no compression makes small
+    lines = [{"id": f"r{i}", "prompt": "Once", "note": rng.randbytes(900).hex()} for i in range(40)]
+    data = gzip.compress(place.write(lines).read_bytes())
+    source = "memory://broken.jsonl.gz"
+    fsspec.filesystem("memory").pipe_file(source, data[: len(data) // 2])
+    line = refusal(place.run("--input", source, "--max-new-tokens", 1))
+    assert line.startswith(f"error: {source}: cannot be read: EOFError")
+    assert 0 < len(place.read()) < 40
+    assert not any("error" in result for result in place.read().values())
+
+
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--slots", "0"], "--slots must be at least 1, not 0"),
+    (["--context", "999"], "--context 999: the model has 120 positions"),
+    (["--trace-top", "2"], "--trace-top and --trace-layers need --trace DIR"),
+    (["--merge", "2"], "out.part-00000-of-00002.jsonl"),
+    (["--process", "1"], "--coordinator, --processes and --process need --distributed"),
+    (["--distributed", "--input", "-"], "each process reads all of --input"),
+    (["--distributed"], "--distributed: the processes do not meet: "),
+    (["--distributed", "--coordinator", "nonsense"], "nonsense: must be HOST:PORT"),
+    (["--distributed", "--coordinator", "host:70000"], "the port from 1 to 65535"),
+    (["--distributed", "--processes", "2", "--process", "2"], "under --processes 2, not 2"),
+    (["--mesh", "data=3"], "mesh 'data=3': 3 x 1 = 3 devices, but there are 2"),
+    (["--slots", "3"], "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
+    (["--input", "missing.jsonl"], "missing.jsonl"),
+    (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
+    (["--trace", "s3://b/traces"], "s3://b/traces: traces need a folder on this machine"),
+    (["--trace", "."], "in.jsonl lies there, whose name a record's trace could have"),
+    (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
+    (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
+    (["--slots", "100000000"], "do not fit into a device: at least"),
+    (["--chat", "--no-chat"], "give only one of --chat and --no-chat"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
+def test_mistakes(
+    place: Place, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    monkeypatch.chdir(place.path)
+    place.write(records(1))
+    Path("elsewhere").mkdir()
+    Path("link.jsonl").symlink_to("elsewhere/data")
+    Path("elsewhere/link").symlink_to("../data.jsonl")
+    before = set(Path().rglob("*"))
+    assert expected in refusal(place.run(*arguments))
+    assert set(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "more"),
+    [
+        ("in.csv", b"text,id\nOnce,a\n", []),
+        ("in.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], []),
+        ("in.jsonl", b"{\n", ["--strict"]),
+        ("in.jsonl", b'{"prompt": "Once"}\n', ["--trace", "{input}/traces"]),
+    ],
+)
+def test_a_run_that_is_refused_leaves_nothing(
+    place: Place, name: str, data: bytes, more: list[str]
+) -> None:
+    source = place.path / name
+    source.write_bytes(data)
+    refusal(place.run("--input", source, *(text.format(input=source) for text in more)))
+    assert list(place.path.iterdir()) == [source]
+
+
 # Ends
-
-
-@pytest.fixture(scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A cache for compiled programs whose processes may be killed while they write to it."""
-    folder = str(tmp_path_factory.mktemp("programs"))
-    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
-
-
-@pytest.fixture
-def start(
-    folder: str, tmp_path: Path, own_cache: dict[str, str]
-) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts the command in a process of its own, in the test's folder."""
-    running: list[subprocess.Popen[bytes]] = []
-
-    def popen(*arguments: object, slots: int = 4) -> subprocess.Popen[bytes]:
-        own = ["--output", "out.jsonl", "--model", folder, "--slots", slots]
-        if "--input" not in arguments:
-            own += ["--input", "in.jsonl"]
-        command = [sys.executable, "-m", "entropix_jax.batch", *own, *arguments]
-        process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **own_cache},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        running.append(process)
-        return process
-
-    yield popen
-    for process in running:
-        process.kill()
-        process.communicate()
 
 
 LONG = ("--ignore-eos", "--max-new-tokens", "60")
@@ -480,56 +355,42 @@ LONG = ("--ignore-eos", "--max-new-tokens", "60")
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
 )
 def test_a_signal_ends_the_run_with_what_is_complete(
-    start: Callable[..., subprocess.Popen[bytes]],
-    tmp_path: Path,
-    number: signal.Signals,
-    status: int,
+    place: Place, number: signal.Signals, status: int
 ) -> None:
     """Meanwhile no other run writes there."""
-    write_input(tmp_path / "in.jsonl", records(2000))
-    output = tmp_path / "out.jsonl"
-    process = start(*LONG)
-    wait_for(output, 3, process)
+    place.write(records(2000))
+    process = place.start(*LONG)
+    wait_for(place.output, 3, process)
     with pytest.raises(UserError, match="another run is writing to it"):
-        Store(str(output), {})
+        Store(str(place.output), {})
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == status
-    assert out == b""
+    assert (process.returncode, out) == (status, b"")
     assert b"Traceback" not in err
-    found = read(output)
+    found = place.read()
     assert f"\n{len(found)} records done | ".encode() in err
-    assert err.endswith(b"interrupted: the same command goes on from here\n")
+    assert err.endswith(b"interrupted: run the same command again to continue\n")
     assert 3 <= len(found) < 2000
     assert all(result["finish_reason"] in ("length", "context") for result in found.values())
 
 
-def test_a_run_that_is_killed_goes_on(
-    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_goes_on(place: Place) -> None:
     """Each id once, and each result as if nothing had happened, to the last digit."""
-    write_input(tmp_path / "in.jsonl", records(60))
-    output = tmp_path / "out.jsonl"
+    place.write(records(60))
     rng = random.Random(1)
     done = 0
     for _ in range(3):
-        process = start(*LONG)
-        wait_for(output, done + rng.randint(1, 12), process)
+        process = place.start(*LONG)
+        wait_for(place.output, done + rng.randint(1, 12), process)
         time.sleep(rng.random() / 10)
         process.kill()
         process.communicate()
-        done = output.read_bytes().count(b"\n")
+        done = place.output.read_bytes().count(b"\n")
     assert 0 < done < 60
-    process = start(*LONG)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    resumed = without_timings(read(output))
-    output.unlink()
-    (tmp_path / "out.jsonl.run.json").unlink()
-    process = start(*LONG)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    assert resumed == without_timings(read(output))
+    place.complete(*LONG)
+    other = place.path / "other.jsonl"
+    place.complete(*LONG, "--output", other)
+    assert place.read() == place.read(other)
 
 
 @pytest.mark.parametrize("what", ["waiting", "refused", "done"])
@@ -566,50 +427,36 @@ def test_a_run_stops_between_records(model: LanguageModel, what: str) -> None:
     assert looks < 60
 
 
-# Buckets
+# Buckets and hosts
 
 
-def test_from_a_bucket_to_a_bucket(
-    command: Callable[..., Result],
-    s3: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_from_a_bucket_to_a_bucket(place: Place, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended on the way, and gone on with: the same results as from a file to a file."""
-    source = write_input(tmp_path / "in.jsonl", [*records(20), BAD[0][0]])
     files = fsspec.filesystem("s3")
-    files.put_file(source, f"{s3}/in.jsonl")
+    files.put_file(place.write([*records(20), BAD[0][0]]), f"{s3}/in.jsonl")
     monkeypatch.setattr(output_module, "PART_RECORDS", 4)
-    write, written = Store.write, 0
+    write, written = Store.write, itertools.count(1)
 
     def ended_after_nine(*arguments: Any) -> None:
-        nonlocal written
         write(*arguments)
-        written += 1
-        if written == 9:
+        if next(written) == 9:
             signal.raise_signal(signal.SIGTERM)
 
-    run = ("--input", f"{s3}/in.jsonl", "--output", f"{s3}/out.jsonl", "--max-new-tokens", 12)
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "write", ended_after_nine)
-        assert command(*run).status == 143
+    monkeypatch.setattr(Store, "write", ended_after_nine)
+    length = ("--max-new-tokens", 12)
+    run = ("--input", f"{s3}/in.jsonl", "--output", f"{s3}/out.jsonl", *length)
+    assert place.run(*run).status == 143
     files.invalidate_cache()
     assert not files.exists(f"{s3}/out.jsonl")
     assert len(files.ls(f"{s3}/out.jsonl.parts")) == 3
-    assert "note: 9 records done already" in command(*run).err
+    assert "note: 9 records done already" in place.run(*run).err
     files.invalidate_cache()
     assert not files.exists(f"{s3}/out.jsonl.parts")
-    files.get_file(f"{s3}/out.jsonl", tmp_path / "theirs.jsonl")
-    alone = tmp_path / "out.jsonl"
-    assert command("--input", source, "--output", alone, *run[4:]).status == EXIT_OK
-    results = without_timings(read(tmp_path / "theirs.jsonl"))
+    files.get_file(f"{s3}/out.jsonl", place.path / "theirs.jsonl")
+    assert place.run(*length).status == EXIT_OK
+    results = place.read(place.path / "theirs.jsonl")
     assert len(results) == 21
-    assert results == without_timings(read(alone))
-    refused = command("--input", f"{s3}/none.jsonl", *run[2:])
-    assert (refused.status, refused.err.count("\n")) == (EXIT_USAGE, 1)
-
-
-# Several hosts
+    assert results == place.read()
 
 
 def meeting() -> tuple[str, ...]:
@@ -621,56 +468,45 @@ def meeting() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_wait_for_others_ends_at_once(
-    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_wait_for_others_ends_at_once(place: Place, number: signal.Signals) -> None:
     """And leaves nobody behind."""
-    write_input(tmp_path / "in.jsonl", records(1))
-    process = start(*meeting(), "--process", 0)
+    place.write(records(1))
+    process = place.start(*meeting(), "--process", 0)
     end = time.monotonic() + PATIENCE
     tasks = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (children := tasks.read_text().split()):
         assert time.monotonic() < end
         time.sleep(0.01)
     process.send_signal(number)
-    status = process.wait(10)
-    assert status == (128 + number if number != signal.SIGKILL else -number)
+    assert process.wait(10) == (-number if number == signal.SIGKILL else 128 + number)
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_two_processes_do_what_one_does(
-    command: Callable[..., Result],
-    start: Callable[..., subprocess.Popen[bytes]],
-    tmp_path: Path,
-) -> None:
-    source = write_input(tmp_path / "in.jsonl", [*records(9), BAD[0][0]])
-    shared = ("--input", source, "--max-new-tokens", 8, *meeting())
-    processes = [start(*shared, "--process", i) for i in range(2)]
-    for process in processes:
+def test_two_processes_do_what_one_does(place: Place) -> None:
+    place.write([*records(9), BAD[0][0]])
+    length = ("--max-new-tokens", 8)
+    shared = meeting()
+    for process in [place.start(*length, *shared, "--process", i) for i in range(2)]:
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
-    parts = sorted(tmp_path.glob("out.part-*.jsonl"))
+    parts = sorted(place.path.glob("out.part-*.jsonl"))
     assert [path.read_bytes().count(b"\n") for path in parts] == [5, 5]
-    output = tmp_path / "out.jsonl"
-    assert not output.exists()
-    joined = command("--input", source, "--output", output, "--merge", 2)
-    assert joined == Result(EXIT_OK, "", f"{output}: 10 records of 2 parts joined\n")
-    alone = tmp_path / "alone.jsonl"
-    assert command("--input", source, "--output", alone, "--max-new-tokens", 8).status == EXIT_OK
-    assert without_timings(read(output)) == without_timings(read(alone))
+    assert not place.output.exists()
+    told = f"{place.output}: 10 records of 2 parts joined\n"
+    assert place.run("--merge", 2) == Result(EXIT_OK, "", told)
+    alone = place.path / "alone.jsonl"
+    assert place.run("--output", alone, *length).status == EXIT_OK
+    assert place.read() == place.read(alone)
     # Told its number and how many there are, a process meets nobody and runs alone.
-    place = ("--distributed", "--processes", 2, "--process", 1)
-    again = command("--input", source, "--output", output, "--max-new-tokens", 8, *place)
+    again = place.run(*length, "--distributed", "--processes", 2, "--process", 1)
     assert "note: 5 records done already" in again.err
     # A part that lacks a result is not joined.
     parts[1].write_bytes(b"".join(parts[1].read_bytes().splitlines(keepends=True)[:-1]))
-    output.unlink()
-    torn = command("--input", source, "--output", output, "--merge", 2)
-    assert torn.status == EXIT_USAGE
-    assert "1 of 10 records" in torn.err
-    assert not output.exists()
+    place.output.unlink()
+    assert "1 of 10 records" in refusal(place.run("--merge", 2))
+    assert not place.output.exists()
 
 
 def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,32 +514,22 @@ def test_the_script_for_a_tpu_vm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake = tmp_path / "gcloud"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
-    script = ROOT / "scripts" / "tpu_vm_batch.sh"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        return subprocess.run(
-            [script, *arguments],
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        script = ROOT / "scripts" / "tpu_vm_batch.sh"
+        return subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
 
     own = ["--input", "gs://b/in.jsonl", "--output", "gs://b/o.jsonl", "--stop", "it's; rm -rf"]
     asked = run("pod", "us-central1-a", *own)
     assert asked.returncode == 0, asked.stderr
     *words, command = asked.stdout.splitlines()
-    assert words == [
-        *("compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "us-central1-a"),
-        *("--worker=all", "--command"),
-    ]
-    assert shlex.split(command) == [
-        *("cd", "entropix_jax", "&&", ".venv/bin/python", "-m", "entropix_jax.batch"),
-        *("--distributed", *own),
-    ]
-    elsewhere = {"~/x y": "x y", "/opt/x": "/opt/x"}
-    for given, wanted in elsewhere.items():
+    assert (
+        words == "compute tpus tpu-vm ssh pod --zone us-central1-a --worker=all --command".split()
+    )
+    start = "cd entropix_jax && .venv/bin/python -m entropix_jax.batch --distributed".split()
+    assert shlex.split(command) == [*start, *own]
+    for given, wanted in {"~/x y": "x y", "/opt/x": "/opt/x"}.items():
         monkeypatch.setenv("ENTROPIX_DIR", given)
         assert shlex.split(run("pod", "z").stdout.splitlines()[-1])[1] == wanted
     usage = run("pod")

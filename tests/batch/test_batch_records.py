@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ from hypothesis import strategies as st
 
 from entropix_jax.batch.records import BadRecord, Record, check_input, read_records
 from entropix_jax.errors import UserError
-
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-}
 
 
 def read(data: str | bytes, suffix: str = "jsonl", **options: Any) -> list[Record | BadRecord]:
@@ -65,10 +58,6 @@ def one(**fields: Any) -> str:
     return json.dumps(fields)
 
 
-def fields(**given: Any) -> dict[str, Any]:
-    return given
-
-
 # Fields
 
 
@@ -82,11 +71,18 @@ def test_json_fields() -> None:
         '{"prompt": "\U0001f981 \\ud83e\\udd81\u2028\\u0000", "seed": 100000000000000000000000}',
     ]
     assert good("\n".join(lines)) == [
-        fields(line=1, id="x", prompt=" \n", sampler="entropix", max_new_tokens=1, seed=0),
-        fields(line=2, id="-7", messages=tuple(chat)),
-        fields(line=3, id="3", prompt="b"),
-        fields(line=4, id="4", prompt="c"),
-        fields(line=5, id="5", prompt="\U0001f981 \U0001f981\u2028\0", seed=10**23),
+        {
+            "line": 1,
+            "id": "x",
+            "prompt": " \n",
+            "sampler": "entropix",
+            "max_new_tokens": 1,
+            "seed": 0,
+        },
+        {"line": 2, "id": "-7", "messages": tuple(chat)},
+        {"line": 3, "id": "3", "prompt": "b"},
+        {"line": 4, "id": "4", "prompt": "c"},
+        {"line": 5, "id": "5", "prompt": "\U0001f981 \U0001f981\u2028\0", "seed": 10**23},
     ]
 
 
@@ -101,20 +97,13 @@ def test_csv_fields() -> None:
         "y, b ,,,,,\r\n"
         f"promt,\u2028{long},007,p.toml,1,9,"
     )
+    quoted = {"line": 2, "id": "a", "prompt": 'two\r\nlines, "quoted"', "sampler": "entropix"}
+    last = {"line": 7, "id": "007", "prompt": f"\u2028{long}", "sampler": "p.toml"}
     for suffix in ("csv", "CSV"):
         assert good(data, suffix) == [
-            fields(
-                line=2,
-                id="a",
-                prompt='two\r\nlines, "quoted"',
-                sampler="entropix",
-                max_new_tokens=12,
-                seed=0,
-            ),
-            fields(line=6, id="6", prompt=" b "),
-            fields(
-                line=7, id="007", prompt=f"\u2028{long}", sampler="p.toml", max_new_tokens=1, seed=9
-            ),
+            {**quoted, "max_new_tokens": 12, "seed": 0},
+            {"line": 6, "id": "6", "prompt": " b "},
+            {**last, "max_new_tokens": 1, "seed": 9},
         ]
 
 
@@ -132,52 +121,37 @@ def test_blank_lines_line_ends_and_the_byte_order_mark(suffix: str, end: str) ->
     assert read("" if suffix == "jsonl" else "prompt\n", suffix) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("prompt", "not valid JSON: Expecting value at character 0"),
-        ('{"prompt": "a"', "not valid JSON: Expecting ',' delimiter at character 14"),
-        ('{"prompt": "a"} {}', "not valid JSON: Extra data at character 16"),
-        ("[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
-        ("9" * 5000, "not valid JSON: Exceeds the limit"),
-        (b'{"prompt": "caf\xe9"}', "not UTF-8 at byte 15 of the line"),
-        (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8 at byte 12 of the line"),
-        (json.dumps("x" * 99), f"not a JSON object: '{'x' * 56}..."),
-        ("[{}]", "not a JSON object: [{}]"),
-        ("{}", "neither 'prompt' nor 'messages'"),
-        (one(prompt=None, text="a"), "neither 'prompt' nor 'messages'"),
-        (one(prompt="a", messages=[{}]), "both 'prompt' and 'messages': give one"),
-        (one(prompt=""), "'prompt' is empty"),
-        (one(prompt=["a"]), "'prompt' must be text, not ['a']"),
-        (one(prompt="\ud800"), "'prompt' has half a surrogate pair, which is no character"),
-        (one(messages=[]), "'messages' must be a non-empty list of objects"),
-        (one(messages=["a"]), "message 1 must be an object with 'role' and 'content'"),
-        (
-            one(messages=[{"role": "user", "content": "a"}, {"role": "user"}]),
-            "message 2 must be an object with 'role' and 'content'",
-        ),
-        (one(messages=[{"role": 1, "content": ""}]), "'role' of message 1 must be text, not 1"),
-        (one(messages=[{"role": "", "content": ""}]), "'role' of message 1 is empty"),
-        (
-            one(messages=[{"role": "user", "content": None}]),
-            "'content' of message 1 must be text, not None",
-        ),
-        (one(prompt="a", id=""), "'id' is empty"),
-        (one(prompt="a", id=1.0), "'id' must be text or an integer, not 1.0"),
-        (one(prompt="a", id=True), "'id' must be text or an integer, not True"),
-        (one(prompt="a", sampler={}), "'sampler' must be text, not {}"),
-        (
-            one(prompt="a", max_new_tokens=0),
-            "'max_new_tokens' must be an integer of at least 1, not 0",
-        ),
-        (
-            one(prompt="a", max_new_tokens="8"),
-            "'max_new_tokens' must be an integer of at least 1, not '8'",
-        ),
-        (one(prompt="a", seed=-1), "'seed' must be an integer of at least 0, not -1"),
-        (one(prompt="a", seed=True), "'seed' must be an integer of at least 0, not True"),
-    ],
-)
+BAD: list[tuple[str | bytes, str]] = [
+    ("prompt", "not valid JSON: Expecting value at character 0"),
+    ('{"prompt": "a"} {}', "not valid JSON: Extra data at character 16"),
+    ("[" * 100_000, "not valid JSON: maximum recursion depth exceeded"),
+    ("9" * 5000, "not valid JSON: Exceeds the limit"),
+    (b'{"prompt": "caf\xe9"}', "not UTF-8 at byte 15 of the line"),
+    (json.dumps("x" * 99), f"not a JSON object: '{'x' * 56}..."),
+    ("{}", "neither 'prompt' nor 'messages'"),
+    (one(prompt=None, text="a"), "neither 'prompt' nor 'messages'"),
+    (one(prompt="a", messages=[{}]), "both 'prompt' and 'messages': give one"),
+    (one(prompt=""), "'prompt' is empty"),
+    (one(prompt=["a"]), "'prompt' must be text, not ['a']"),
+    (one(prompt="\ud800"), "'prompt' has half a surrogate pair, which is no character"),
+    (one(messages=[]), "'messages' must be a non-empty list of objects"),
+    (one(messages=["a"]), "message 1 must be an object with 'role' and 'content'"),
+    (one(messages=[{"role": "a"}]), "message 1 must be an object with 'role' and 'content'"),
+    (one(messages=[{"role": 1, "content": ""}]), "'role' of message 1 must be text, not 1"),
+    (one(messages=[{"role": "", "content": ""}]), "'role' of message 1 is empty"),
+    (one(messages=[{"role": "a", "content": None}]), "'content' of message 1 must be text, not"),
+    (one(prompt="a", id=""), "'id' is empty"),
+    (one(prompt="a", id=1.0), "'id' must be text or an integer, not 1.0"),
+    (one(prompt="a", id=True), "'id' must be text or an integer, not True"),
+    (one(prompt="a", sampler={}), "'sampler' must be text, not {}"),
+    (one(prompt="a", max_new_tokens=0), "'max_new_tokens' must be an integer of at least 1, not 0"),
+    (one(prompt="a", max_new_tokens="8"), "'max_new_tokens' must be an integer of at least 1, not"),
+    (one(prompt="a", seed=-1), "'seed' must be an integer of at least 0, not -1"),
+    (one(prompt="a", seed=True), "'seed' must be an integer of at least 0, not True"),
+]
+
+
+@pytest.mark.parametrize(("line", "error"), BAD)
 def test_what_is_no_record(line: str | bytes, error: str) -> None:
     assert problem(line).startswith(error)
 
@@ -185,19 +159,17 @@ def test_what_is_no_record(line: str | bytes, error: str) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        (",9,,", "neither 'prompt' nor 'messages'"),
-        ("a,,,8.0", "'max_new_tokens' must be an integer of at least 1, not '8.0'"),
-        ("a,,,\u0664", "'max_new_tokens' must be an integer of at least 1, not '\u0664'"),
-        ("a,,,0", "'max_new_tokens' must be an integer of at least 1, not 0"),
+        (b",9,,", "neither 'prompt' nor 'messages'"),
+        (b"a,,,8.0", "'max_new_tokens' must be an integer of at least 1, not '8.0'"),
+        ("a,,,\u0664".encode(), "'max_new_tokens' must be an integer of at least 1, not '\u0664'"),
         (b"caf\xe9,,,", "not UTF-8"),
-        ("a,b,c", "3 cells under a header of 4"),
-        ('"a"b,,,', "not valid CSV: ',' expected after '\"'"),
-        ('"a,,,', "not valid CSV: unexpected end of data"),
+        (b"a,b,c", "3 cells under a header of 4"),
+        (b'"a"b,,,', "not valid CSV: ',' expected after '\"'"),
+        (b'"a,,,', "not valid CSV: unexpected end of data"),
     ],
 )
-def test_what_is_no_csv_record(row: str | bytes, error: str) -> None:
-    raw = row if isinstance(row, bytes) else row.encode()
-    assert problem(b"prompt,id,sampler,max_new_tokens\n" + raw, "csv") == error
+def test_what_is_no_csv_record(row: bytes, error: str) -> None:
+    assert problem(b"prompt,id,sampler,max_new_tokens\n" + row, "csv") == error
 
 
 # Ids
@@ -205,26 +177,20 @@ def test_what_is_no_csv_record(row: str | bytes, error: str) -> None:
 
 def test_repeated_ids() -> None:
     """Also of the default, the line's number, and of a bad record."""
-    lines = [
-        one(prompt="a", id="x"),
-        one(prompt="b", id="x"),
-        one(prompt="c"),
-        one(prompt="d", id=3),
-        one(prompt="", id="y"),
-        one(prompt="g", id="y"),
-        "{",
-        one(prompt="h", id=""),
+    given: list[tuple[str, str | None, str]] = [
+        (one(prompt="a", id="x"), "x", ""),
+        (one(prompt="b", id="x"), None, "the id 'x' came before"),
+        (one(prompt="c"), "3", ""),
+        (one(prompt="d", id=3), None, "the id '3' came before"),
+        (one(prompt="", id="y"), "y", "'prompt' is empty"),
+        (one(prompt="g", id="y"), None, "the id 'y' came before"),
+        ("{", None, "not valid JSON: "),
+        (one(prompt="h", id=""), None, "'id' is empty"),
     ]
-    assert [(r.id, getattr(r, "error", "")) for r in read("\n".join(lines))] == [
-        ("x", ""),
-        (None, "the id 'x' came before"),
-        ("3", ""),
-        (None, "the id '3' came before"),
-        ("y", "'prompt' is empty"),
-        (None, "the id 'y' came before"),
-        (None, "not valid JSON: Expecting property name enclosed in double quotes at character 1"),
-        (None, "'id' is empty"),
-    ]
+    found = read("\n".join(line for line, *_ in given))
+    for record, (_, record_id, error) in zip(found, given, strict=True):
+        assert record.id == record_id
+        assert getattr(record, "error", "").startswith(error)
 
 
 def test_digests_tell_how_a_record_is_written() -> None:
@@ -239,19 +205,18 @@ def test_digests_tell_how_a_record_is_written() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-@pytest.mark.parametrize("count", [1, 3, 50])
-def test_shares(suffix: str, count: int) -> None:
+def test_shares(suffix: str) -> None:
     """Every record is in one share, and each share sees the ids of all."""
     lines = [one(prompt="a", id=n % 9) if n % 5 else "{" for n in range(20)]
     if suffix == "csv":
         lines = ["prompt,id", *(f"a,{n % 9}" if n % 5 else "a" for n in range(20))]
     data = "\n\n".join(lines)
     whole = read(data, suffix)
-    assert len(whole) == 20
     assert {type(record) for record in whole} == {Record, BadRecord}
-    shares = [read(data, suffix, share=(i, count)) for i in range(count)]
-    assert [shares[n % count][n // count] for n in range(20)] == whole
-    assert sum(map(len, shares)) == 20
+    for count in (1, 3, 50):
+        shares = [read(data, suffix, share=(i, count)) for i in range(count)]
+        assert [shares[n % count][n // count] for n in range(20)] == whole
+        assert sum(map(len, shares)) == 20
 
 
 @given(
@@ -290,12 +255,15 @@ def test_a_quote_that_is_not_closed() -> None:
 # Files
 
 
-@pytest.mark.parametrize("compression", COMPRESSORS)
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_compressed_files(suffix: str, compression: str) -> None:
-    plain = one(prompt="a") if suffix == "jsonl" else "prompt\na\n"
-    data = COMPRESSORS[compression](plain.encode())
-    assert good(data, f"{suffix}.{compression}")[0]["prompt"] == "a"
+def test_compressed_files() -> None:
+    for compression, compress in (
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("xz", lzma.compress),
+    ):
+        for suffix, plain in (("jsonl", one(prompt="a")), ("csv", "prompt\na\n")):
+            (record,) = good(compress(plain.encode()), f"{suffix}.{compression}")
+            assert record["prompt"] == "a"
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,80 +314,45 @@ def test_records_come_as_they_are_written() -> None:
         os.close(reading)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("", "empty: CSV begins with a row of column names"),
+def test_headers_that_are_wrong() -> None:
+    for data, message in (
         ("\n , \n", "empty: CSV begins with a row of column names"),
         ("text,id\n", "header of the CSV: no column 'prompt', only 'text, id'"),
         ("prompt,id,prompt\n", "header of the CSV: two columns 'prompt'"),
-        (
-            "prompt,messages\n",
-            "header of the CSV: 'messages' is no column of CSV: give conversations as JSON Lines",
-        ),
+        ("prompt,messages\n", "header of the CSV: 'messages' is no column of CSV: give"),
         (b"prompt,caf\xe9\n", "header of the CSV: not UTF-8"),
         ('"prompt"x\n', "header of the CSV: not valid CSV: ',' expected after '\"'"),
-    ],
-)
-def test_headers_that_are_wrong(data: str | bytes, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        read(data, "csv")
-    assert str(error.value) == f"memory://source/in.csv: {message}"
+    ):
+        with pytest.raises(UserError, match=f"^memory://source/in.csv: {message}"):
+            read(data, "csv")
 
 
-def nothing(path: Path) -> None:
-    """Makes no file."""
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        ("a/b.csv", nothing, "no such file or folder"),
-        ("a.jsonl", Path.mkdir, "Is a directory"),
-        ("a\0.jsonl", nothing, "ValueError: embedded null byte"),
-        ("a.jsonl.gz", lambda path: path.write_text(one(prompt="a")), "Not a gzipped file"),
-        ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress(b"{}\n" * 9)[:12]), "EOFError"),
-    ],
-)
-def test_what_cannot_be_read(
-    tmp_path: Path, name: str, make: Callable[[Path], object], message: str
-) -> None:
-    path = tmp_path / name
-    make(path)
-    for read in (check_input, lambda address: list(read_records(address))):
-        with pytest.raises(UserError) as error:
-            read(str(path))
-        assert str(error.value).startswith(f"{path}: cannot be read: {message}")
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # cannot be imported
+    monkeypatch.delitem(drivers, "gs", raising=False)
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "plain.jsonl.gz").write_text(one(prompt="a"))
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 9)[:12])
+    read("")  # makes the folder memory://source
+    for address, message in (
+        (f"{tmp_path}/a/b.csv", "no such file or folder"),
+        (f"{tmp_path}/folder.jsonl", "Is a directory"),
+        (f"{tmp_path}/a\0.jsonl", "ValueError: embedded null byte"),
+        (f"{tmp_path}/plain.jsonl.gz", "Not a gzipped file"),
+        (f"{tmp_path}/torn.jsonl.gz", "EOFError"),
         ("memory://source/nothing.jsonl", "no such file or folder"),
         ("memory://source", "Is a directory"),
         ("nonsense://a.jsonl", "ValueError: Protocol not known: nonsense"),
         ("gs://bucket/in.jsonl", "Please install gcsfs to access Google Storage"),
-    ],
-)
-def test_urls_that_cannot_be_read(
-    monkeypatch: pytest.MonkeyPatch, address: str, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # cannot be imported
-    monkeypatch.delitem(drivers, "gs", raising=False)
-    read("")  # makes the folder
-    with pytest.raises(UserError) as error:
-        list(read_records(address))
-    assert str(error.value) == f"{address}: cannot be read: {message}"
-
-
-def test_a_compression_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ):
+        for look in (check_input, lambda address: list(read_records(address))):
+            with pytest.raises(UserError, match=f"^{address}: cannot be read: {message}"):
+                look(address)
     monkeypatch.setattr("fsspec.utils.infer_compression", lambda path: None)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(
+        UserError, match=r"csv\.zst: cannot be decompressed: pip install zstandard$"
+    ):
         read(b"", "csv.zst")
-    assert (
-        str(error.value)
-        == "memory://source/in.csv.zst: cannot be decompressed: pip install zstandard"
-    )
 
 
 def test_importing_it_starts_no_jax() -> None:

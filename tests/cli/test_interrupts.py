@@ -83,17 +83,13 @@ def test_an_interrupt_is_announced_while_the_main_thread_is_elsewhere() -> None:
             assert announced.is_set()
         announced.clear()
         with interrupts.announce_interrupts(announced.set, delay=60):
-            press_without_waiting()
+            signal.signal(signal.SIGINT, lambda *_: None)
+            press()
         assert not announced.is_set()
         with interrupts.announce_interrupts(announced.set, delay=0.0):
             pass
         assert not announced.is_set()
         assert signal.set_wakeup_fd(before) == -1
-
-
-def press_without_waiting() -> None:
-    signal.signal(signal.SIGINT, lambda *_: None)
-    press()
 
 
 def test_ignored_interrupts_stay_ignored() -> None:

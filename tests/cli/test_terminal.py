@@ -7,13 +7,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.color import ColorSystem
 from rich.style import Style
 
-from entropix_jax.cli.terminal import TextScreen, ask_person, print_legend, style_of, summary
-from entropix_jax.engine.results import Row
+from entropix_jax.cli.status import StatusLine
+from entropix_jax.cli.terminal import (
+    Meter,
+    TextScreen,
+    ask_person,
+    print_legend,
+    style_of,
+    summary,
+)
+from entropix_jax.engine.results import Event, Piece, Row
+from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
 from tests.support.runs import unrun
@@ -61,8 +73,6 @@ def test_colours_on_a_terminal(terminal: Callable[..., Screen]) -> None:
     assert shown.startswith("Once\x1b["), "what is certain has the terminal's own colour"
     assert "\x1b[38;2;0;144;104m upon\n\x1b[0m" in shown
     assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
-    assert "\x1b[38;2;184;72;138m a\x1b[0m" in shown
-    assert "\x1b[1;38;2;213;94;0m time \x1b[0m" in shown
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "xterm-16color", "linux"])
@@ -78,13 +88,11 @@ def test_fewer_colours_still_tell_the_regimes_apart(
     assert len(set(colours)) == len(REGIMES) - 1
 
 
-@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_colours_where_none_are_wanted(
-    terminal: Callable[..., Screen], environment: dict[str, str]
-) -> None:
-    screen = terminal(**environment)
-    assert not show_all().coloured
-    assert screen.read() == PLAIN
+def test_no_colours_where_none_are_wanted(terminal: Callable[..., Screen]) -> None:
+    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        screen = terminal(**environment)
+        assert not show_all().coloured
+        assert screen.read() == PLAIN
 
 
 def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,20 +104,15 @@ def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("regime", ["lelv", "mid"])
-def test_a_model_does_not_steer_the_terminal(terminal: Callable[..., Screen], regime: str) -> None:
-    screen = terminal()
+def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str) -> None:
+    """No markup, no emoji names, no wrapping, no space lost; but nothing that steers a terminal."""
+    screen = terminal(COLUMNS="20")
+    for text in ("[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"):
+        TextScreen().show(text, token(regime))
+        assert ESCAPE.sub("", screen.read()) == text
     TextScreen().show("a\x1b[2Jb\x07\r\x9bc\x7f\x00é\u200d\n", token(regime))
     shown = ESCAPE.sub("", screen.read())
     assert shown == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd\ufffdé\u200d\n"
-
-
-@pytest.mark.parametrize("regime", ["lelv", "mid"])
-@pytest.mark.parametrize("text", ["[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"])
-def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str, text: str) -> None:
-    """No markup, no emoji names, no wrapping, no space lost."""
-    screen = terminal(COLUMNS="20")
-    TextScreen().show(text, token(regime))
-    assert ESCAPE.sub("", screen.read()) == text
 
 
 def test_one_line_break_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,18 +125,17 @@ def test_one_line_break_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out == expected
 
 
-def test_the_legend_fits_a_line_and_names_all_regimes(terminal: Callable[..., Screen]) -> None:
+def test_the_legend_fits_a_line_and_names_all_regimes(
+    terminal: Callable[..., Screen], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_legend()
+    assert capsys.readouterr() == ("", ""), "not in a log"
     screen = terminal()
     print_legend()
     legend = ESCAPE.sub("", screen.read())
     assert legend.count("\n") == 1
     assert len(legend.rstrip("\n")) <= 80
     assert [word for word in legend.split() if word in REGIMES] == list(REGIMES)
-
-
-def test_no_legend_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    print_legend()
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -203,12 +205,6 @@ def test_the_summary_fits_a_line() -> None:
     assert len(long) <= 80
 
 
-def test_every_regime_has_a_style() -> None:
-    styles = [style_of(token(regime)) for regime in REGIMES]
-    assert len(set(styles)) == len(REGIMES)
-    assert all(style_of(token(regime, "inject")) not in styles for regime in REGIMES)
-
-
 @pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
 @pytest.mark.parametrize("background", [0.0, 1.0])
 def test_colours_stand_out(background: float, system: ColorSystem) -> None:
@@ -222,3 +218,135 @@ def test_colours_stand_out(background: float, system: ColorSystem) -> None:
         luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
         dark, light = sorted([luminance, background])
         assert (light + 0.05) / (dark + 0.05) >= 3.0, regime
+
+
+# The status line, and the metrics that --verbose shows on it.
+
+
+def test_the_line_is_gone_before_the_text_and_does_not_come_back(
+    terminal: Callable[..., Screen],
+) -> None:
+    """In the middle of a line of text there is no room for it."""
+    screen = terminal(NO_COLOR="1", COLUMNS="80")
+    status = StatusLine()
+    status.show("loading")
+    assert screen.read() == "loading"
+    status.show("compiling " * 20)
+    assert screen.read() == "\r\x1b[2K" + ("compiling " * 20)[:79] + "…", "one line, whatever fits"
+    out = TextScreen(status)
+    out.show("text", token("mid"))
+    shown = screen.read()
+    assert shown.endswith("\x1b[1A\x1b[2Ktext"), "it was erased"
+    assert "\x1b[?25" not in shown, "Ctrl-C leaves the cursor visible"
+    status.show("stopping")
+    out.show(" more\n", token("mid"))
+    status.clear()
+    assert screen.read() == " more\n"
+
+
+def test_no_line_where_none_can_be_seen(terminal: Callable[..., Screen]) -> None:
+    for environment in ({"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}):
+        screen = terminal(**environment)
+        status = StatusLine()
+        status.show("compiling")
+        TextScreen(status).show("text", token("lelv"))
+        status.show("stopping")
+        status.clear()
+        assert screen.read() == "text"
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_text_that_goes_elsewhere(
+    terminal: Callable[..., Screen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """Text in a file leaves the line; text in a pipe may come out on the terminal (`| cat`)."""
+    screen = terminal(NO_COLOR="1", COLUMNS="80")
+    reader, writer = os.pipe() if kind == "pipe" else (None, tmp_path / "out")
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        status = StatusLine()
+        status.show("compiling")
+        TextScreen(status).show("text", token("mid"))
+        screen.read()
+        status.show("metrics")
+        assert screen.read() == ("\r\x1b[2Kmetrics" if kind == "file" else "")
+        status.clear()
+    if reader is not None:
+        os.close(reader)
+
+
+# What --verbose shows.
+
+
+MEASURED = {
+    "position": 97,
+    "entropy": 3.214,
+    "varentropy": 10.52,
+    "agreement": 0.834,
+    "attn_entropy_norm": 0.705,
+    "temperature": 0.666,
+}
+
+
+def measured(**changes: Any) -> TokenRecord:
+    return replace(token("hehv", "backspace"), **{**MEASURED, **changes})
+
+
+def event(one: TokenRecord, *, retracted: bool = False) -> Event:
+    return Event(Row(unrun(), number=one.row), one, (Piece(one.text, one),), retracted)
+
+
+def rows(number: int) -> list[Row]:
+    return [Row(unrun([1], str(i), 9)) for i in range(number)]
+
+
+def test_the_metrics_of_the_latest_token(terminal: Callable[..., Screen]) -> None:
+    screen = terminal(NO_COLOR="1", COLUMNS="80")
+    times = iter([2.0, 2.0, 2.5, 3.0])
+    meter = Meter(StatusLine(), rows(1), lambda: next(times))
+    meter.take(event(measured()), 0)
+    line = "hehv backspace h 3.21 bits  u 10.52 bits²  agree 0.83  T 0.67"
+    shown = ESCAPE.sub("", screen.read())
+    assert shown == f"  97 {line}", "no speed: the first token waited for the compiler"
+    meter.take(event(measured(position=99), retracted=True), 0)
+    assert screen.read() == ""
+    meter.take(event(measured(position=98)), 0)
+    shown = ESCAPE.sub("", screen.read())
+    assert shown == f"\r\x1b[2K  98 {line}  2 tok/s"
+
+
+def test_the_metrics_are_of_the_sample_that_is_printed(terminal: Callable[..., Screen]) -> None:
+    screen = terminal()
+    meter = Meter(StatusLine(), rows(3), lambda: 2.0)
+    for row, printed, start in ((1, 0, ""), (0, 0, "1/3   97 hehv"), (2, 1, "2/3   97 hehv")):
+        meter.take(event(measured(row=row)), printed)
+        shown = ESCAPE.sub("", screen.read()).removeprefix("\r\x1b[2K")
+        assert shown.startswith(start)
+        assert bool(shown) == bool(start)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_log_has_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool
+) -> None:
+    """None where both streams go to one file (`2>&1`): not in the middle of the text."""
+    paths = tmp_path / "out", tmp_path / ("out" if shared else "err")
+    with paths[0].open("a") as out, paths[1].open("a") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        meter = Meter(StatusLine(), rows(1), lambda: 2.0)
+        for position in range(150):
+            meter.take(event(measured(position=position)), 0)
+    lines = [line.split()[:3] for line in paths[1].read_text().splitlines()]
+    assert lines == [] if shared else [[n, "hehv", "backspace"] for n in ("63", "127")]
+
+
+def test_the_metrics_at_the_end() -> None:
+    (row,) = rows(1)
+    meter = Meter(StatusLine(), [row], lambda: 2.0)
+    assert meter.summary() == ""
+    row.tokens += [measured(), measured(entropy=0.0, action="argmax"), measured(entropy=0.0)]
+    assert meter.summary() == (
+        "mean entropy 1.07 bits, varentropy 10.52 bits², agreement 0.83, attention 0.70\n"
+        "backspace 2 argmax 1\n"
+    )

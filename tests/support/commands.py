@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,10 @@ class Result(NamedTuple):
     status: int
     out: str
     err: str
+
+
+Command = Callable[..., Result]  # runs a command in this process
+Start = Callable[..., subprocess.Popen[bytes]]  # starts one in a process of its own
 
 
 def run_command(main: Callable[[Sequence[str]], int], *arguments: object) -> Result:

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from entropix_jax.batch.output import check_same_run, parse_sidecar
 from entropix_jax.batch.records import BadRecord, read_records
+from entropix_jax.batch.sidecar import check_same_run, read_sidecar
 from entropix_jax.cli.generate import Arguments, _read_prompt
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.host.resources import resource_folder
@@ -329,14 +329,13 @@ def _batch_run(folder: Path) -> tuple[list[bytes], Reader]:
         "version": "0.1.0",
         "sampler": {"base.temperature": 1.0},
     }
-    path = folder / "out.jsonl.run.json"
+    output = str(folder / "out.jsonl")
 
     def read() -> object:
-        sidecar = parse_sidecar(path.read_bytes(), path.name)
-        return check_same_run("out.jsonl", sidecar, own, mix=True)
+        return check_same_run(output, read_sidecar(output), own, mix=True)
 
     content = {"format_version": 1, "identity": own, "samplers": {"own.toml": "a"}}
-    return [encoded(content), encoded({"identity": own})], into(path, read)
+    return [encoded(content), encoded({"identity": own})], into(Path(f"{output}.run.json"), read)
 
 
 # Pages.
