@@ -31,8 +31,8 @@ from entropix_jax.model.config import (
     parse_generation_config,
     parse_model_config,
 )
-from entropix_jax.text.gguf_tokenizer import tokenizer_files
-from entropix_jax.text.tokenizer import Tokenizer, build_tokenizer
+from entropix_jax.text.gguf_tokenizer import read_tokenizer
+from entropix_jax.text.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -151,13 +151,8 @@ class GgufFile:
         return parse_generation_config({"eos_token_id": list(dict.fromkeys(ids))}, self.path)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the metadata.
-
-        Raises:
-            UserError: an unknown kind, or parts are missing.
-        """
-        tokenizer, settings = tokenizer_files(self.metadata, self.path)
-        return build_tokenizer(self.path, tokenizer, settings)
+        """See `read_tokenizer`."""
+        return read_tokenizer(self.metadata, self.path)
 
     def _own(self, name: str) -> Any:
         """A metadata value of the architecture; None where it is missing."""

@@ -32,8 +32,8 @@ from entropix_jax.model.linear import whole
 from entropix_jax.model.loading import load, open_model, resolve_model
 from entropix_jax.model.params import Params, param_specs
 from entropix_jax.model.rope import inverse_frequencies
-from entropix_jax.text.gguf_tokenizer import tokenizer_files
-from entropix_jax.text.tokenizer import Tokenizer, build_tokenizer
+from entropix_jax.text.gguf_tokenizer import read_tokenizer
+from entropix_jax.text.tokenizer import Tokenizer
 from tests.support.models import logits_of, random_params, run, tiny_config
 
 TEXTS = [
@@ -280,11 +280,11 @@ def test_byte_level_tokenizer(text: str, tmp_path: Path) -> None:
 )
 def test_splits(split: str, pieces: Sequence[str]) -> None:
     metadata = {f"tokenizer.ggml.{k}": v for k, v in vocabulary_metadata().items()}
-    file, settings = tokenizer_files(metadata | {"tokenizer.ggml.pre": split}, Path("a.gguf"))
-    rules = tokenizers.Tokenizer.from_buffer(file).pre_tokenizer
+    tokenizer = read_tokenizer(metadata | {"tokenizer.ggml.pre": split}, Path("a.gguf"))
+    rules = tokenizer._tokenizer.pre_tokenizer
     found = ["It's  2024!"[a:b] for _, (a, b) in rules.pre_tokenize_str("It's  2024!")]
     assert found == pieces
-    assert settings["add_bos_token"] == (split in ("llama-bpe", "tekken"))
+    assert (tokenizer.bos_id == 0) == (split in ("llama-bpe", "tekken"))
 
 
 def sentencepiece() -> tuple[Tokenizer, tokenizers.Tokenizer]:
@@ -312,9 +312,8 @@ def sentencepiece() -> tuple[Tokenizer, tokenizers.Tokenizer]:
         "eos_token_id": 2,
         "unknown_token_id": 0,
     }
-    path = Path("a.gguf")
     named = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
-    return build_tokenizer(path, *tokenizer_files(named, path)), trained
+    return read_tokenizer(named, Path("a.gguf")), trained
 
 
 def test_sentencepiece_tokenizer() -> None:

@@ -235,15 +235,6 @@ def test_invalid_bytes_are_replaced(loaded: dict[str, Tokenizer]) -> None:
     assert stream.flush() == "\ufffd"
 
 
-def test_special_tokens_in_text(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["byte_level"]
-    end = tokenizer.token_id("<|end|>")
-    ids = tokenizer.encode("a<|end|>b", add_bos=False)
-    assert ids[1] == end
-    assert tokenizer.decode(ids) == "ab"
-    assert tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
-
-
 def test_stream_goes_on_after_a_prompt(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["byte_fallback"]
     ids = tokenizer.encode("a cat a", add_bos=False)
@@ -293,15 +284,11 @@ def test_chat(tmp_path: Path) -> None:
     ids = tokenizer.apply_chat(CHAT)
     assert ids == tokenizer.encode(text, add_bos=False)
     assert ids.count(0) == 1
-
-
-def test_chat_template_that_leaves_bos_to_the_tokenizer(tmp_path: Path) -> None:
-    config = {"chat_template": TEMPLATE}  # bos_token is undefined: renders as nothing
+    # A template that leaves BOS to the tokenizer: an undefined variable renders as nothing.
+    del config["bos_token"]
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     assert tokenizer.render_chat(CHAT).startswith("<|user|>")
-    ids = tokenizer.apply_chat(CHAT)
-    assert ids[0] == 0
-    assert ids.count(0) == 1
+    assert tokenizer.apply_chat(CHAT) == ids
 
 
 def test_chat_template_sources(tmp_path: Path) -> None:
@@ -331,7 +318,6 @@ def test_what_templates_may_use(tmp_path: Path) -> None:
         (None, "no chat template"),
         ("a\n{% if %}", "line 2"),
         ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
-        ("{{ messages[0].absent.more }}", "the chat template fails: UndefinedError"),
         ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
         ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError"),
         ("{{ messages.append(1) }}", "the chat template fails: SecurityError"),
@@ -350,10 +336,8 @@ def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) 
         ([], "non-empty list"),
         ({"role": "user", "content": "a"}, "non-empty list"),
         (["a"], "message 1 must be an object"),
-        ([CHAT[0], {"content": "a"}], "message 2 has no 'role'"),
-        ([{"role": "user"}], "message 1 has no 'content'"),
-        ([{"role": 3, "content": "a"}], "message 1: 'role' must be text, not 3"),
-        ([{"role": "user", "content": ["a"]}], "message 1: 'content' must be text"),
+        ([CHAT[0], {"content": "a"}], "message 2 must be an object with texts 'role' and"),
+        ([{"role": "user", "content": ["a"]}], "message 1 must be an object"),
         ([{"role": "system", "content": "a"}], "refuses the messages: no system"),
     ],
 )
@@ -375,33 +359,26 @@ def test_libraries_are_imported_when_needed() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", b"{", "not a tokenizer.json"),
         ("tokenizer.json", b"\xff\xfe", "not a tokenizer.json"),
         ("tokenizer.json", b'{"version": "1.0"}', "not a tokenizer.json"),
         ("tokenizer.model", b"YQ== 0\nnothing\n", "line 2 is not a token in base64"),
-        ("tokenizer.model", b"YQ== 0\nYg== one\n", "line 2 is not a token in base64"),
         ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
-        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "numbers from 0 up"),
-        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "lack some of the 256 single bytes"),
-        ("tokenizer_config.json", b"[]", "must hold a JSON object"),
+        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
+        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "with all single bytes"),
         ("tokenizer_config.json", b"{", "not valid JSON"),
         ("tokenizer_config.json", b'{"add_bos_token": "yes"}', "'add_bos_token' must be"),
         ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
         ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
         ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
         ("chat_template.jinja", b"\xff", "not UTF-8"),
+        ("other", b"", "neither tokenizer.json nor tokenizer.model"),
     ],
 )
 def test_garbage_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    if name != "tokenizer.model":
+    if name not in ("tokenizer.model", "other"):
         save(tmp_path, byte_level())
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
@@ -488,15 +465,10 @@ def test_ranks(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == size + 256
     special = {
         "<|begin_of_text|>": 0,
-        "<|end_of_text|>": 1,
         "<|reserved_special_token_1|>": 3,
         "<|finetune_right_pad_id|>": 4,
-        "<|reserved_special_token_2|>": 5,
         "<|start_header_id|>": 6,
-        "<|end_header_id|>": 7,
-        "<|eom_id|>": 8,
         "<|eot_id|>": 9,
-        "<|python_tag|>": 10,
         "<|reserved_special_token_3|>": 11,
         "<|reserved_special_token_247|>": 255,
     }
