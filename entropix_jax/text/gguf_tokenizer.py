@@ -67,15 +67,13 @@ def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         settings[f"{name}_token"] = tokens[token_id]
 
     # The rules by kind.
-    kind, split = own.get("model"), own.get("pre")
+    kind, split = own.get("model"), str(own.get("pre"))
     # The first of two tokens that are spelled alike counts.
     vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
     if kind == "gpt2":
-        if str(split) not in _SPLITS:
-            raise UserError(
-                f"{path}: '{prefix}pre': the split {split!r} is not known "
-                f"(known: {', '.join(_SPLITS)})"
-            )
+        if split not in _SPLITS:
+            told = f"is not known (known: {', '.join(_SPLITS)})"
+            raise UserError(f"{path}: '{prefix}pre': the split {split!r} {told}")
         add_bos = split in _LLAMA3_LIKE
         merges = _read_merges(own, path)
         rules = {
@@ -87,9 +85,8 @@ def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     elif kind == "llama":
         rules, add_bos = _sentencepiece(own, vocab, path), True
     else:
-        raise UserError(
-            f"{path}: '{prefix}model': the tokenizer {kind!r} is not known (known: gpt2, llama)"
-        )
+        told = "is not known (known: gpt2, llama)"
+        raise UserError(f"{path}: '{prefix}model': the tokenizer {kind!r} {told}")
 
     # Tokens that are matched whole.
     types = own.get("token_type") or []
@@ -143,7 +140,7 @@ def _sentencepiece(own: Mapping[str, Any], vocab: Mapping[str, int], path: Path)
     }
 
 
-def _read_merges(own: Mapping[str, Any], path: Path) -> list[tuple[str, ...]]:
+def _read_merges(own: Mapping[str, Any], path: Path) -> list[Any]:
     written = own.get("merges")
     if not isinstance(written, list):
         raise UserError(f"{path}: 'tokenizer.ggml.merges' is missing")

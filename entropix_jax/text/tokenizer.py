@@ -41,11 +41,7 @@ _LLAMA3_SPECIAL = (
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint folder.
-
-    `tokenizer.json` wins over `tokenizer.model`. `tokenizer_config.json` and
-    `chat_template.jinja` are optional.
-    """
+    """Loads the tokenizer of a checkpoint folder: `tokenizer.json`, else `tokenizer.model`."""
     path = folder / "tokenizer_config.json"
     settings = read_settings(read_json_object(path) if path.is_file() else {}, path)
     if (path := folder / "chat_template.jinja").is_file():
@@ -103,9 +99,7 @@ class Tokenizer:
         chat_template: Jinja source, None without one.
     """
 
-    def __init__(
-        self, path: Path, source: bytes | tokenizers.Tokenizer, settings: Settings
-    ) -> None:
+    def __init__(self, path: Path, source: bytes | tokenizers.Tokenizer, settings: Settings):
         """`source` is what a tokenizer.json holds, or a tokenizer that puts nothing before a text;
         errors name `path`."""
         import tokenizers
@@ -205,10 +199,8 @@ class Tokenizer:
     def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, see `chat_template.render_chat`."""
         if self.chat_template is None:
-            raise UserError(
-                "this model's tokenizer has no chat template: it takes plain text alone, "
-                "no messages and no system message (--no-chat)"
-            )
+            told = "it takes plain text alone, no messages and no system message (--no-chat)"
+            raise UserError(f"this model's tokenizer has no chat template: {told}")
         from entropix_jax.text.chat_template import render_chat
 
         return render_chat(
@@ -306,10 +298,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise UserError(
-                f"{path}: line {number} is not a token in base64 and its rank "
-                "(only Llama 3's tokenizer.model is read; others need a tokenizer.json)"
-            ) from error
+            told = "(only Llama 3's tokenizer.model is read; others need a tokenizer.json)"
+            where = f"{path}: line {number}"
+            raise UserError(f"{where} is not a token in base64 and its rank {told}") from error
     single_bytes = {bytes([byte]) for byte in range(256)}
     if sorted(ranks.values()) != list(range(len(ranks))) or not single_bytes <= ranks.keys():
         raise UserError(f"{path}: the ranks are not 0, 1, 2, ... of tokens with all single bytes")

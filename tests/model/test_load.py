@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from entropix_jax.errors import Note, UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model import loading
-from entropix_jax.model.loading import load, logits_epsilon, resolve_model
+from entropix_jax.model.loading import load, resolve_model
 from tests.support.model_folders import config_of_folder, sharp_params, token_ids, write_model
 
 Change = Callable[[Path], object]
@@ -74,13 +73,6 @@ def test_float16_is_widened(folder: Path, copy: Path) -> None:
     np.testing.assert_array_equal(
         model.params.embedding, halves["model.embed_tokens.weight"].astype(np.float32)
     )
-
-
-def test_the_epsilon_is_that_of_the_activations(folder: Path) -> None:
-    model = load(str(folder))
-    assert logits_epsilon(model) == 2.0**-23
-    half = replace(model.precision, activations=jnp.dtype(jnp.bfloat16))
-    assert logits_epsilon(replace(model, precision=half)) == 2.0**-7
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from entropix_jax.model.mesh import (
     ROWS,
     broadcast_row,
     check_mesh,
-    describe,
     parse_mesh,
     place,
     rules_for,
@@ -77,19 +76,15 @@ def test_a_mesh_is_read(text: str | None, devices: int, sizes: tuple[int, int]) 
     assert mesh.axis_names == ("data", "model")
     assert mesh.devices.shape == sizes
     assert set(mesh.devices.flat) == set(jax.devices()[:devices])
-    assert parse_mesh(describe(mesh), jax.devices()[:devices]) == mesh
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "mesh '': '' is not of the form data=N or model=N"),
-        ("data=2,", "mesh 'data=2,': '' is not of the form data=N or model=N"),
-        ("data=two", "mesh 'data=two': 'data=two' is not of the form data=N or model=N"),
-        ("data=٢", "mesh 'data=٢': 'data=٢' is not of the form data=N or model=N"),
-        ("seq=2", "mesh 'seq=2': no such axis: 'seq' (there are data and model)"),
-        ("data=2,data=1", "mesh 'data=2,data=1': 'data' is given twice"),
-        ("data=0", "mesh 'data=0': data must be at least 1, not 0"),
+        *(
+            (text, f"mesh '{text}': not of the form data=N,model=N")
+            for text in ("", "data=2,", "data=two", "data=٢", "seq=2", "data=2,data=1", "data=0")
+        ),
         ("data=2,model=2", "mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"),
     ],
 )
