@@ -76,8 +76,7 @@ def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
-@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
-@pytest.mark.parametrize("name", ["query", "key", "value", "gate"])
+@pytest.mark.parametrize(("layer", "name"), [(0, "query"), (1, "key"), (0, "value"), (1, "gate")])
 def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name: str) -> None:
     model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
     bad, good = run_of(model, PROMPT, CHECK)
@@ -97,16 +96,13 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
         return replace(params, embedding=params.embedding.at[PROMPT[at], 5].set(number))
 
     model = load(str(write_model(tmp_path / "model", change)))
+    told = f"NaN or infinity in the embedding at position {at}"
     for prompt in (PROMPT, PROMPT * 8):  # in one call, and in several
         bad, _ = run_of(model, prompt, CHECK)
-        assert bad.error == f"NaN or infinity in the embedding at position {at}"
-        assert bad.tokens == []
-        if at == len(prompt) - 1:
-            continue  # scoring does not read a text's last token
-        with pytest.raises(
-            UserError, match=rf"^NaN or infinity in the embedding at position {at}$"
-        ):
-            list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
+        assert (bad.error, bad.tokens) == (told, [])
+        if at < len(prompt) - 1:  # scoring does not read a text's last token
+            with pytest.raises(UserError, match=f"^{told}$"):
+                list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
@@ -157,9 +153,7 @@ def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = write_model(tmp_path / "bad", poisoned(PROMPT[AT]))
     assert main.main(["--model", str(bad), "--prompt", "x", "--check"]) == 2
     error = capsys.readouterr().err
@@ -173,13 +167,6 @@ def test_the_commands(
     arguments = ["--model", str(overflows), "--prompt", prompt, "--no-chat", "--check"]
     assert main.main(arguments) == 2
     assert f"error: {named}\n" in capsys.readouterr().err
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    output = tmp_path / "out.jsonl"
-    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
-    arguments = ["--model", str(overflows), "--no-chat", "--check", "--context", "64"]
-    arguments += ["--slots", "2"]
-    assert batch.main([*files, *arguments]) == 0
-    assert json.loads(output.read_text())["error"] == named
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from entropix_jax import __main__ as cli
 from entropix_jax.cli import report as command
 from entropix_jax.errors import UserError
 from entropix_jax.names import MEANINGS, TRACE_FORMAT
-from entropix_jax.report import embedding, page, reading
+from entropix_jax.report import page, reading
 from entropix_jax.report.page import check_report, comparison_page, run_page, write_report
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.presets import load_sampler
@@ -348,7 +348,7 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-inline" not in policy.partition("style-src")[0]
     for source in (parsed.scripts["own"].encode(), unpacked(run_page(whole), "plotly")):
-        assert embedding.digest(source) in policy
+        assert page.digest(source) in policy
 
 
 def test_the_same_trace_gives_the_same_page(whole: Path, tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_page_of_a_large_model_is_small_enough(tmp_path: Path) -> None:
 
 
 def test_scripts_are_joined_in_dependency_order() -> None:
-    text = embedding.script("page")
+    text = page.script("page")
     names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)
     assert sorted(names) == sorted(path.stem for path in STATIC.glob("*.js"))
     for i, name in enumerate(names):
