@@ -33,7 +33,6 @@ from entropix_jax.model.loading import load, open_model, resolve_model
 from entropix_jax.model.params import Params, param_specs
 from entropix_jax.model.rope import inverse_frequencies
 from entropix_jax.text.gguf_tokenizer import read_tokenizer
-from entropix_jax.text.tokenizer import Tokenizer
 from tests.support.models import logits_of, random_params, run, tiny_config
 
 TEXTS = [
@@ -113,8 +112,6 @@ def write(
     path: Path,
     family: str = "llama",
     *,
-    params: Params | None = None,
-    kind: Any = KINDS.F32,
     metadata: Mapping[str, Any] | None = None,
     tokenizer: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
@@ -122,7 +119,6 @@ def write(
 ) -> Path:
     """A small model; `metadata`, `tokenizer` and `tensors` change what is written."""
     config = config_of(family)
-    params = random_params(config) if params is None else params
     writer = gguf.GGUFWriter(path, family)
     own: dict[str, Any] = {
         "block_count": config.num_layers,
@@ -141,9 +137,8 @@ def write(
     for name, value in (vocabulary_metadata() | dict(tokenizer or {})).items():
         add(writer, f"tokenizer.ggml.{name}", value)
     writer.add_string("tokenizer.chat_template", "{{ messages[0]['content'] }}<|im_end|>")
-    for spec, leaf in zip(
-        jax.tree.leaves(param_specs(config)), jax.tree.leaves(params), strict=True
-    ):
+    specs, params = jax.tree.leaves(param_specs(config)), random_params(config)
+    for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True):
         values = np.asarray(leaf)
         stem, _, end = spec.name.rpartition(".")
         if stem.startswith("model.layers."):
@@ -156,9 +151,7 @@ def write(
             name = f"{outer.get(stem, 'output')}.{end}"
         values = (tensors or {}).get(name, values)
         if name != drop:
-            own_kind = kind if values.ndim == 2 else KINDS.F32
-            data = gguf.quants.quantize(values, own_kind)
-            writer.add_tensor(name, data, raw_dtype=own_kind)
+            writer.add_tensor(name, values)
     for name in set(tensors or {}) & {"rope_freqs.weight", "blk.0.attn_q.scale"}:
         writer.add_tensor(name, (tensors or {})[name])
     writer.write_header_to_file()
@@ -210,33 +203,13 @@ def test_rotation_divisors(tmp_path: Path) -> None:
         _ = GgufFile(wrong).config
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_kinds_that_are_written(kind: str, tmp_path: Path) -> None:
-    """A weight is what the package says of the same bytes, with rows of one block each."""
-    weight = np.asarray(random_params(config_of("llama")).embedding)
-    path = write(tmp_path / "a.gguf", kind=KINDS[kind], **plain_mlp())
-    tensor = GgufFile(path).tensors["model.embed_tokens.weight"]
-    quantised = gguf.quants.quantize(weight, KINDS[kind])
-    expected = gguf.quants.dequantize(quantised, KINDS[kind])
-    np.testing.assert_array_equal(tensor.values().astype(np.float32), expected)
-
-
-def plain_mlp() -> dict[str, Any]:
-    """Matrices whose rows are whole blocks: an MLP as wide as the model is."""
-    rng = np.random.default_rng(0)
-    config = config_of("llama")
-    return {
-        "tensors": {
-            f"blk.{i}.ffn_down.weight": rng.normal(size=(config.width, 64)).astype(np.float32)
-            for i in range(config.num_layers)
-        }
-    }
-
-
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "kind",
+    """F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS""".split(),
+)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_kinds_that_are_only_dequantised(kind: str, rows: int) -> None:
-    """Random bytes, in parts that are no whole numbers of rows."""
+def test_kinds_are_dequantised(kind: str, rows: int) -> None:
+    """Random bytes, in parts that are no whole numbers of rows: what the package makes of them."""
     block, size = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     blocks = 2 * reader._DEQUANTISED // block // rows + 3
     data = np.random.default_rng(0).integers(0, 60, (rows, blocks * size), np.uint8)
@@ -257,12 +230,12 @@ def test_weights_are_bfloat16_unless_asked_for(tmp_path: Path) -> None:
     assert model.is_chat_model
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_tokenizer(text: str, tmp_path: Path) -> None:
+def test_byte_level_tokenizer(tmp_path: Path) -> None:
     tokenizer = GgufFile(write(tmp_path / "a.gguf")).tokenizer()
-    ids = tokenizer.encode(f"{text}<|im_end|>", add_bos=True)
-    assert ids == [*vocabulary().encode(text).ids, 1]
-    assert tokenizer.decode(ids) == text
+    for text in TEXTS:
+        ids = tokenizer.encode(f"{text}<|im_end|>", add_bos=True)
+        assert ids == [*vocabulary().encode(text).ids, 1]
+        assert tokenizer.decode(ids) == text
     assert tokenizer.bos_id is None
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi<|im_end|>"
 
@@ -287,9 +260,9 @@ def test_splits(split: str, pieces: Sequence[str]) -> None:
     assert (tokenizer.bos_id == 0) == (split in ("llama-bpe", "tekken"))
 
 
-def sentencepiece() -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """A vocabulary in SentencePiece's manner as a GGUF file has it, with scores and no merges; and
-    the tokenizer that it was made from."""
+def test_sentencepiece_tokenizer() -> None:
+    """A vocabulary in SentencePiece's manner as a GGUF file has it, with scores and no merges,
+    against the tokenizer that it was made from."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
@@ -313,11 +286,7 @@ def sentencepiece() -> tuple[Tokenizer, tokenizers.Tokenizer]:
         "unknown_token_id": 0,
     }
     named = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
-    return read_tokenizer(named, Path("a.gguf")), trained
-
-
-def test_sentencepiece_tokenizer() -> None:
-    tokenizer, trained = sentencepiece()
+    tokenizer = read_tokenizer(named, Path("a.gguf"))
     for text in TEXTS:
         ids = tokenizer.encode(text, add_bos=True)
         assert ids == [1, *trained.encode(text, add_special_tokens=False).ids]
@@ -369,10 +338,7 @@ def test_spoilt_bytes(tmp_path: Path) -> None:
         ({"metadata": {"rope.scaling.type": "yarn"}}, "'yarn' is not implemented"),
         ({"metadata": {"rope.dimension_count": 4}}, r"'llama\.rope\.dimension_count': 4"),
         ({"metadata": {"block_count": ...}}, "'num_hidden_layers' is missing"),
-        ({"metadata": {"block_count": 4}}, r"'model\.layers\.3\.\S*' is missing"),
-        ({"metadata": {"feed_forward_length": 47}}, "has shape"),
         ({"tokenizer": {"pre": "unheard-of"}}, "the split 'unheard-of' is not known"),
-        ({"tokenizer": {"pre": ...}}, "the split None is not known"),
         ({"tokenizer": {"model": "rwkv"}}, "the tokenizer 'rwkv' is not known"),
         ({"tokenizer": {"tokens": ...}}, r"'tokenizer\.ggml\.tokens' is missing"),
         ({"tokenizer": {"merges": ["a b c"]}}, "'a b c' is not two tokens"),
@@ -400,11 +366,6 @@ def smollm2() -> GgufFile:
     file = open_model(path)
     assert isinstance(file, GgufFile)
     return file
-
-
-def real_prompts(shared_data: Path) -> list[str]:
-    with (shared_data / "ifeval.jsonl").open(encoding="utf-8") as lines:
-        return [json.loads(line)["prompt"] for line in lines]
 
 
 @pytest.mark.slow
@@ -438,19 +399,3 @@ def test_smollm2_beside_transformers(smollm2: GgufFile, transformers: ModuleType
     hidden, *_ = run(params, config, tokens, count, cache, window=tokens.shape[1])
     logits = np.asarray(logits_of(params, hidden))[0]
     assert logits[len(ids) - 1 :].argmax(axis=-1).tolist() == written[len(ids) :]
-
-
-def test_smollm2_reads_real_prompts(
-    smollm2: GgufFile, transformers: ModuleType, shared_data: Path
-) -> None:
-    """As `transformers` does, but for digits after several spaces: its reader of GGUF files does
-    not know how this model splits digits from what is before them."""
-    theirs = transformers.AutoTokenizer.from_pretrained(
-        str(smollm2.path.parent), gguf_file=smollm2.path.name
-    )
-    ours = smollm2.tokenizer()
-    prompts = [p for p in real_prompts(shared_data) if not any(f"  {d}" in p for d in "0123456789")]
-    assert len(prompts) > 200
-    for prompt in prompts:
-        expected = theirs.encode(prompt, add_special_tokens=False)
-        assert ours.encode(prompt, add_bos=False) == expected

@@ -60,67 +60,38 @@ def tiny() -> LanguageModel:
 # Meshes and rules.
 
 
-@pytest.mark.parametrize(
-    ("text", "devices", "sizes"),
-    [
+def test_a_mesh_is_read() -> None:
+    for text, devices, sizes in (
         (None, 2, (2, 1)),
-        (None, 1, (1, 1)),
-        ("data=2", 2, (2, 1)),
-        ("model=2", 2, (1, 2)),
-        (" model = 2 , data=1", 2, (1, 2)),
         ("data=1", 1, (1, 1)),
-    ],
-)
-def test_a_mesh_is_read(text: str | None, devices: int, sizes: tuple[int, int]) -> None:
-    mesh = parse_mesh(text, jax.devices()[:devices])
-    assert mesh.axis_names == ("data", "model")
-    assert mesh.devices.shape == sizes
-    assert set(mesh.devices.flat) == set(jax.devices()[:devices])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *(
-            (text, f"mesh '{text}': not of the form data=N,model=N")
-            for text in ("", "data=2,", "data=two", "data=٢", "seq=2", "data=2,data=1", "data=0")
-        ),
-        ("data=2,model=2", "mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"),
-    ],
-)
-def test_a_mesh_that_is_none(text: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        two(text)
-    assert str(error.value) == message
+        (" model = 2 , data=1", 2, (1, 2)),
+    ):
+        mesh = parse_mesh(text, jax.devices()[:devices])
+        assert mesh.axis_names == ("data", "model")
+        assert mesh.devices.shape == sizes
+        assert set(mesh.devices.flat) == set(jax.devices()[:devices])
+    for text in ("", "data=2,", "data=two", "data=٢", "seq=2", "data=2,data=1", "data=0"):
+        with pytest.raises(UserError, match=f"^mesh '{text}': not of the form data=N,model=N$"):
+            two(text)
+    with pytest.raises(
+        UserError, match="mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"
+    ):
+        two("data=2,model=2")
 
 
 @pytest.mark.parametrize(
     ("mesh", "changes", "slots", "message"),
     [
         ("data=2", {}, 3, "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
-        (
-            "model=2",
-            {"num_kv_heads": 1},
-            4,
-            "mesh data=1,model=2: 1 key/value heads cannot be split evenly over model=2",
-        ),
-        (
-            "model=2",
-            {"mlp_width": 47},
-            4,
-            "mesh data=1,model=2: 47 units of the MLP cannot be split evenly over model=2",
-        ),
+        ("model=2", {"num_kv_heads": 1}, 4, "mesh data=1,model=2: 1 key/value heads cannot be"),
+        ("model=2", {"mlp_width": 47}, 4, "mesh data=1,model=2: 47 units of the MLP cannot be"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
     mesh: str, changes: dict[str, int], slots: int, message: str
 ) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{message}"):
         check_mesh(two(mesh), tiny_config(**changes), slots)
-    assert str(error.value) == message
-    if "slots" not in message:
-        with pytest.raises(UserError):
-            rules_for(two(mesh), tiny_config(**changes))
     check_mesh(two(mesh), tiny_config(vocab_size=63), 4)
 
 
@@ -161,9 +132,7 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
-@pytest.mark.parametrize(
-    ("weights", "length"), [("float32", 24), ("bfloat16", 24), ("bfloat16", 8), ("int8", 24)]
-)
+@pytest.mark.parametrize(("weights", "length"), [("bfloat16", 24), ("bfloat16", 8), ("int8", 24)])
 def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> None:
     """Its vocabulary of 1249 is not split. Of two rows of 8 the vectors are few enough to be split
     into bfloat16 numbers."""
@@ -232,18 +201,10 @@ def test_prompts_of_all_rows_in_order(mesh: str) -> None:
 def test_on_one_device_nothing_is_split() -> None:
     config, params = tiny_model()
     job = Job([1, 2], params_of("entropix"))
-    state = start(config, params, [job] * 2, 16)
-    one = decode.lower(
-        params,
-        batch_of(job.sampler, job.sampler),
-        jnp.full((2, 1), -1, jnp.int32),
-        state,
-        jnp.int32(1),
-        config=config,
-        window=16,
-        max_steps=1,
-        recording=Recording(),
-    ).as_text()
+    state, no_ends = start(config, params, [job] * 2, 16), jnp.full((2, 1), -1, jnp.int32)
+    inputs = (params, batch_of(job.sampler, job.sampler), no_ends, state, jnp.int32(1))
+    options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
+    one = decode.lower(*inputs, **options).as_text()
     for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
         assert word not in one, word
 
@@ -261,11 +222,7 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     assert branched[:8].any()
     assert branched[8:].any()
     assert (tally.own["backspace"].backspaced > 0).sum() >= 4
-    assert (first.finish == RUNNING).any()
-    assert (first.finish != RUNNING).any()
-    assert len({*last.cache.length.tolist()}) > 4
-    records = outcomes[""].records[0]
-    assert len({*records.choice.proposal.action[records.live].tolist()}) >= 4
+    assert {*(first.finish == RUNNING).tolist()} == {True, False}
 
 
 @pytest.mark.slow
@@ -279,13 +236,9 @@ def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str
         got = (many.states[chunk], replace(many.records[chunk], branch=np.empty(0)))
         compare(expected, got)
     compare(one.answered, many.answered)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", *MESHES])
-def test_a_row_that_waits_holds_all_shards(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """As it holds all rows of one device: how far a row comes does not depend on the mesh."""
-    assert not outcomes[mesh].held.live.any()
+    # A row that waits holds all shards, as it holds all rows of one device.
+    assert not one.held.live.any()
+    assert not many.held.live.any()
 
 
 @pytest.mark.slow

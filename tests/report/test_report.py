@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from entropix_jax import __main__ as cli
 from entropix_jax.cli import report as command
 from entropix_jax.errors import UserError
-from entropix_jax.names import MEANINGS, TRACE_FORMAT
+from entropix_jax.names import MEANINGS
 from entropix_jax.report import page, reading
 from entropix_jax.report.page import check_report, comparison_page, run_page, write_report
 from entropix_jax.report.reading import TraceReader
@@ -49,10 +47,6 @@ def whole(tmp_path: Path) -> Path:
 # Reading.
 
 
-def test_the_format_stays() -> None:
-    assert TRACE_FORMAT == 1  # another number refuses every existing trace
-
-
 def test_a_complete_trace(whole: Path) -> None:
     found = load_trace(whole)
     written = [json.loads(line) for line in whole.read_text("utf-8").split("\n")[:-1]]
@@ -63,29 +57,20 @@ def test_a_complete_trace(whole: Path) -> None:
     assert (reader.tokens, reader.retracted) == ({0: 12}, {0: 1})
 
 
-@pytest.mark.parametrize(
-    "cut", ["in the last token", "at its beginning", "in a character", "after a whole line"]
-)
-def test_a_killed_run(tmp_path: Path, cut: str) -> None:
+def test_a_killed_run(tmp_path: Path) -> None:
     records = [header(), *run_of()]
-    last = token(15, text="né")
-    line = lines_of([last])[0].encode()
-    part = {
-        "in the last token": line[:200],
-        "at its beginning": line[:3],
-        "in a character": line[: line.index("é".encode()) + 1],
-        "after a whole line": b"",
-    }[cut]
+    line = lines_of([token(15, text="né")])[0].encode()
     path = tmp_path / "trace.jsonl"
-    path.write_bytes("".join(lines_of(records)).encode() + part)
-    found = load_trace(path)
-    assert found.tokens == [json.loads(text) for text in lines_of(records[1:])]
-    assert found.footer is None
-    assert found.torn is bool(part)
-    text = run_page(path)
-    assert "the run was interrupted" in text
-    assert ("in a truncated line" in text) is bool(part)
-    assert unpacked(text, "trace-0") == "".join(lines_of(records)).encode()
+    for part in (b"", line[:3], line[:200], line[: line.index("é".encode()) + 1]):
+        path.write_bytes("".join(lines_of(records)).encode() + part)
+        found = load_trace(path)
+        assert found.tokens == [json.loads(text) for text in lines_of(records[1:])]
+        assert found.footer is None
+        assert found.torn is bool(part)
+        text = run_page(path)
+        assert "the run was interrupted" in text
+        assert ("in a truncated line" in text) is bool(part)
+        assert unpacked(text, "trace-0") == "".join(lines_of(records)).encode()
 
 
 def without(record: Json, name: str) -> Json:
@@ -119,15 +104,12 @@ def conditions(**changes: Any) -> Json:
         ([header(model=1)], "line 1: 'model' is not text"),
         ([header(sampler_parameters={}), token(3)], "lack 'regimes.lelv'"),
         ([conditions(**{"regimes.lehv": ["entropy ~ 3"]})], "'entropy ~ 3': expected QUANTITY"),
-        ([conditions(**{"regimes.lehv": ["surprise < 3"]})], "no quantity 'surprise' (known: "),
-        ([conditions(**{"regimes.lehv": ["entropy < h9"]})], "'h9' is neither a number"),
         ([conditions(**{"regimes.lehv": [3]})], "regimes.lehv: 3: expected QUANTITY"),
         ([conditions(**{"thresholds.h2": None})], "'thresholds.h2' is missing"),
         # Bad lines.
         ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
         ([header(), '{"type": "to\n', token(3)], "line 2: not JSON"),
         ([header(), token(3), "Killed"], "line 3: not JSON"),
-        ([header(), "\n", token(3)], "line 2: not JSON"),
         # Bad tokens.
         ([header(), token(3, entropy=float("nan"))], "line 2: NaN is not a number"),
         ([header(), json.dumps(token(3)).replace("27,", "1e999,") + "\n"], "is not an integer"),
@@ -135,17 +117,14 @@ def conditions(**changes: Any) -> Json:
         ([header(), without(token(3), "row")], "line 2: 'row' is missing"),
         ([header(), without(token(3), "row") | {"context": 3}], "line 2: a trace of inspect"),
         ([header(), token(3, entropy=True)], "'entropy' is not a number"),
-        ([header(), token(3) | {"position": 1.5}], "'position' is not an integer"),
         ([header(), token(3, regime="none")], 'line 2: unknown regime "none"'),
         ([header(), token(3, top=[[1, 2]])], "'top[0]' is not a list of 3"),
         ([header(), token(3, layers=[0.5])], "'layers[0]' is not a list"),
         ([header(), branching(3, branches=[{"tokens": []}])], "'branches[0].text' is missing"),
         ([header(), token(3), token(5)], "line 3: row 0 has position 5, expected 4: lines are"),
-        ([header(), token(3), token(3)], "line 3: row 0 has position 3, expected 4"),
         # Bad footers.
         ([header(), token(3), footer([token(3)]), token(4)], "line 4: data after the footer"),
         ([header(), token(3), ended(tokens=7)], "counts 7 tokens in row 0, the file has 1"),
-        ([header(), without(footer([]), "rows")], "line 2: 'rows' is missing"),
         ([header(), footer([], rows=[3])], "'rows[0]' is not an object"),
         ([header(), token(3), ended(finish_reason=["eos"])], "'rows[0].finish_reason' is not text"),
         ([header(), footer([], timings={"total": "long"})], "'timings.total' is not a number"),
@@ -187,7 +166,6 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("missing.jsonl", "page.html", "missing.jsonl: no such file"),
         (".", "page.html", "a folder: give a trace"),
-        ("trace.jsonl", "no/page.html", "page.html: cannot be written: no folder"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
         ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
         ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
@@ -214,28 +192,17 @@ def test_what_is_refused(
     assert sorted(folder.iterdir()) == names
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_read_only_folder(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    """Refused early, even if the page itself could be overwritten."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    output = folder / "page.html"
-    if there:
-        output.touch()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
-    with pytest.raises(UserError, match=r"page\.html: cannot be written: no permission"):
-        check_report(output, whole)
-
-
-def test_without_plotly(monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else find(name)
-    )
+def test_what_is_refused_early(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only folder, even if the page itself could be overwritten; and without plotly."""
+    output = whole.parent / "page.html"
+    output.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path) != whole.parent)
+        with pytest.raises(UserError, match=r"page\.html: cannot be written: no permission"):
+            check_report(output, whole)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
     with pytest.raises(UserError, match="plotly is not installed: pip install"):
-        run_page(whole)
+        check_report(output, whole)
 
 
 def test_reports_import_no_engine() -> None:
@@ -349,27 +316,6 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
     assert "unsafe-inline" not in policy.partition("style-src")[0]
     for source in (parsed.scripts["own"].encode(), unpacked(run_page(whole), "plotly")):
         assert page.digest(source) in policy
-
-
-def test_the_same_trace_gives_the_same_page(whole: Path, tmp_path: Path) -> None:
-    first = tmp_path / "first.html"
-    write_report(whole, first)
-    second = tmp_path / "second.html"
-    assert cli.main(["report", str(whole), "--output", str(second)]) == 0
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_a_page_of_a_large_model_is_small_enough(tmp_path: Path) -> None:
-    """1,000 tokens with the heads of Llama-3.2-1B, 16 layers of 32: at most 8 MB."""
-    draw = random.Random(0)
-
-    def heads() -> list[list[float]]:
-        return [[round(draw.uniform(0, 8), 7) for _ in range(32)] for _ in range(16)]
-
-    records = [token(3 + i, layers=heads()) for i in range(1000)]
-    path = write(tmp_path / "t.jsonl", header(), *records, footer(records))
-    assert path.stat().st_size > 5e6
-    assert len(run_page(path).encode()) < 8e6
 
 
 def test_scripts_are_joined_in_dependency_order() -> None:
