@@ -87,14 +87,16 @@ def test_against_float64(config) -> None:
 
 
 @pytest.mark.parametrize("activations", [jnp.float32, jnp.bfloat16])
-def test_bfloat16_weights(params, tokens, activations) -> None:
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}], ids=str)
+def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None:
     """Wide activations compute what float32 weights of the same values do; narrow ones nearly."""
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    config = tiny_config(**changes)
+    narrow = random_params(config, dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
-    want, _, _ = teacher_forced(wide, TINY, tokens[:, :64])
-    cache = init_cache(TINY, 1, 64, jnp.dtype(activations))
+    want, _, _ = teacher_forced(wide, config, tokens[:, :64])
+    cache = init_cache(config, 1, 64, jnp.dtype(activations))
     count = jnp.asarray([64], jnp.int32)
-    hidden, stats, _ = run(narrow, TINY, jnp.asarray(tokens[:, :64]), count, cache, window=64)
+    hidden, stats, _ = run(narrow, config, jnp.asarray(tokens[:, :64]), count, cache, window=64)
     assert hidden.dtype == activations
     logits = logits_of(narrow, hidden)
     for leaf in jax.tree.leaves((logits, stats)):

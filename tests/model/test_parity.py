@@ -1,5 +1,5 @@
 """The same folder read by `transformers` and by this package: the same numbers from a prompt, step
-by step, in branches, on two devices and from 8 bits.
+by step, in branches and on two devices.
 
 Folders are written by `transformers` itself; no bias is 0 and no norm is 1.
 """
@@ -23,7 +23,7 @@ import pytest
 from entropix_jax.model.cache import KVCache, init_cache, init_suffixes
 from entropix_jax.model.checkpoint import load_params, save_params
 from entropix_jax.model.config import MODEL_TYPES, ModelConfig, load_model_config
-from entropix_jax.model.llama import forward, forward_branches
+from entropix_jax.model.llama import forward_branches
 from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
@@ -248,22 +248,6 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
     for row, count in enumerate(COUNTS):
         close(spread[row, :count], one[row, :count])
     np.testing.assert_allclose(stats.entropy, plain.entropy, atol=1e-5)
-
-
-@kin("qwen2", "qwen3")
-def test_types_of_an_accelerator(made: Maker, family: str, tied: bool) -> None:
-    """Activations of bfloat16 stay that, with weights of bfloat16 and of 8 bits."""
-    model = made(family, tied)
-    cache = init_cache(model.config, 1, CONTEXT, jnp.dtype(jnp.bfloat16))
-    text, count = jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4, jnp.int32)
-    for weights in ("bfloat16", "int8"):
-        params = load_params(model.folder, model.config, weights)
-        read = partial(forward, config=model.config, window=CONTEXT)
-        hidden, stats, kept = jax.eval_shape(
-            lambda params, read=read: read(params, tokens=text, count=count, cache=cache), params
-        )
-        assert hidden.dtype == kept.keys[0].dtype == kept.values[-1].dtype == jnp.bfloat16
-        assert stats.entropy.dtype == jnp.float32
 
 
 # Llama's files in other forms.
