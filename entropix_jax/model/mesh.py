@@ -60,8 +60,7 @@ class Rules:
         return shardings
 
     def rows(self, tree: _Tree) -> _Tree:
-        """The sharding of each leaf [B, ...] of a tree (a `DecodeState`, a batch's
-        `SamplerSettings`, end tokens); a `KVCache` inside it is sharded by its own axes."""
+        """The sharding of each leaf [B, ...] of a tree; a `KVCache` inside it has its own axes."""
         shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
         return shardings
 
@@ -194,8 +193,7 @@ def sum_shards(number: jax.Array) -> jax.Array:
 
 
 def local_index(numbers: jax.Array, size: int) -> jax.Array:
-    """Global row indices, int32 [...], as indices into this shard's `size` rows; a row of another
-    shard becomes `size`, which is out of range."""
+    """Global row indices, int32 [...], as indices into this shard's `size` rows; else `size`."""
     if not _in_shard():
         return numbers
     numbers = numbers - lax.axis_index(DATA) * size

@@ -3,17 +3,14 @@
 The HTML has its own style, follows the notebook's light or dark theme, and is bounded in size.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from itertools import islice
 from typing import Any, Protocol
 
 from entropix_jax.errors import printable
 from entropix_jax.names import MEANINGS, REGIMES
-from entropix_jax.report.tokens import draw, html_template, marks
-from entropix_jax.report.tokens import style as token_style
+from entropix_jax.report.tokens import draw, html_template, marks, style
 
 MAX_TOKENS = 2000  # of all rows together: about half a megabyte
 _MAX_ROWS = 50
@@ -60,19 +57,13 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
             }
         )
     return html_template("rows.html").render(
-        style=style(),
+        style=style("rows"),
         rows=shown,
         rows_omitted=len(rows) - len(shown),
         prompt=prompt and "…" * (len(prompt) > _PROMPT) + printable(prompt[-_PROMPT:]),
         regimes=_shares([token.to_json() for row in rows for token in row.tokens]),
         marks=marks(all_drawn),
     )
-
-
-@functools.cache
-def style() -> str:
-    """The style sheet: tokens as on pages, and the notebook's own rules."""
-    return token_style() + (files("entropix_jax.report") / "rows.css").read_text("utf-8")
 
 
 def _draw(row: Shown, most: int) -> list[dict[str, Any]]:

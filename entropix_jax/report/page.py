@@ -35,6 +35,7 @@ _ENDS = {
 }
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
+_SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt")  # of a header
 _NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
 _PROMPT = 60  # characters of a prompt in an error
 
@@ -123,8 +124,7 @@ class _Reader(TraceReader):
         ]
         return {
             "name": self.path.name,
-            **{k: header.get(k) for k in ("model", "sampler", "seed", "backend", "versions")},
-            "prompt": header["prompt"],
+            **{k: header.get(k) for k in _SHOWN},
             "prompt_tokens": len(header["prompt_tokens"]),
             "complete": footer is not None,
             "torn": self.torn,
@@ -187,9 +187,9 @@ def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: boo
         marks=marks(drawn),
         meanings=MEANINGS,
         version=__version__,
-        style=style() + (STATIC / "page.css").read_text("utf-8"),
+        style=style("page"),
         script=own,
-        script_digests=f"{digest(own)} {digest(plotly)}",
+        script_digests=f"{digest(own.encode())} {digest(plotly)}",
         payloads=payloads,
         plotly=pack([plotly]),
     )
@@ -247,7 +247,6 @@ def script(name: str) -> str:
     return "\n\n" + "\n\n".join(done.values()) + "\n"
 
 
-def digest(source: str | bytes) -> str:
+def digest(source: bytes) -> str:
     """A script's hash as a content security policy names it."""
-    source = source.encode() if isinstance(source, str) else source
     return f"'sha256-{base64.b64encode(hashlib.sha256(source).digest()).decode()}'"

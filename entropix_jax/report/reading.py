@@ -105,11 +105,8 @@ class TraceReader:
     def _parse(self, raw: bytes) -> dict[str, Any] | None:
         """The line's object; None for a truncated last line."""
 
-        def no_number(name: str) -> NoReturn:
-            self._refuse(f"{name} is not a number")
-
         try:
-            record = json.loads(raw.decode(), parse_constant=no_number)
+            record = json.loads(raw.decode(), parse_constant=self._refuse_number)
         except (ValueError, RecursionError) as error:
             if raw.startswith(b"{") and not raw.endswith(b"\n"):
                 self.torn = True
@@ -185,6 +182,9 @@ class TraceReader:
                     self._check_shape(value[name], inner, where)
                 elif name == key:
                     self._refuse(f"'{where}' is missing")
+
+    def _refuse_number(self, name: str) -> NoReturn:
+        self._refuse(f"{name} is not a number")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise UserError(f"{self.path}: line {self._number}: {problem}")

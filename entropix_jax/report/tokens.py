@@ -35,9 +35,10 @@ def html_template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def style() -> str:
-    """The style sheet of tokens; its rules apply inside an element of class `entropix-jax`."""
-    return (STATIC / "tokens.css").read_text("utf-8")
+def style(name: str) -> str:
+    """The style sheet of tokens, whose rules apply inside an element of class `entropix-jax`, and
+    another one."""
+    return "".join((STATIC / f"{sheet}.css").read_text("utf-8") for sheet in ("tokens", name))
 
 
 def draw(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -93,8 +93,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: one more than the largest id.
-        bos_id: the beginning-of-text token that belongs before a text; None where the checkpoint's
-          tokenizer puts none.
+        bos_id: the beginning-of-text token that belongs before a text; None for none.
         special_ids: ids of control tokens, which are not part of the text.
         chat_template: Jinja source, None without one.
     """

@@ -19,9 +19,10 @@ from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import REGIMES
-from entropix_jax.report.notebook import MAX_TOKENS, style
+from entropix_jax.report.notebook import MAX_TOKENS
 from entropix_jax.report.page import run_page
 from entropix_jax.report.reading import TraceReader
+from entropix_jax.report.tokens import style
 from tests.support.model_folders import write_model
 from tests.support.runs import Spec, run_specs, unrun
 from tests.support.traces import token
@@ -143,8 +144,8 @@ def test_everything_is_text() -> None:
     assert {"script", "img", "a", "link", "iframe"}.isdisjoint(page.tags)
     assert page.names == {"class", "title", "data-regime"}
     assert page.plain.count(EVIL) == 6, "token, error and prompt of each"
-    assert "url(" not in style()
-    assert "@import" not in style()
+    assert "url(" not in style("rows")
+    assert "@import" not in style("rows")
     # Dollars are no formulas: MathJax 3 and 2 skip elements of these classes.
     (classes,) = re.findall(r'^<div class="([^"]*)">', rows._repr_html_())
     assert {"mathjax_ignore", "tex2jax_ignore"} <= set(classes.split())
@@ -183,7 +184,9 @@ def test_colours_stand_out(theme: int, background: float) -> None:
     """By WCAG 2.1, 3 for signs. The light colours must do on dark, too, where nothing says that a
     notebook is dark."""
     for regime in REGIMES:
-        (colours,) = re.findall(rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);", style())
+        (colours,) = re.findall(
+            rf"--{regime}: light-dark\(#(\w{{6}}), #(\w{{6}})\);", style("rows")
+        )
         parts = [int(colours[theme][i : i + 2], 16) / 255 for i in (0, 2, 4)]
         linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
         luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -193,7 +196,7 @@ def test_colours_stand_out(theme: int, background: float) -> None:
 
 def test_every_rule_keeps_to_its_own_cell() -> None:
     """A cell's styles apply to the whole notebook."""
-    sheet = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL)
+    sheet = re.sub(r"/\*.*?\*/", "", style("rows"), flags=re.DOTALL)
     rules = re.sub(r"\{[^}]*\}", "\0", sheet).split("\0")
     selectors = [one.strip() for rule in rules if rule.strip() for one in rule.split(",")]
     assert len(selectors) > 20

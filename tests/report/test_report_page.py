@@ -173,7 +173,13 @@ def test_the_plots_have_every_token(page: Any, run: tuple[Path, Trace]) -> None:
     np.testing.assert_array_equal(np.array(plot(page, "heat", "data[0].z")), np.array(flat).T)
 
 
-def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
+def test_branches_and_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
+    records = run[1].tokens
+    rows = each(page, "#retractions-list tr", "[...node.cells].map((cell) => cell.textContent)")
+    retracted = [(i, r) for i, r in enumerate(records) if r["type"] == "retracted"]
+    for (_, before, after, _), (i, record) in zip(rows, retracted, strict=True):
+        instead = next(r for r in records[i:] if r["type"] == "token")
+        assert (before, after) == (quoted(record), quoted(instead))
     branched = [r for r in committed(run[1]) if "branches" in r]
     forked = [r for r in branched if len(r["branches"]) > 1]
     leaf = "[leaf.querySelector('.leaf-text').textContent, Number(leaf.querySelector('data').value)"
@@ -269,14 +275,10 @@ def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, 
     page.mouse.move(*on_screen(page, right, top), steps=5)
     page.mouse.up()
     page.wait_for_selector("#text-0 .token.faded")
-    inside = [
-        i
-        for i, r in enumerate(run[1].tokens)
-        if left < r["entropy"] < right and bottom < r["varentropy"] < top
-    ]
+    places = [(r["entropy"], r["varentropy"]) for r in run[1].tokens]
+    inside = [i for i, (x, y) in enumerate(places) if left < x < right and bottom < y < top]
     assert 5 < len(inside) < 500
-    found = each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)")
-    assert found == inside
+    assert each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)") == inside
 
 
 # Other thresholds.
@@ -460,6 +462,19 @@ def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Pa
     assert page.locator("img, svg image[href^=http], b > script, #text-0 script").count() == 0
     assert page.locator("#prompt").text_content() == NASTY
     assert NASTY.split("\n")[0][:28] in page.locator("#details-word").text_content()
+
+
+def test_several_texts(opened: Callable[..., Any]) -> None:
+    rows = {0: run_of(12, 0), 3: run_of(8, 3)}
+    records = [r for row in rows.values() for r in row]
+    page = opened(header(), *records, footer(records))
+    page.locator("#sides button").nth(1).click()
+    frames(page)
+    assert page.locator("#text-0").is_hidden()
+    assert page.locator("#text-1 .token").count() == 9
+    assert details(page)["entropy"] == rows[3][0]["entropy"]
+    entropies = [r["entropy"] for r in rows[3] if r["type"] == "token"]
+    assert plot(page, "series", "data[0].y") == entropies
 
 
 def test_the_trace_is_saved_as_it_was(page: Any, run: tuple[Path, Trace], tmp_path: Path) -> None:
