@@ -10,7 +10,7 @@ import numpy as np
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.loading import LanguageModel, logits_epsilon
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
@@ -130,7 +130,7 @@ def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
         raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")
     return sampler.settings(
         num_layers=model.config.num_layers,
-        epsilon=logits_epsilon(model),
+        epsilon=float(jax.numpy.finfo(model.precision.activations).eps),
         encode=model.tokenizer.encode_within,
     )
 

@@ -1,16 +1,16 @@
 """Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
 
 Files are memory-mapped, and each tensor is copied straight into a JAX array, or its shards to their
-devices, so that the weights are in memory once. Nothing is unpickled.
-
-An index may name only files beside it. Symbolic links are followed, since the hub's cache consists
-of them; their targets are read as safetensors or refused, and never shown.
+devices, so that the weights are in memory once. Nothing is unpickled. An index may name only files
+beside it, which may be symbolic links, as in the hub's cache.
 """
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from safetensors.numpy import save_file
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object, replacing
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.finite import unsound_entry
 from entropix_jax.model.linear import Columns, Quantized, Weight, arranged, quantized, whole
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.model.precision import INT8
@@ -39,20 +38,17 @@ _SAMPLED_BYTES = 1 << 20
 
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
-_DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-}
+# Types of numbers that are stored as they are.
+STORED: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
+@dataclass(frozen=True, eq=False)
 class StoredTensor(ABC):
     """One tensor of a file, with its name and shape in the Hugging Face layout."""
 
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...]) -> None:
-        self.path = path
-        self.name = name
-        self.shape = shape
+    path: Path
+    name: str
+    shape: tuple[int, ...]
 
     @property
     @abstractmethod
@@ -63,34 +59,9 @@ class StoredTensor(ABC):
     def values(self) -> np.ndarray:
         """The values, which may alias the file."""
 
-    def check(self, spec: ParamSpec) -> None:
-        """Checks the shape.
-
-        Raises:
-            UserError: it is not the expected one.
-        """
-        if self.shape != spec.shape:
-            raise UserError(
-                f"{self.path}: tensor '{self.name}' has shape {list(self.shape)}, "
-                f"expected {list(spec.shape)}"
-            )
-
-    def read(self, dtype: jnp.dtype, sharding: Sharding | None) -> jax.Array:
-        """The values as an array on the default device, or sharded."""
-        values = self.values()
-        # Always a copy: an array that aliases the file would change, or crash, with it.
-        if sharding is None:
-            return jnp.array(values, dtype=dtype, copy=True)
-        array: jax.Array = jax.device_put(np.array(values, dtype=dtype), sharding)
-        return array
-
 
 def check_format(folder: Path) -> None:
-    """Refuses weights that exist only as pickles, which can run code when they are loaded.
-
-    Raises:
-        UserError: the line says how to convert them.
-    """
+    """Refuses weights that exist only as pickles, which can run code when they are loaded."""
     if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return
     if pickled := sorted(p.name for p in folder.glob("*") if p.suffix.lower() in _PICKLED):
@@ -102,12 +73,7 @@ def check_format(folder: Path) -> None:
 
 
 def load_params(folder: Path, config: ModelConfig, dtype: str, **options: Any) -> Params:
-    """Loads the weights of a folder; `options` are those of `read_params`.
-
-    Raises:
-        UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
-            or of another shape or dtype than the configuration says: named in the message.
-    """
+    """Loads the weights of a folder; see `open_tensors` and `read_params`."""
     return read_params(open_tensors(folder, config), config, dtype, **options)
 
 
@@ -125,31 +91,33 @@ def read_params(
     Args:
         stored: the model's tensors by name.
         dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
-        shardings: a tree of shardings; each device receives only its own shards. None: the default
-            device.
+        shardings: a tree of shardings; None: the default device.
         activations: the dtype that the weights will be multiplied with, for which unsharded
             weights are `arranged`. None: the checkpoint's layout.
         check: refuse NaN and infinity.
-
-    Raises:
-        UserError: a tensor of another shape than the configuration says, or one with NaN or
-            infinity: named in the message.
     """
-    # Checked before anything is read.
     specs, tree = jax.tree.flatten(param_specs(config))
     for spec in specs:
-        stored[spec.name].check(spec)
+        tensor = stored[spec.name]
+        if tensor.shape != spec.shape:
+            shapes = f"{list(tensor.shape)}, expected {list(spec.shape)}"
+            raise UserError(f"{tensor.path}: tensor '{tensor.name}' has shape {shapes}")
     placed = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
 
-    # Each tensor by itself: read, checked, quantized, arranged.
     def load(spec: ParamSpec, sharding: Sharding | None) -> Weight:
         tensor = stored[spec.name]
         is_matrix = len(spec.shape) == 2
-        stored_dtype = tensor.dtype if is_matrix else np.float32
-        read = tensor.read(jnp.dtype(stored_dtype if dtype == INT8 else dtype), sharding)
-        if check and (entry := unsound_entry(read)) is not None:
+        wide = tensor.dtype if is_matrix else jnp.dtype(jnp.float32)
+        read_dtype = wide if dtype == INT8 else jnp.dtype(dtype)
+        # Always a copy: an array that aliases the file would change, or crash, with it.
+        if sharding is None:
+            read = jnp.array(tensor.values(), dtype=read_dtype, copy=True)
+        else:
+            read = jax.device_put(np.array(tensor.values(), dtype=read_dtype), sharding)
+        if check and not _is_finite(read):
+            first = np.argwhere(~np.isfinite(np.asarray(read.astype(jnp.float32))))[0].tolist()
             where = f"{tensor.path}: tensor '{tensor.name}'"
-            raise UserError(f"{where} holds NaN or infinity, first at {list(entry)}")
+            raise UserError(f"{where} holds NaN or infinity, first at {first}")
         weight = quantized(read) if dtype == INT8 and is_matrix else read
         if activations is None or sharding is not None:
             return weight
@@ -159,13 +127,13 @@ def read_params(
     return params
 
 
-def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
-    """Writes float weights to `folder/model.safetensors`, atomically.
+@jax.jit
+def _is_finite(weight: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(weight))
 
-    Raises:
-        UserError: int8 weights, which the format of this package cannot hold, or the file cannot
-            be written.
-    """
+
+def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
+    """Writes float weights to `folder/model.safetensors`, atomically; int8 ones are refused."""
     specs = jax.tree.leaves(param_specs(config))
     weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns | Quantized))
     if any(isinstance(weight, Quantized) for weight in weights):
@@ -179,24 +147,23 @@ def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
             raise UserError(f"{path}: cannot be written: {error}") from None
 
 
+@dataclass(frozen=True, eq=False)
 class _SafeTensor(StoredTensor):
     """One tensor of a memory-mapped safetensors file."""
 
-    def __init__(self, path: Path, name: str, header: dict[str, Any], body: np.ndarray) -> None:
-        super().__init__(path, name, tuple(header["shape"]))
-        self.kind: str = header["dtype"]
-        self._bytes = body[slice(*header["data_offsets"])]
+    kind: str  # as the file's header names it
+    data: np.ndarray  # uint8, its bytes
 
     @property
     def dtype(self) -> np.dtype:
-        if self.kind not in _DTYPES:
-            raise UserError(
-                f"{self.path}: tensor '{self.name}' has type {self.kind}, which is not implemented"
-            )
-        return _DTYPES[self.kind]
+        if self.kind not in STORED:
+            told = f"has type {self.kind}, which is not implemented"
+            raise UserError(f"{self.path}: tensor '{self.name}' {told}")
+        dtype: np.dtype = np.dtype(STORED[self.kind])
+        return dtype
 
     def values(self) -> np.ndarray:
-        return self._bytes.view(self.dtype).reshape(self.shape)
+        return self.data.view(self.dtype).reshape(self.shape)
 
 
 def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
@@ -204,12 +171,14 @@ def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
 
     Raises:
         UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
-            or of another dtype than the configuration says: named in the message.
+            or of another dtype than the configuration says.
     """
     stored = _open_folder(folder)
     check_names(folder, stored, config)
-    expected = config.dtype or str(stored[_embedding(config)].dtype)
-    for spec in jax.tree.leaves(param_specs(config)):
+    # The embedding's dtype is that of the model; tensors that are ignored may have others.
+    specs = param_specs(config)
+    expected = config.dtype or str(stored[specs.embedding.name].dtype)
+    for spec in jax.tree.leaves(specs):
         tensor = stored[spec.name]
         if str(tensor.dtype) != expected:
             where = f"{tensor.path}: tensor '{tensor.name}'"
@@ -224,19 +193,13 @@ def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
     check_format(folder)
     if not index.exists():
         raise UserError(f"{folder}: {SINGLE_FILE} is missing, and so is {INDEX_FILE}")
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) and Path(shard).name == shard and shard.endswith(".safetensors")
-        for shard in weight_map.values()
-    ):
+    weight_map: Any = read_json_object(index).get("weight_map")
+    shards = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(re.fullmatch(r"[^/\\]+\.safetensors", str(shard)) for shard in shards):
         raise UserError(f"{index}: 'weight_map' must map tensors to .safetensors files beside it")
     stored: dict[str, _SafeTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in sorted(set(shards)):
         for name, tensor in _open_file(folder / shard).items():
-            if name in stored:
-                raise UserError(
-                    f"{tensor.path}: tensor '{name}' is also in {stored[name].path.name}"
-                )
             if weight_map.get(name) != shard:
                 raise UserError(f"{tensor.path}: tensor '{name}' is not where {INDEX_FILE} says")
             stored[name] = tensor
@@ -260,52 +223,38 @@ def _open_file(path: Path) -> dict[str, _SafeTensor]:
     except (SafetensorError, ValueError, OSError) as error:
         raise UserError(f"{path}: not a valid safetensors file: {error}") from None
     header.pop("__metadata__", None)
-    start = 8 + length
-    body = np.memmap(path, mode="r", dtype=np.uint8)[start:]
-    return {name: _SafeTensor(path, name, entry, body) for name, entry in header.items()}
+    body = np.memmap(path, mode="r", dtype=np.uint8)[8 + length :]
+    return {
+        name: _SafeTensor(
+            path, name, tuple(e["shape"]), e["dtype"], body[slice(*e["data_offsets"])]
+        )
+        for name, e in header.items()
+    }
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"tensor '{key}' occurs twice")
-        seen[key] = value
-    return seen
-
-
-def _embedding(config: ModelConfig) -> str:
-    """The tensor whose dtype is that of the model; tensors that are ignored may have others."""
-    name: str = param_specs(config).embedding.name
-    return name
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tensor '{max(names, key=names.count)}' occurs twice")
+    return dict(pairs)
 
 
 def check_names(path: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
-    """Checks that the tensors are those of the model.
-
-    Raises:
-        UserError: a tensor is missing from `path`, or unexpected.
-    """
+    """Refuses a model whose tensors are not all there, or that has others."""
     wanted = {spec.name for spec in jax.tree.leaves(param_specs(config))}
     if missing := sorted(wanted - set(stored)):
         raise UserError(f"{path}: tensor '{missing[0]}' is missing ({len(missing)} in all)")
     # Some files store a tied head, and older ones the rotary frequencies.
-    extra = set(stored) - wanted
+    extra = {name for name in stored if not name.endswith("rotary_emb.inv_freq")} - wanted
     if config.tied_head:
         extra.discard("lm_head.weight")
-    extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
     if extra:
         name = min(extra)
         raise UserError(f"{stored[name].path}: tensor '{name}' has no place in this model")
 
 
 def fingerprint(path: Path) -> str:
-    """A hash that identifies a model's folder or GGUF file: of the size and both ends of each file,
-    which for small ones is all of it.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """A hash of a model's folder or GGUF file: of the size and both ends of each file."""
     hashed = hashlib.sha256()
     try:
         path.stat()  # raises if there is none

@@ -16,7 +16,6 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_own_code, read_json_object
 
 CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
 _MAX_LAYERS = 1024  # ten times the deepest Llama: more is a typing error, and would take hours
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -41,15 +40,7 @@ class RopeDivisors:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture of a Llama model or a relative. Letters: see the legend in
-    `entropix_jax.model.llama`.
-
-    Attributes:
-        max_positions: the longest context, at most the sliding window if there is one.
-        qkv_bias: queries, keys and values have biases (Qwen2).
-        qk_norm: each head's queries and keys are RMS-normalized before RoPE (Qwen3).
-        layers_without_rope: their indices (SmolLM3).
-        dtype: of the checkpoint's tensors, where the files say.
-    """
+    `entropix_jax.model.llama`."""
 
     vocab_size: int  # V
     width: int  # D
@@ -58,15 +49,15 @@ class ModelConfig:
     num_heads: int  # N
     num_kv_heads: int  # K
     head_dim: int  # H
-    max_positions: int
+    max_positions: int  # the longest context, at most the sliding window if there is one
     norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | RopeDivisors | None
     tied_head: bool
-    dtype: str | None
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    layers_without_rope: tuple[int, ...] = ()
+    dtype: str | None  # of the checkpoint's tensors, where the files say
+    qkv_bias: bool = False  # queries, keys and values have biases (Qwen2)
+    qk_norm: bool = False  # each head's queries and keys are RMS-normalized before RoPE (Qwen3)
+    layers_without_rope: tuple[int, ...] = ()  # their indices (SmolLM3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +77,9 @@ _READ = set(
     num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling
     rope_parameters no_rope_layers no_rope_layer_interval sliding_window use_sliding_window
     max_window_layers layer_types tie_word_embeddings torch_dtype dtype bos_token_id eos_token_id
+    original_max_position_embeddings
     """.split()
-) | {_ORIGINAL}
+)
 
 # Keys that change the maths, with the values that are implemented.
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
@@ -124,12 +116,7 @@ _HARMLESS = set(
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Reads `folder/config.json`.
-
-    Raises:
-        UserError: the file is missing, not JSON, lacks a number, or holds a key that changes the
-            maths and is not implemented (named in the message).
-    """
+    """Reads `folder/config.json`."""
     path = folder / CONFIG_FILE
     return parse_model_config(read_json_object(path), path)
 
@@ -138,15 +125,14 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """The `ModelConfig` of a decoded `config.json`; `path` is only named in errors.
 
     Raises:
-        UserError: as `load_model_config`.
+        UserError: a number is missing, or a key changes the maths and is not implemented.
     """
     # What changes the maths and is not implemented.
     check_own_code(raw, path)
     family = raw.get("model_type", "llama")
     if family not in MODEL_TYPES:
-        raise UserError(
-            f"{path}: 'model_type': {family!r} is not implemented (known: {', '.join(MODEL_TYPES)})"
-        )
+        known = ", ".join(MODEL_TYPES)
+        raise UserError(f"{path}: 'model_type': {family!r} is not implemented (known: {known})")
     for key, values in _FIXED.items():
         if key in raw and raw[key] not in values:
             raise UserError(f"{path}: '{key}': {raw[key]!r} is not implemented")
@@ -162,32 +148,23 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     num_kv_heads = num_heads
     if family != "llama" or raw.get("num_key_value_heads") is not None:
         num_kv_heads = _positive_int(raw, "num_key_value_heads", path)
+    _check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads, path)
     if family == "qwen3" or raw.get("head_dim") is not None:
         head_dim = _positive_int(raw, "head_dim", path)
-    elif width % num_heads:
-        raise UserError(
-            f"{path}: hidden_size {width} is no multiple of num_attention_heads {num_heads}"
-        )
     else:
+        _check_multiple("hidden_size", width, "num_attention_heads", num_heads, path)
         head_dim = width // num_heads
-    if num_heads % num_kv_heads:
-        raise UserError(
-            f"{path}: num_attention_heads {num_heads} is no multiple of "
-            f"num_key_value_heads {num_kv_heads}"
-        )
     if head_dim % 2:
         raise UserError(f"{path}: head_dim {head_dim} is odd, rotary embedding needs pairs")
     rope_theta, rope_scaling = _rope(raw, path)
 
     # How the weights are stored.
-    tied_head = raw.get("tie_word_embeddings", family == "smollm3")
-    if not isinstance(tied_head, bool):
-        raise UserError(f"{path}: 'tie_word_embeddings' must be true or false, not {tied_head!r}")
     dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     if raw.get("torch_dtype") not in (None, dtype):
         raise UserError(f"{path}: 'dtype' and 'torch_dtype' disagree")
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"{path}: dtype {dtype!r} is not implemented (known: {', '.join(DTYPES)})")
+    unrotated = _layers_without_rope(raw, num_layers, path) if family == "smollm3" else ()
     return ModelConfig(
         vocab_size=_positive_int(raw, "vocab_size", path),
         width=width,
@@ -200,13 +177,11 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         norm_eps=_positive_float(raw, "rms_norm_eps", path),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        tied_head=tied_head,
+        tied_head=_bool(raw, "tie_word_embeddings", family == "smollm3", path),
         dtype=dtype,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        layers_without_rope=_layers_without_rope(raw, num_layers, path)
-        if family == "smollm3"
-        else (),
+        layers_without_rope=unrotated,
     )
 
 
@@ -216,23 +191,15 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Reads the end tokens from `generation_config.json`, else from `config.json`.
-
-    Raises:
-        UserError: a file is not JSON, or the ids are no integers.
-    """
-    path = folder / GENERATION_FILE
+    """Reads the end tokens from `generation_config.json`, else from `config.json`."""
+    path = folder / "generation_config.json"
     if not path.exists():
         path = folder / CONFIG_FILE
     return parse_generation_config(read_json_object(path), path)
 
 
 def parse_generation_config(raw: Mapping[str, Any], path: Path) -> GenerationConfig:
-    """The end tokens of a decoded `generation_config.json`; `path` is only named in errors.
-
-    Raises:
-        UserError: the ids are no integers.
-    """
+    """The end tokens of a decoded `generation_config.json`; `path` is only named in errors."""
     eos = raw.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -243,14 +210,11 @@ def parse_generation_config(raw: Mapping[str, Any], path: Path) -> GenerationCon
 def _max_positions(raw: Mapping[str, Any], path: Path) -> int:
     """The longest context that every layer attends to entirely."""
     positions = _positive_int(raw, "max_position_embeddings", path)
-    kinds = raw.get("layer_types")
-    known = ("full_attention", "sliding_attention")
+    kinds, known = raw.get("layer_types"), ("full_attention", "sliding_attention")
     if kinds is not None and not (isinstance(kinds, list) and all(k in known for k in kinds)):
         raise UserError(f"{path}: 'layer_types': {kinds!r} is not implemented")
     family = raw.get("model_type", "llama")
-    slides = raw.get("use_sliding_window", family in ("llama", "mistral"))
-    if not isinstance(slides, bool):
-        raise UserError(f"{path}: 'use_sliding_window' must be true or false, not {slides!r}")
+    slides = _bool(raw, "use_sliding_window", family in ("llama", "mistral"), path)
     if kinds is not None:
         slides = "sliding_attention" in kinds
     if family == "mistral":  # its class only reads `sliding_window`, which has a default
@@ -268,11 +232,8 @@ def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) ->
     if rotated is None:
         interval = _positive_int(raw, "no_rope_layer_interval", path)
         return tuple(range(interval - 1, num_layers, interval))
-    if not (
-        isinstance(rotated, list)
-        and len(rotated) >= num_layers
-        and all(rotates in (0, 1) for rotates in rotated)
-    ):
+    known = isinstance(rotated, list) and all(rotates in (0, 1) for rotates in rotated)
+    if not known or len(rotated) < num_layers:
         raise UserError(f"{path}: 'no_rope_layers' must be 0 or 1 for each of {num_layers} layers")
     return tuple(i for i, rotates in enumerate(rotated[:num_layers]) if not rotates)
 
@@ -280,12 +241,10 @@ def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) ->
 def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Reads both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with both."""
     spellings = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
-    if not spellings:
-        return _rope_theta(raw, path), None
-    rope, *again = [_rope_object(raw, key, path) for key in spellings]
-    if again and again != [rope]:
+    found = {_rope_object(raw, key, path) for key in spellings} or {(_rope_theta(raw, path), None)}
+    if len(found) > 1:
         raise UserError(f"{path}: 'rope_parameters' and 'rope_scaling' disagree")
-    return rope
+    return found.pop()
 
 
 def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, RopeScaling | None]:
@@ -298,9 +257,8 @@ def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, R
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in ("default", "llama3"):
         raise UserError(f"{path}: '{key}': rope type {kind!r} is not implemented")
-    known = {"rope_type", "type", "rope_theta"}
-    if kind == "llama3":
-        known |= {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
+    numbers = {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
+    known = {"rope_type", "type", "rope_theta"} | (numbers if kind == "llama3" else set())
     if unknown := sorted(set(rope) - known):
         raise UserError(f"{path}: '{key}': the key '{unknown[0]}' is not implemented")
     if kind == "default":
@@ -326,21 +284,29 @@ def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
     return 10000.0  # the layout's default
 
 
-def _number(raw: Mapping[str, Any], key: str, path: Path) -> float:
+def _check_multiple(name: str, number: int, divisor_name: str, divisor: int, path: Path) -> None:
+    if number % divisor:
+        raise UserError(f"{path}: {name} {number} is no multiple of {divisor_name} {divisor}")
+
+
+def _bool(raw: Mapping[str, Any], key: str, default: bool, path: Path) -> bool:
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{path}: '{key}' must be true or false, not {value!r}")
+    return value
+
+
+def _positive_float(raw: Mapping[str, Any], key: str, path: Path) -> float:
     if key not in raw:
         raise UserError(f"{path}: '{key}' is missing")
     value = raw[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
         raise UserError(f"{path}: '{key}' must be a positive number, not {value!r}")
-    return value
-
-
-def _positive_float(raw: Mapping[str, Any], key: str, path: Path) -> float:
-    return float(_number(raw, key, path))
+    return float(value)
 
 
 def _positive_int(raw: Mapping[str, Any], key: str, path: Path) -> int:
-    value = _number(raw, key, path)
+    value = _positive_float(raw, key, path)
     if value != int(value):
         raise UserError(f"{path}: '{key}' must be an integer, not {value!r}")
     return int(value)

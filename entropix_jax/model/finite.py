@@ -1,8 +1,7 @@
-"""Locates NaN and infinity in weights and activations."""
+"""Locates NaN and infinity in activations."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 NOWHERE = -1
 
@@ -12,11 +11,8 @@ def first_unsound(sound: jax.Array, start: jax.Array) -> jax.Array:
     twice where all are finite.
 
     The earliest stage wins, then the earliest position: after a layer's attention a single bad
-    token has contaminated the others.
-
-    Args:
-        sound: bool [B, T, 1+2L], see `stats.AttnStats`.
-        start: int32 [B], the position of each row's first token.
+    token has contaminated the others. `sound` is bool [B, T, 1+2L], see `stats.AttnStats`; `start`
+    is int32 [B], the position of each row's first token.
     """
     tokens = sound.shape[1]
     unsound = ~sound.swapaxes(1, 2).reshape(sound.shape[0], -1)
@@ -32,21 +28,6 @@ def earlier(one: jax.Array, other: jax.Array) -> jax.Array:
 
 def describe(position: int, stage: int) -> str:
     """Formats a result of `first_unsound`."""
-    layer, attention = (stage - 1) // 2, stage % 2 == 1
-    where = "the embedding"
-    if stage:
-        where = f"the queries, keys or values of layer {layer}" if attention else f"layer {layer}"
+    part = "the queries, keys or values of " if stage % 2 else ""
+    where = f"{part}layer {(stage - 1) // 2}" if stage else "the embedding"
     return f"NaN or infinity in {where} at position {position}"
-
-
-def unsound_entry(weight: jax.Array) -> tuple[int, ...] | None:
-    """The index of a weight's first NaN or infinite entry; None where all are finite."""
-    if bool(_all_finite(weight)):
-        return None
-    values = np.asarray(weight.astype(jnp.float32))
-    return tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
-
-
-@jax.jit
-def _all_finite(weight: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(weight))

@@ -1,9 +1,9 @@
 """GGUF, llama.cpp's single-file format.
 
-Metadata are translated to the decoded `config.json`, `generation_config.json`, `tokenizer.json` and
-`tokenizer_config.json` of a Hugging Face folder and parsed as such; tensors get the names and row
-order of that layout. The package `gguf` dequantizes them. The header is parsed here: the package's
-reader takes seconds to make NumPy views of every token, and has no clear errors for torn files.
+Metadata are translated to the decoded JSON files of a Hugging Face folder and parsed as such;
+tensors get the names and row order of that layout. The package `gguf` dequantizes them. The header
+is parsed here: the package's reader takes seconds to make NumPy views of every token, and has no
+clear errors for torn files.
 
 Format: `docs/gguf.md` (version 3) in the ggml repository; the metadata mean what llama.cpp makes of
 them.
@@ -11,19 +11,19 @@ them.
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import ml_dtypes
 import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import opening
-from entropix_jax.model.checkpoint import StoredTensor, check_names
+from entropix_jax.model.checkpoint import STORED, StoredTensor, check_names
 from entropix_jax.model.config import (
     GenerationConfig,
     ModelConfig,
@@ -31,24 +31,18 @@ from entropix_jax.model.config import (
     parse_generation_config,
     parse_model_config,
 )
-from entropix_jax.text.gguf_tokenizer import tokenizer_files
-from entropix_jax.text.tokenizer import Tokenizer, build_tokenizer
+from entropix_jax.text.gguf_tokenizer import read_tokenizer
+from entropix_jax.text.tokenizer import Tokenizer
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # Scalar types of metadata, as `struct` formats.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_MAX_AXES = 4
-_ALIGNMENT = 32  # of tensors' data, where the file does not say
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 # llama.cpp rotates adjacent channels for these, so its converter permutes the rows of the query and
 # key matrices.
 _INTERLEAVED = ("llama", "smollm3")
-# SmolLM3 has no RoPE in every fourth layer: hard-coded in llama.cpp, not in the file.
-_SMOLLM3_INTERVAL = 4
 # Keys that change the maths, with the values that are implemented.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
@@ -58,9 +52,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "attention.scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), (0.0, 1.0)),
     "use_parallel_residual": (False,),
 }
 # Names of tensors in a layer, and outside of layers; the suffixes (.weight, .bias) are the same.
@@ -89,12 +81,8 @@ _DEQUANTISED = 1 << 18
 
 
 class GgufFile:
-    """A GGUF file with decoded metadata and memory-mapped tensors.
-
-    Attributes:
-        metadata: by key; arrays are lists.
-        tensors: by their name in the Hugging Face layout.
-    """
+    """A GGUF file with decoded metadata and memory-mapped tensors, by their name in the Hugging
+    Face layout."""
 
     def __init__(self, path: Path) -> None:
         """Reads the header.
@@ -104,60 +92,42 @@ class GgufFile:
                 implemented.
         """
         self.path = path
-        data = _mapped(path)
-        try:
-            header = _Header(data)
-        except _Torn as error:
-            raise UserError(f"{path}: not a whole GGUF file: {error}") from None
+        data = _map_file(path)
+        header = _Header(data, path)
         self.metadata = header.metadata
         architecture = self.metadata.get("general.architecture")
         if architecture not in _ARCHITECTURES:
-            raise UserError(
-                f"{path}: the architecture {architecture!r} is not implemented "
-                f"(known: {', '.join(_ARCHITECTURES)})"
-            )
+            told = f"is not implemented (known: {', '.join(_ARCHITECTURES)})"
+            raise UserError(f"{path}: the architecture {architecture!r} {told}")
         self._architecture: str = architecture
         for name, values in _FIXED.items():
             if (value := self._own(name)) is not None and value not in values:
                 raise UserError(f"{path}: '{architecture}.{name}': {value!r} is not implemented")
-        self._factors: np.ndarray | None = None
-        self.tensors: Mapping[str, StoredTensor] = self._tensors(header, data)
+        self.tensors = self._tensors(header, data)
+        self._factors = self.tensors.pop(_ROPE_FACTORS, None)
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The architecture. The default dtype of the weights in memory is bfloat16.
-
-        Raises:
-            UserError: a number is missing, or something is not implemented.
-        """
+        """The architecture. The default dtype of the weights in memory is bfloat16."""
         config = parse_model_config(self._raw_config(), self.path)
         if self._factors is not None:
             if self._factors.shape != (config.head_dim // 2,):
                 raise UserError(f"{self.path}: '{_ROPE_FACTORS}' has another shape than its heads")
-            divisors = RopeDivisors(divisors=tuple(map(float, self._factors)))
+            divisors = RopeDivisors(divisors=tuple(map(float, self._factors.values())))
             config = replace(config, rope_scaling=divisors)
         check_names(self.path, self.tensors, config)
         return config
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """The end tokens: end of text and end of turn.
-
-        Raises:
-            UserError: they are no token ids.
-        """
+        """The end tokens: end of text and end of turn."""
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"))
         ids = [self.metadata[key] for key in keys if key in self.metadata]
         return parse_generation_config({"eos_token_id": list(dict.fromkeys(ids))}, self.path)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the metadata.
-
-        Raises:
-            UserError: an unknown kind, or parts are missing.
-        """
-        tokenizer, settings = tokenizer_files(self.metadata, self.path)
-        return build_tokenizer(self.path, tokenizer, settings)
+        """See `read_tokenizer`."""
+        return read_tokenizer(self.metadata, self.path)
 
     def _own(self, name: str) -> Any:
         """A metadata value of the architecture; None where it is missing."""
@@ -166,19 +136,12 @@ class GgufFile:
     def _raw_config(self) -> dict[str, Any]:
         """The equivalent of `config.json`."""
         # Heads whose values or rotated channels differ in size are not implemented.
-        head_dim = self._own("attention.key_length")
         rotated = self._own("rope.dimension_count")
-        if head_dim is None:
-            head_dim = rotated
-        for name, value in (
-            ("attention.value_length", self._own("attention.value_length")),
-            ("rope.dimension_count", rotated),
-        ):
-            if value not in (None, head_dim):
-                raise UserError(
-                    f"{self.path}: '{self._architecture}.{name}': {value} beside heads of "
-                    f"{head_dim} is not implemented"
-                )
+        head_dim = self._own("attention.key_length") or rotated
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if (value := self._own(name)) not in (None, head_dim):
+                told = f"{value} beside heads of {head_dim} is not implemented"
+                raise UserError(f"{self.path}: '{self._architecture}.{name}': {told}")
 
         heads = self._own("attention.head_count")
         embedding = self.tensors.get("model.embed_tokens.weight")
@@ -196,7 +159,7 @@ class GgufFile:
             "sliding_window": self._own("attention.sliding_window") or None,
             "vocab_size": None if embedding is None else embedding.shape[0],
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
-            "no_rope_layer_interval": _SMOLLM3_INTERVAL,
+            "no_rope_layer_interval": 4,  # SmolLM3's, hard-coded in llama.cpp, not in the file
             "dtype": "bfloat16",
         }
         # A missing key is then reported by its name in `config.json`.
@@ -204,150 +167,97 @@ class GgufFile:
 
     def _tensors(self, header: "_Header", data: np.ndarray) -> dict[str, StoredTensor]:
         """Maps all tensors, under their names in the Hugging Face layout."""
-        heads = {
-            "attn_q": self._own("attention.head_count"),
-            "attn_k": self._own("attention.head_count_kv") or self._own("attention.head_count"),
-        }
+        import gguf
+
+        heads = {}
+        if self._architecture in _INTERLEAVED:
+            heads["attn_q"] = self._own("attention.head_count")
+            heads["attn_k"] = self._own("attention.head_count_kv") or heads["attn_q"]
         tensors: dict[str, StoredTensor] = {}
-        kinds = {entry.kind: entry for entry in header.tensors}
-        known = {number: _kind(entry, self.path) for number, entry in kinds.items()}
-        for entry in header.tensors:
-            # The tensor's bytes.
-            kind = known[entry.kind]
-            start = header.start + entry.offset
-            size = kind.bytes_of(entry, self.path)
-            if start + size > len(data):
-                raise UserError(
-                    f"{self.path}: not a whole GGUF file: tensor '{entry.name}' ends at byte "
-                    f"{start + size:,} of {len(data):,}"
-                )
+        kinds: dict[int, Any] = {}
+        for written, shape, number, offset in header.tensors:
             # Its name.
-            stem, _, end = entry.name.rpartition(".")
+            stem, _, end = written.rpartition(".")
             own, name = "", _OTHER_TENSORS.get(stem)
-            if stem.startswith("blk."):
-                _, number, own = [*stem.split(".", 2), ""][:3]
-                if own in _LAYER_TENSORS and number.isdecimal():
-                    name = f"model.layers.{int(number)}.{_LAYER_TENSORS[own]}"
-            tensor = _GgufTensor(
-                self.path,
-                f"{name}.{end}" if name else entry.name,
-                entry.shape,
-                kind,
-                data[start : start + size],
-                heads.get(own) if self._architecture in _INTERLEAVED else None,
-            )
-            if entry.name == _ROPE_FACTORS:
-                self._factors = tensor.values()
-            elif tensor.name in tensors:
-                raise UserError(f"{self.path}: tensor '{entry.name}' is there twice")
-            else:
-                tensors[tensor.name] = tensor
+            if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem, re.ASCII):
+                own = found[2]
+                if own in _LAYER_TENSORS:
+                    name = f"model.layers.{int(found[1])}.{_LAYER_TENSORS[own]}"
+            name = f"{name}.{end}" if name else written
+            # Its bytes.
+            if number not in kinds:
+                kinds[number] = _find_kind(number, written, self.path)
+            kind = kinds[number]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            if shape[-1] % block:
+                told = f"has rows of {shape[-1]}, which are no whole blocks of {block}"
+                raise UserError(f"{self.path}: tensor '{written}' of type {kind.name} {told}")
+            start = header.start + offset
+            stop = start + math.prod(shape) // block * size
+            if stop > len(data):
+                header.refuse(f"tensor '{written}' ends at byte {stop:,} of {len(data):,}")
+            if name in tensors:
+                raise UserError(f"{self.path}: tensor '{written}' is there twice")
+            part = data[start:stop]
+            tensors[name] = _GgufTensor(self.path, name, shape, kind, part, heads.get(own))
         return tensors
 
 
+@dataclass(frozen=True, eq=False)
 class _GgufTensor(StoredTensor):
-    """One tensor of a memory-mapped GGUF file.
+    """One tensor of a memory-mapped GGUF file."""
 
-    Args:
-        data: uint8, its bytes.
-        interleaved: the number of heads with interleaved rows, where rows 2i and 2i + 1 of a head
-            are rows i and i + H/2 in the Hugging Face layout; None for no such heads.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        shape: tuple[int, ...],
-        kind: "_Kind",
-        data: np.ndarray,
-        interleaved: int | None,
-    ) -> None:
-        super().__init__(path, name, shape)
-        self._kind = kind
-        self._data = data
-        self._interleaved = interleaved
+    kind: Any  # gguf.GGMLQuantizationType
+    data: np.ndarray  # uint8, its bytes
+    # The number of heads whose rows are interleaved: rows 2i and 2i + 1 of a head are rows i and
+    # i + H/2 in the Hugging Face layout.
+    interleaved: int | None
 
     @property
     def dtype(self) -> np.dtype:
-        return self._kind.dtype
+        dtype: np.dtype = np.dtype(STORED.get(self.kind.name, np.float32))
+        return dtype
 
     def values(self) -> np.ndarray:
-        data = self._data
-        if heads := self._interleaved:
+        data = self.data
+        if heads := self.interleaved:
             if self.shape[0] % (2 * heads):
-                raise UserError(
-                    f"{self.path}: tensor '{self.name}' has {self.shape[0]} rows for {heads} heads"
-                )
+                told = f"has {self.shape[0]} rows for {heads} heads"
+                raise UserError(f"{self.path}: tensor '{self.name}' {told}")
             # Rows are quantized separately, so they can be permuted before dequantizing.
             rows = data.reshape(heads, self.shape[0] // heads // 2, 2, -1)
             data = rows.swapaxes(1, 2).reshape(-1)
-        return self._kind.values(data).reshape(self.shape)
+        return _decode(data, self.kind).reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A tensor type: `block` elements take `size` bytes."""
-
-    number: Any  # gguf.GGMLQuantizationType
-    block: int
-    size: int
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the decoded values."""
-        dtype: np.dtype = np.dtype(_PLAIN.get(self.number.name, np.float32))
-        return dtype
-
-    def bytes_of(self, entry: "_Entry", path: Path) -> int:
-        """The size of a tensor in bytes."""
-        if entry.shape[-1] % self.block:
-            raise UserError(
-                f"{path}: tensor '{entry.name}' of type {self.number.name} has rows of "
-                f"{entry.shape[-1]}, which are no whole blocks of {self.block}"
-            )
-        return math.prod(entry.shape) // self.block * self.size
-
-    def values(self, data: np.ndarray) -> np.ndarray:
-        """Decodes n blocks, uint8 [n * size], to [n * block]."""
-        if self.number.name in _PLAIN:
-            return np.ascontiguousarray(data).view(self.dtype)
-        import gguf
-
-        out = np.empty(len(data) // self.size * self.block, np.float32)
-        step = max(_DEQUANTISED // self.block, 1)
-        for first in range(0, len(out) // self.block, step):
-            part = data[first * self.size : (first + step) * self.size]
-            values = gguf.quants.dequantize(part.reshape(1, -1), self.number)
-            out[first * self.block : (first + step) * self.block] = values.reshape(-1)
-        return out
-
-
-_PLAIN: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-
-
-def _kind(entry: "_Entry", path: Path) -> _Kind:
+def _find_kind(number: int, name: str, path: Path) -> Any:
+    """The `gguf.GGMLQuantizationType` of this number, if it can be decoded."""
     import gguf
 
     try:
-        number = gguf.GGMLQuantizationType(entry.kind)
-    except ValueError:
-        raise UserError(
-            f"{path}: tensor '{entry.name}' has type {entry.kind}, which is not known"
-        ) from None
-    block, size = gguf.GGML_QUANT_SIZES[number]
-    kind = _Kind(number, block, size)
-    try:
-        kind.values(np.zeros(size, np.uint8))
-    except NotImplementedError:
-        raise UserError(
-            f"{path}: tensor '{entry.name}' has type {number.name}, which is not implemented"
-        ) from None
+        kind = gguf.GGMLQuantizationType(number)
+        _decode(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"{path}: tensor '{name}' has an unknown type: {error}") from None
     return kind
 
 
-def _mapped(path: Path) -> np.ndarray:
-    """Memory-maps a file."""
+def _decode(data: np.ndarray, kind: Any) -> np.ndarray:
+    """Decodes the blocks of a tensor, uint8 [n * bytes of a block], to [n * size of a block]."""
+    if kind.name in STORED:
+        return np.ascontiguousarray(data).view(STORED[kind.name])
+    import gguf
+
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    out = np.empty((len(data) // size, block), np.float32)
+    step = max(_DEQUANTISED // block, 1)
+    for first in range(0, len(out), step):
+        part = data[first * size : (first + step) * size].reshape(1, -1)
+        out[first : first + step] = gguf.quants.dequantize(part, kind).reshape(-1, block)
+    return out.reshape(-1)
+
+
+def _map_file(path: Path) -> np.ndarray:
     if path.exists() and not path.is_file():  # a pipe would block
         raise UserError(f"{path}: cannot be read: not a regular file")
     with opening(path) as file:
@@ -357,59 +267,46 @@ def _mapped(path: Path) -> np.ndarray:
             raise UserError(f"{path}: not a whole GGUF file: it is empty") from None
 
 
-class _Torn(ValueError):
-    """Raised for an incomplete or invalid header."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor's entry in the header; `offset` is relative to the start of the data."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
 class _Header:
     """The parsed header of a GGUF file: metadata, tensors, and the start of the data."""
 
-    def __init__(self, data: np.ndarray) -> None:
+    def __init__(self, data: np.ndarray, path: Path) -> None:
         self._data = data.data
+        self._path = path
         self._at = 0
-        if self._bytes(4) != _MAGIC:
-            raise _Torn("it does not begin as one")
+        if self._bytes(4) != b"GGUF":
+            self.refuse("it does not begin as one")
         version, number, keys = self._unpack("IQQ")
-        if version not in _VERSIONS:
-            known = " and ".join(map(str, _VERSIONS))
-            raise _Torn(f"its format version is {version}, known are {known}")
+        if version not in (2, 3):
+            self.refuse(f"its format version is {version}, known are 2 and 3")
         self.metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self._string()
             self.metadata[key] = self._value(self._unpack("I")[0])
+        # Each one's name, shape, type, and where it begins, counted from the start of the data.
         self.tensors = [self._entry() for _ in range(number)]
-        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise _Torn(f"'general.alignment' is {alignment!r}")
+            self.refuse(f"'general.alignment' is {alignment!r}")
         self.start = -(-self._at // alignment) * alignment
 
-    def _entry(self) -> _Entry:
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         (axes,) = self._unpack("I")
-        if not 1 <= axes <= _MAX_AXES:
-            raise _Torn(f"tensor '{name}' has {axes} axes")
+        if axes not in (1, 2, 3, 4):
+            self.refuse(f"tensor '{name}' has {axes} axes")
         *lengths, kind, offset = self._unpack(f"{axes}QIQ")
-        return _Entry(name, tuple(reversed(lengths)), kind, offset)
+        return name, tuple(reversed(lengths)), kind, offset
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
-            return self._unpack(_scalar(kind))[0]
+            return self._unpack(self._scalar(kind))[0]
         inner, number = self._unpack("IQ")
         if inner in (_STRING, _ARRAY):
             return [self._value(inner) for _ in range(self._within(number, 8))]
-        form = _scalar(inner)
+        form = self._scalar(inner)
         return list(self._unpack(f"{self._within(number, struct.calcsize(form))}{form}"))
 
     def _string(self) -> str:
@@ -417,7 +314,7 @@ class _Header:
         try:
             return self._bytes(length).decode()
         except UnicodeDecodeError:
-            raise _Torn(f"text before byte {self._at:,} is not UTF-8") from None
+            self.refuse(f"text before byte {self._at:,} is not UTF-8")
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         form = f"<{form}"
@@ -430,11 +327,14 @@ class _Header:
     def _within(self, number: int, size: int) -> int:
         """`number`, if that many elements of at least `size` bytes can still follow."""
         if self._at + number * size > len(self._data):
-            raise _Torn(f"its header goes on after its last byte, {len(self._data):,}")
+            self.refuse(f"its header goes on after its last byte, {len(self._data):,}")
         return number
 
+    def _scalar(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            self.refuse(f"a value of it has the type {kind}")
+        return _SCALARS[kind]
 
-def _scalar(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise _Torn(f"a value of it has the type {kind}")
-    return _SCALARS[kind]
+    def refuse(self, problem: str) -> NoReturn:
+        """Raises the error of a damaged file."""
+        raise UserError(f"{self._path}: not a whole GGUF file: {problem}") from None

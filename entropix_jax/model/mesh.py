@@ -6,7 +6,7 @@ and decode state name their logical axes, and `Rules` maps those names to mesh a
 `split_rows` wraps a batch function in `shard_map` over `data`, so rows of different shards
 communicate only where the function asks for it; XLA partitions the matrix products over `model`
 from the shardings of the parameters. The collectives below (`any_shard`, `local_index`, ...) are
-the identity outside of `shard_map`: a single-device step compiles without any trace of them.
+the identity outside of `shard_map`.
 """
 
 import inspect
@@ -31,13 +31,7 @@ from entropix_jax.model.params import Params, param_specs
 DATA, MODEL = "data", "model"
 
 # Logical axes to mesh axes; an axis that is not listed is replicated.
-_RULES: Mapping[str, str] = {
-    "batch": DATA,
-    "vocab": MODEL,
-    "heads": MODEL,
-    "kv_heads": MODEL,
-    "mlp": MODEL,
-}
+_RULES = {"batch": DATA, **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), MODEL)}
 
 # Output specs for `split_rows`.
 ROWS: Any = P(DATA)  # [B, ...]
@@ -54,7 +48,7 @@ class Rules:
     """How a model's arrays are sharded on a mesh."""
 
     mesh: Mesh
-    split: Mapping[str, str]  # logical axes to mesh axes; an axis that is not listed is replicated
+    split: Mapping[str, str]  # as `_RULES`
 
     def sharding(self, axes: Sequence[str]) -> NamedSharding:
         """The sharding of an array with these logical axes."""
@@ -66,65 +60,52 @@ class Rules:
         return shardings
 
     def rows(self, tree: _Tree) -> _Tree:
-        """The sharding of each leaf [B, ...] of a tree (a `DecodeState`, a batch's
-        `SamplerSettings`, end tokens); a `KVCache` inside it is sharded by its own axes."""
+        """The sharding of each leaf [B, ...] of a tree; a `KVCache` inside it has its own axes."""
         shardings: _Tree = _by_row(tree, self.sharding(["batch"]), self.sharding(CACHE_AXES))
         return shardings
 
 
 def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
-    """Parses the `--mesh` option.
-
-    Args:
-        text: such as "data=4,model=2"; an omitted axis has size 1. None: all devices on `data`.
-        devices: all of them are used.
+    """The mesh over all of `devices` that the option `--mesh` describes, such as "data=4,model=2":
+    an omitted axis has size 1. None: all devices on `data`.
 
     Raises:
-        UserError: not of this form, an unknown axis, a size under 1, or sizes whose product is not
-            the number of devices.
+        UserError: not of this form, or not for this number of devices.
     """
-    sizes = {DATA: len(devices), MODEL: 1}
+    sizes = {DATA: len(devices) if text is None else 1, MODEL: 1}
     if text is not None:
-        sizes = {DATA: 1, MODEL: 1} | _sizes(text)
-        if sizes[DATA] * sizes[MODEL] != len(devices):
-            raise UserError(
-                f"mesh '{text}': {sizes[DATA]} x {sizes[MODEL]} = {sizes[DATA] * sizes[MODEL]} "
-                f"devices, but there are {len(devices)}"
-            )
-    return jax.make_mesh(
-        (sizes[DATA], sizes[MODEL]), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices
-    )
+        form = rf"\s*({DATA}|{MODEL})\s*=\s*0*([1-9]\d{{0,8}})\s*"
+        found = [re.fullmatch(form, part, re.ASCII) for part in text.split(",")]
+        given = {match[1]: int(match[2]) for match in found if match}
+        if len(given) < len(found):
+            raise UserError(f"mesh '{text}': not of the form {DATA}=N,{MODEL}=N")
+        sizes |= given
+    data, model = sizes[DATA], sizes[MODEL]
+    if data * model != len(devices):
+        there = f"but there are {len(devices)}"
+        raise UserError(f"mesh '{text}': {data} x {model} = {data * model} devices, {there}")
+    return jax.make_mesh((data, model), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices)
 
 
-def check_mesh(mesh: Mesh, config: ModelConfig, slots: int | None = None) -> None:
-    """Checks that a mesh divides a model's heads and MLP, and a batch of `slots` rows.
-
-    Raises:
-        UserError: it does not. A vocabulary that it does not divide is no error, see `rules_for`.
-    """
-    parts = [
+def check_mesh(mesh: Mesh, config: ModelConfig, slots: int = 0) -> None:
+    """Refuses a mesh that does not divide a model's heads and MLP, or a batch of `slots` rows."""
+    for axis, number, what in (
         (MODEL, config.num_kv_heads, "key/value heads"),
         (MODEL, config.num_heads, "query heads"),
         (MODEL, config.mlp_width, "units of the MLP"),
-    ]
-    if slots is not None:
-        parts.append((DATA, slots, "slots"))
-    for axis, number, what in parts:
-        if number % mesh.shape[axis]:
-            raise UserError(
-                f"mesh {describe(mesh)}: {number} {what} cannot be split evenly over "
-                f"{axis}={mesh.shape[axis]}"
-            )
+        (DATA, slots, "slots"),
+    ):
+        size = mesh.shape[axis]
+        if number % size:
+            sizes = ",".join(f"{name}={parts}" for name, parts in mesh.shape.items())
+            problem = f"{number} {what} cannot be split evenly over {axis}={size}"
+            raise UserError(f"mesh {sizes}: {problem}")
 
 
 def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
-    """The sharding rules of a model.
+    """The sharding rules of a model that `check_mesh` accepts.
 
-    A vocabulary that `model` does not divide is replicated: each device then holds the entire
-    embedding and output matrix, and computes all logits of its rows.
-
-    Raises:
-        UserError: see `check_mesh`.
+    A vocabulary that `model` does not divide is replicated.
     """
     check_mesh(mesh, config)
     whole = {"vocab"} if config.vocab_size % mesh.shape[MODEL] else set()
@@ -132,21 +113,12 @@ def rules_for(mesh: Mesh, config: ModelConfig) -> Rules:
 
 
 def weights_bytes(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
-    """Bytes of a model's weights per device of a mesh, or on a single device.
-
-    Raises:
-        UserError: see `check_mesh`.
-    """
+    """Bytes of a model's weights per device of a mesh, or on a single device."""
     whole: Any = AbstractMesh((1, 1), (DATA, MODEL))
     shardings = jax.tree.leaves(rules_for(mesh or whole, config).params(config))
     specs = jax.tree.leaves(param_specs(config))
     parts = (s.shard_shape(spec.shape) for s, spec in zip(shardings, specs, strict=True))
     return sum(map(math.prod, parts)) * dtype.itemsize
-
-
-def describe(mesh: Mesh) -> str:
-    """Formats a mesh as `parse_mesh` reads it."""
-    return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def place(tree: _Tree, shardings: _Tree) -> _Tree:
@@ -158,12 +130,9 @@ def place(tree: _Tree, shardings: _Tree) -> _Tree:
 def split_rows(
     *, rows: Mapping[str, int], returns: Any
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Decorates a batch function to run per data shard when its arguments are on a mesh; with
-    arguments on a single device the function is called unchanged.
-
-    Goes under `jax.jit`. The mesh is read from the arguments' types at trace time. Inside the
-    function B is the shard's batch size, so a branch on "does any row need it" is decided per
-    shard.
+    """Decorates a batch function, under `jax.jit`, to run per data shard when its arguments are on
+    a mesh. Inside it B is the shard's batch size, so a branch on "does any row need it" is decided
+    per shard.
 
     Args:
         rows: the arguments whose leaves have a leading row axis, with the smallest rank of a leaf
@@ -181,8 +150,8 @@ def split_rows(
         def split(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             bound = signature.bind(*args, **kwargs)
             traced = dict(zip(signature.parameters, bound.args, strict=False))
-            mesh = _mesh_of(traced)
-            if mesh is None:
+            meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(traced))
+            if (mesh := next((mesh for mesh in meshes if mesh.size > 1), None)) is None:
                 return call(*args, **kwargs)
 
             def spec(name: str, leaf: jax.Array) -> P:
@@ -224,8 +193,7 @@ def sum_shards(number: jax.Array) -> jax.Array:
 
 
 def local_index(numbers: jax.Array, size: int) -> jax.Array:
-    """Global row indices, int32 [...], as indices into this shard's `size` rows; a row of another
-    shard becomes `size`, which is out of range."""
+    """Global row indices, int32 [...], as indices into this shard's `size` rows; else `size`."""
     if not _in_shard():
         return numbers
     numbers = numbers - lax.axis_index(DATA) * size
@@ -242,8 +210,7 @@ def local_rows(tree: _Tree, size: int) -> _Tree:
 
 
 def broadcast_row(rows: jax.Array, number: jax.Array) -> jax.Array:
-    """The row with the global index `number`, int32 [], of sharded `rows[B, ...]`, on every
-    shard."""
+    """The row with the global index `number`, int32 [], of `rows[B, ...]`, on every shard."""
     if not _in_shard():
         return rows[number]
     own = local_index(number, rows.shape[0])
@@ -253,8 +220,7 @@ def broadcast_row(rows: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) -> _Tree:
-    """`work(value)` on the shards where any of `mask`, bool [...], is True; other shards return
-    `value` unchanged."""
+    """`work(value)` on the shards where any of `mask`, bool [...], is True; else `value`."""
     if not _in_shard():
         return work(value)
     out: _Tree = lax.cond(jnp.any(mask), work, lambda value: value, value)
@@ -266,23 +232,6 @@ def global_index(numbers: jax.Array, size: int) -> jax.Array:
     if not _in_shard():
         return numbers
     return jnp.where(numbers < 0, numbers, numbers + lax.axis_index(DATA) * size)
-
-
-def _sizes(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*([+-]?\d{1,9})\s*", part, re.ASCII)
-        if match is None:
-            raise UserError(f"mesh '{text}': '{part}' is not of the form data=N or model=N")
-        axis, size = match[1], int(match[2])
-        if axis not in (DATA, MODEL):
-            raise UserError(f"mesh '{text}': no such axis: '{axis}' (there are {DATA} and {MODEL})")
-        if axis in sizes:
-            raise UserError(f"mesh '{text}': '{axis}' is given twice")
-        if size < 1:
-            raise UserError(f"mesh '{text}': {axis} must be at least 1, not {size}")
-        sizes[axis] = size
-    return sizes
 
 
 def _spec(mesh: Mesh | AbstractMesh, split: Mapping[str, str], axes: Sequence[str]) -> P:
@@ -304,18 +253,8 @@ def _by_row(tree: Any, row: Any, cache: Any) -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
 
-def _mesh_of(tree: Any) -> AbstractMesh | None:
-    """The mesh of a function's arguments; None on a single device."""
-    for leaf in jax.tree.leaves(tree):
-        mesh: AbstractMesh = jax.typeof(leaf).sharding.mesh
-        if mesh.size > 1:
-            return mesh
-    return None
-
-
 def _keep(mesh: AbstractMesh, spec: P, tree: Any) -> Any:
-    """Constrains outputs to the shardings of the rules: buffers that the next call donates must
-    keep their layout."""
+    """Constrains outputs to the rules' shardings: buffers that the next call donates keep them."""
     cache = NamedSharding(mesh, _spec(mesh, _RULES, CACHE_AXES))
     rows = spec if mesh.shape[DATA] > 1 else P()
     shardings = _by_row(tree, NamedSharding(mesh, rows), cache)

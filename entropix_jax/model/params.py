@@ -62,44 +62,50 @@ class ParamSpec:
 
 def param_specs(config: ModelConfig) -> Params:
     """The abstract parameter tree of a configuration, with a `ParamSpec` at each leaf."""
-    width, mlp, vocab = config.width, config.mlp_width, config.vocab_size
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
+    sizes = {
+        "vocab": config.vocab_size,
+        "width": config.width,
+        "mlp": config.mlp_width,
+        "heads": config.num_heads * config.head_dim,
+        "kv_heads": config.num_kv_heads * config.head_dim,
+        "head_dim": config.head_dim,
+    }
+
+    def spec(name: str, *axes: str) -> ParamSpec:
+        return ParamSpec(name, tuple(sizes[axis] for axis in axes), axes)
 
     def layer(i: int) -> LayerParams:
-        def spec(name: str, shape: tuple[int, ...], *axes: str, kind: str = "weight") -> ParamSpec:
-            return ParamSpec(f"model.layers.{i}.{name}.{kind}", shape, axes)
+        def weight(name: str, *axes: str) -> ParamSpec:
+            return spec(f"model.layers.{i}.{name}.weight", *axes)
 
-        def bias(name: str, size: int, axis: str) -> ParamSpec | None:
-            return spec(name, (size,), axis, kind="bias") if config.qkv_bias else None
+        def bias(name: str, axis: str) -> ParamSpec | None:
+            return spec(f"model.layers.{i}.{name}.bias", axis) if config.qkv_bias else None
 
         def head_norm(name: str) -> ParamSpec | None:
-            return spec(name, (config.head_dim,), "head_dim") if config.qk_norm else None
+            return weight(name, "head_dim") if config.qk_norm else None
 
         return LayerParams(
-            attention_norm=spec("input_layernorm", (width,), "width"),
-            query=spec("self_attn.q_proj", (queries, width), "heads", "width"),
-            key=spec("self_attn.k_proj", (keys, width), "kv_heads", "width"),
-            value=spec("self_attn.v_proj", (keys, width), "kv_heads", "width"),
-            output=spec("self_attn.o_proj", (width, queries), "width", "heads"),
-            mlp_norm=spec("post_attention_layernorm", (width,), "width"),
-            gate=spec("mlp.gate_proj", (mlp, width), "mlp", "width"),
-            up=spec("mlp.up_proj", (mlp, width), "mlp", "width"),
-            down=spec("mlp.down_proj", (width, mlp), "width", "mlp"),
-            query_bias=bias("self_attn.q_proj", queries, "heads"),
-            key_bias=bias("self_attn.k_proj", keys, "kv_heads"),
-            value_bias=bias("self_attn.v_proj", keys, "kv_heads"),
+            attention_norm=weight("input_layernorm", "width"),
+            query=weight("self_attn.q_proj", "heads", "width"),
+            key=weight("self_attn.k_proj", "kv_heads", "width"),
+            value=weight("self_attn.v_proj", "kv_heads", "width"),
+            output=weight("self_attn.o_proj", "width", "heads"),
+            mlp_norm=weight("post_attention_layernorm", "width"),
+            gate=weight("mlp.gate_proj", "mlp", "width"),
+            up=weight("mlp.up_proj", "mlp", "width"),
+            down=weight("mlp.down_proj", "width", "mlp"),
+            query_bias=bias("self_attn.q_proj", "heads"),
+            key_bias=bias("self_attn.k_proj", "kv_heads"),
+            value_bias=bias("self_attn.v_proj", "kv_heads"),
             query_norm=head_norm("self_attn.q_norm"),
             key_norm=head_norm("self_attn.k_norm"),
         )
 
     return Params(
-        embedding=ParamSpec("model.embed_tokens.weight", (vocab, width), ("vocab", "width")),
-        layers=tuple(layer(i) for i in range(config.num_layers)),
-        final_norm=ParamSpec("model.norm.weight", (width,), ("width",)),
-        head=None
-        if config.tied_head
-        else ParamSpec("lm_head.weight", (vocab, width), ("vocab", "width")),
+        embedding=spec("model.embed_tokens.weight", "vocab", "width"),
+        layers=tuple(map(layer, range(config.num_layers))),
+        final_norm=spec("model.norm.weight", "width"),
+        head=None if config.tied_head else spec("lm_head.weight", "vocab", "width"),
     )
 
 
@@ -109,10 +115,7 @@ def count_params(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
-    """Random weights: norms one, biases zero, matrices normal with standard deviation 0.02.
-
-    `key` is consumed.
-    """
+    """Random weights: norms one, biases zero, matrices normal with standard deviation 0.02."""
     specs, tree = jax.tree.flatten(param_specs(config))
     keys = jax.random.split(key, len(specs))
 
@@ -121,6 +124,5 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params
             return jnp.full(spec.shape, not spec.name.endswith(".bias"), dtype)
         return jnp.asarray(0.02 * jax.random.normal(key, spec.shape, jnp.float32), dtype)
 
-    leaves = [init(spec, key) for spec, key in zip(specs, keys, strict=True)]
-    params: Params = jax.tree.unflatten(tree, leaves)
+    params: Params = jax.tree.unflatten(tree, map(init, specs, keys))
     return params

@@ -12,8 +12,7 @@ WEIGHTS = ("float32", "bfloat16", INT8)  # dtypes of weights in memory
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of the matrices in memory, and of hidden states and key/value cache. Norms, softmax,
-    logits and metrics are always float32.
-    """
+    logits and metrics are always float32."""
 
     weights: jnp.dtype
     activations: jnp.dtype
@@ -31,10 +30,7 @@ def choose_precision(weights: str, backend: str | None = None) -> Precision:
     GPUs and TPUs compute in the dtype of the weights, or in bfloat16 for int8 weights, with float32
     accumulation.
     """
-    weights_dtype = jnp.dtype(weights)
-    backend = backend or jax.default_backend()
-    if backend == "cpu":
-        activations = jnp.dtype(jnp.float32)
-    else:
-        activations = jnp.dtype(jnp.bfloat16) if weights == INT8 else weights_dtype
-    return Precision(weights=weights_dtype, activations=activations)
+    activations = "bfloat16" if weights == INT8 else weights
+    if (backend or jax.default_backend()) == "cpu":
+        activations = "float32"
+    return Precision(weights=jnp.dtype(weights), activations=jnp.dtype(activations))

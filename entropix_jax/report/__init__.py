@@ -1,5 +1,5 @@
 """Traces as HTML pages: `python -m entropix_jax.report TRACE --output FILE.html`.
 
 Imports neither JAX nor the engine: a page is made of a finished trace. `reading` reads and checks
-traces, `tokens` draws tokens, `embedding` packs what a page carries, `page` puts it together.
+traces, `tokens` draws tokens, `page` puts it all together.
 """

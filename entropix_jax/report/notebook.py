@@ -3,19 +3,14 @@
 The HTML has its own style, follows the notebook's light or dark theme, and is bounded in size.
 """
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from itertools import islice
 from typing import Any, Protocol
 
 from entropix_jax.errors import printable
 from entropix_jax.names import MEANINGS, REGIMES
-from entropix_jax.report.templating import html_template
-from entropix_jax.report.tokens import draw, marks
-from entropix_jax.report.tokens import style as token_style
+from entropix_jax.report.tokens import draw, html_template, marks, style
 
 MAX_TOKENS = 2000  # of all rows together: about half a megabyte
 _MAX_ROWS = 50
@@ -25,12 +20,6 @@ _BRANCH = 60  # characters of a branch in a tooltip
 
 class Token(Protocol):
     """What is shown of a token."""
-
-    @property
-    def regime(self) -> str: ...
-
-    @property
-    def forwards(self) -> int: ...
 
     def to_json(self, *, retracted: bool = ...) -> dict[str, Any]: ...
 
@@ -51,13 +40,13 @@ class Shown(Protocol):
 
 
 def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
-    """Rows as HTML, up to `MAX_TOKENS` tokens in all, each row after the prompt if it is given.
-    All text is escaped."""
-    shown, budget, all_drawn = [], MAX_TOKENS, []
+    """Rows as HTML, up to `MAX_TOKENS` tokens in all, each row after the prompt if it is given."""
+    shown: list[dict[str, Any]] = []
+    all_drawn: list[dict[str, Any]] = []
     for number, row in enumerate(rows[:_MAX_ROWS], 1):
-        if number > 1 and not budget:
+        if number > 1 and len(all_drawn) == MAX_TOKENS:
             break
-        drawn = _draw(row, budget)
+        drawn = _draw(row, MAX_TOKENS - len(all_drawn))
         all_drawn += drawn
         shown.append(
             {
@@ -67,31 +56,21 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
                 "omitted": len(row.tokens) + len(row.retracted_tokens) - len(drawn),
             }
         )
-        budget -= len(drawn)
     return html_template("rows.html").render(
-        style=style(),
+        style=style("rows"),
         rows=shown,
         rows_omitted=len(rows) - len(shown),
-        prompt=_cut_prompt(prompt),
-        regimes=_shares([token for row in rows for token in row.tokens]),
+        prompt=prompt and "…" * (len(prompt) > _PROMPT) + printable(prompt[-_PROMPT:]),
+        regimes=_shares([token.to_json() for row in rows for token in row.tokens]),
         marks=marks(all_drawn),
     )
 
 
-@functools.cache
-def style() -> str:
-    """The style sheet: tokens as on pages, and the notebook's own rules."""
-    return token_style() + (files("entropix_jax.report") / "rows.css").read_text("utf-8")
-
-
 def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
-    records = [
-        token.to_json(retracted=retracted) for token, retracted in islice(row.log, most)
-    ]
-    return [
-        {**draw(record, before), "hint": _hint(record)}
-        for before, record in zip([None, *records], records, strict=False)
-    ]
+    history = islice(row.log, most)
+    records = [token.to_json(retracted=retracted) for token, retracted in history]
+    pairs = zip([None, *records], records, strict=False)
+    return [{**draw(record, before), "hint": _hint(record)} for before, record in pairs]
 
 
 def _hint(record: dict[str, Any]) -> str:
@@ -106,7 +85,7 @@ def _hint(record: dict[str, Any]) -> str:
     ]
     for branch in record.get("branches", ()):
         text = _quoted(branch["text"])
-        text = text if len(text) <= _BRANCH else f"{text[:_BRANCH]}…"
+        text = text[:_BRANCH] + "…" * (len(text) > _BRANCH)
         score = "no score" if branch["score"] is None else f"{branch['score']:.2f}"
         lines.append(f"{'→' if branch['chosen'] else '  '} {score} {text}")
     return "\n".join(lines)
@@ -123,32 +102,19 @@ def _title(row: Shown, number: str) -> str:
         f"{count} token" if count == 1 else f"{count} tokens",
         row.finish_reason or "running",
         f"{len(row.retracted_tokens)} retracted" if row.retracted_tokens else "",
-        f"{row.tokens[-1].forwards} forward passes" if count else "",
+        f"{row.tokens[-1].to_json()['forwards']} forward passes" if count else "",
     ]
     return " · ".join(filter(None, parts))
 
 
-def _shares(records: Sequence[Token]) -> list[dict[str, str]]:
-    counts = Counter(token.regime for token in records)
-
-    def mean(regime: str, name: str, unit: str) -> str:
-        values = [getattr(token, name) for token in records if token.regime == regime]
-        return f"{sum(values) / len(values):.2f} {unit}" if values else "–"
-
-    return [
-        {
-            "name": regime,
-            "meaning": MEANINGS[regime],
-            "tokens": str(counts[regime]),
-            "share": f"{counts[regime] / len(records):.0%}",
-            "entropy": mean(regime, "entropy", "bits"),
-            "varentropy": mean(regime, "varentropy", "bits²"),
-        }
-        for regime in (REGIMES if records else ())
-    ]
-
-
-def _cut_prompt(prompt: str | None) -> str | None:
-    if prompt is None or len(prompt) <= _PROMPT:
-        return prompt and printable(prompt)
-    return f"…{printable(prompt[-_PROMPT:])}"
+def _shares(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    shares = []
+    for regime in REGIMES if records else ():
+        own = [record for record in records if record["regime"] == regime]
+        share = {"name": regime, "meaning": MEANINGS[regime], "tokens": str(len(own))}
+        share["share"] = f"{len(own) / len(records):.0%}"
+        for name, unit in (("entropy", "bits"), ("varentropy", "bits²")):
+            mean = sum(record[name] for record in own) / max(len(own), 1)
+            share[name] = f"{mean:.2f} {unit}" if own else "–"
+        shares.append(share)
+    return shares

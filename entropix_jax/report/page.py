@@ -1,22 +1,27 @@
 """The page of one run, and the page that compares runs: one self-contained HTML file each.
 
 The text is HTML, drawn as in a notebook, and readable without scripts. The scripts in `static/` add
-details, plots and filters from the trace that the page carries.
+details, plots and filters from the trace that the page carries. Payloads are base64 and scripts are
+this package's, so no text of a model or prompt can break out.
 """
 
+import base64
+import hashlib
+import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import check_apart, check_writable, replacing
 from entropix_jax.names import BOXES, MEANINGS, THRESHOLDS, read_condition
-from entropix_jax.report.embedding import digest, pack, plotly_source, script
 from entropix_jax.report.reading import TraceReader
-from entropix_jax.report.templating import html_template
-from entropix_jax.report.tokens import STATIC, draw, marks, style
+from entropix_jax.report.tokens import STATIC, draw, html_template, marks, style
 from entropix_jax.version import __version__
 
 _ENDS = {
@@ -28,19 +33,15 @@ _ENDS = {
     "error": "error",
     "interrupt": "interrupt",
 }
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
+_SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt")  # of a header
 _NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
 _PROMPT = 60  # characters of a prompt in an error
 
 
 def check_report(output: Path, *inputs: Path | str | None) -> None:
-    """Checks that a page can be written, before anything is computed.
-
-    Args:
-        inputs: files that the page must not overwrite.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Checks, before anything is computed, that a page can be written, over none of `inputs`."""
     check_writable(output)
     # The page replaces the file, so the folder must be writable.
     if output.exists() and not output.is_file():
@@ -52,31 +53,19 @@ def check_report(output: Path, *inputs: Path | str | None) -> None:
 
 
 def write_report(trace: Path, output: Path) -> None:
-    """Writes the page of one run atomically.
-
-    Raises:
-        UserError: the trace is invalid, or the page cannot be written.
-    """
+    """Writes the page of one run."""
     write_page(run_page(trace), output)
 
 
 def write_page(page: str, output: Path) -> None:
-    """Writes a page atomically.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes a page atomically."""
     with replacing(output) as scratch:
         # The name of a model's folder may not be UTF-8.
         scratch.write_bytes(page.encode("utf-8", "replace"))
 
 
 def run_page(trace: Path) -> str:
-    """The page of one run. The same trace gives the same page.
-
-    Raises:
-        UserError: the trace is invalid.
-    """
+    """The page of one run. The same trace gives the same page."""
     reader = _Reader(trace)
     return _render([reader], [pack(reader.lines())], compare=False)
 
@@ -84,10 +73,7 @@ def run_page(trace: Path) -> str:
 def comparison_page(traces: Sequence[Path]) -> str:
     """The page that compares the texts of several traces of one prompt, or those of one trace.
 
-    It leaves out layers, likeliest tokens and branches.
-
-    Raises:
-        UserError: a trace is invalid, the prompts differ, or there is only one text.
+    It leaves out layers, likeliest tokens and branches. The prompts must be the same.
     """
     readers, payloads = [_Reader(trace) for trace in traces], []
     for reader in readers:
@@ -98,27 +84,23 @@ def comparison_page(traces: Sequence[Path]) -> str:
     return _render(readers, payloads, compare=True)
 
 
+@dataclass
 class _Reader(TraceReader):
     """Reads a trace and collects its rows' tokens as the page draws them."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.rows: dict[int, list[dict[str, Any]]] = {}
-        self._records: dict[int, dict[str, Any]] = {}  # each row's last token
+    rows: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def lines(self, compare: bool = False) -> Iterator[bytes]:
-        """Draws the tokens and yields the lines as they are; to compare, what is compared of the
-        tokens."""
-        for line in self:
-            record = line.record
+        """Draws the tokens, and yields the lines; to compare, what is compared of the tokens."""
+        last: dict[int, dict[str, Any]] = {}  # each row's last token
+        for raw, record in self:
             is_token = record["type"] in ("token", "retracted")
             if is_token:
                 row = record["row"]
-                before = self._records.get(row)
-                self.rows.setdefault(row, []).append(draw(record, before))
-                self._records[row] = record
+                self.rows.setdefault(row, []).append(draw(record, last.get(row)))
+                last[row] = record
             if not compare:
-                yield line.raw
+                yield raw
             elif is_token:
                 kept = {k: v for k, v in record.items() if k not in _NOT_COMPARED}
                 yield json.dumps(kept).encode() + b"\n"
@@ -126,26 +108,23 @@ class _Reader(TraceReader):
     def facts(self) -> dict[str, Any]:
         """What the page states besides the tokens; after all lines have been read."""
         header, footer = self.header, self.footer
-        ends = {row["row"]: row for row in footer["rows"]} if footer else {}
         parameters = header["sampler_parameters"]
-        rows = []
-        for number in sorted({*self.rows, *ends}):
-            end = ends.get(number, {})
-            reason = end.get("finish_reason")
-            rows.append(
-                {
-                    "row": number,
-                    "tokens": self.tokens.get(number, 0),
-                    "retracted": self.retracted.get(number, 0),
-                    "ended": _ENDS.get(reason, reason),
-                    "error": end.get("error"),
-                    "forwards": end.get("forwards"),
-                }
-            )
+        ends: dict[int, dict[str, Any]] = {row: {} for row in self.rows}
+        ends |= {row["row"]: row for row in footer["rows"]} if footer else {}
+        rows = [
+            {
+                "row": row,
+                "tokens": self.tokens[row],
+                "retracted": self.retracted[row],
+                "ended": _ENDS.get(end.get("finish_reason"), end.get("finish_reason")),
+                "error": end.get("error"),
+                "forwards": end.get("forwards"),
+            }
+            for row, end in sorted(ends.items())
+        ]
         return {
             "name": self.path.name,
-            **{k: header.get(k) for k in ("model", "sampler", "seed", "backend", "versions")},
-            "prompt": header["prompt"],
+            **{k: header.get(k) for k in _SHOWN},
             "prompt_tokens": len(header["prompt_tokens"]),
             "complete": footer is not None,
             "torn": self.torn,
@@ -191,16 +170,11 @@ def _check_prompt(first: _Reader, other: _Reader) -> None:
     vocabularies encode one prompt differently."""
     name = "prompt_tokens" if first.header["model"] == other.header["model"] else "prompt"
     if first.header[name] != other.header[name]:
-        ours, theirs = (_shortened(reader.header["prompt"]) for reader in (other, first))
+        ours, theirs = (reader.header["prompt"][:_PROMPT] for reader in (other, first))
         raise UserError(
-            f"{other.path}: another prompt than {first.path}: {ours}, not {theirs}: only traces of"
-            " one prompt can be compared"
+            f"{other.path}: another prompt than {first.path}: {ours!r}, not {theirs!r}: only traces"
+            " of one prompt can be compared"
         )
-
-
-def _shortened(prompt: str) -> str:
-    short = prompt if len(prompt) <= _PROMPT else f"{prompt[: _PROMPT - 3]}..."
-    return json.dumps(short, ensure_ascii=False)
 
 
 def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:
@@ -213,9 +187,9 @@ def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: boo
         marks=marks(drawn),
         meanings=MEANINGS,
         version=__version__,
-        style=style() + (STATIC / "page.css").read_text("utf-8"),
+        style=style("page"),
         script=own,
-        script_digests=f"{digest(own)} {digest(plotly)}",
+        script_digests=f"{digest(own.encode())} {digest(plotly)}",
         payloads=payloads,
         plotly=pack([plotly]),
     )
@@ -227,12 +201,52 @@ def _sides(readers: Sequence[_Reader], compare: bool) -> list[dict[str, Any]]:
     for number, reader in enumerate(readers):
         rows = reader.rows or ({0: []} if compare else {})
         for row, drawn in rows.items():
-            letter, round_ = chr(ord("A") + len(sides) % 26), len(sides) // 26
+            round_, letter = divmod(len(sides), 26)
             text = f", text {row + 1}" if len(rows) > 1 else ""
             side = {
-                "name": f"{letter}{round_ + 1}" if round_ else letter,
+                "name": chr(ord("A") + letter) + (str(round_ + 1) if round_ else ""),
                 "title": reader.header["sampler"] if compare else f"text {row + 1}",
                 "source": f"seed {reader.header.get('seed')}, {reader.path.name}{text}",
             }
             sides.append({**side, "trace": number, "row": row, "tokens": drawn})
     return sides
+
+
+def pack(chunks: Iterable[bytes]) -> str:
+    """Bytes as base64 of a zlib stream, which a browser's DecompressionStream reads."""
+    compressor = zlib.compressobj(6)  # level 9 saves another per cent, slowly
+    parts = [compressor.compress(chunk) for chunk in chunks]
+    return base64.b64encode(b"".join([*parts, compressor.flush()])).decode()
+
+
+def plotly_source() -> bytes:
+    """plotly.js, from the installed Python package."""
+    # Without importing the Python half, which is slow.
+    spec = importlib.util.find_spec("plotly")
+    if spec is None or spec.origin is None:
+        raise UserError("the package plotly is not installed: pip install 'plotly>=6'")
+    return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes()
+
+
+def script(name: str) -> str:
+    """A module of `static/` and everything that it imports, as one script in dependency order.
+
+    A page opened from disk cannot import, so imports and exports are removed: top-level names must
+    be unique across modules.
+    """
+    done: dict[str, str] = {}
+
+    def add(module: str) -> None:
+        text = (STATIC / f"{module}.js").read_text("utf-8")
+        for other in _IMPORT.findall(text):
+            if other not in done:
+                add(other)
+        done[module] = f"// {module}.js\n\n" + _EXPORT.sub("", _IMPORT.sub("", text)).strip()
+
+    add(name)
+    return "\n\n" + "\n\n".join(done.values()) + "\n"
+
+
+def digest(source: bytes) -> str:
+    """A script's hash as a content security policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source).digest()).decode()}'"

@@ -6,10 +6,11 @@ read up to there; any other deviation from what `entropix_jax.engine.trace` writ
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import opening
@@ -27,11 +28,8 @@ METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_en
 # keys that are not listed are ignored.
 _HEADER = {
     "format_version": int,
-    "model": str,
-    "sampler": str,
-    "sampler_parameters": dict,
-    "versions": dict,
-    "prompt": str,
+    **dict.fromkeys(("model", "sampler", "prompt"), str),
+    **dict.fromkeys(("sampler_parameters", "versions"), dict),
     "prompt_tokens": list,
 }
 _TOKEN = {
@@ -44,12 +42,8 @@ _TOKEN = {
     "layers?": [[float]],
 }
 _ROW = {
-    "row": int,
-    "text": str,
-    "tokens": int,
-    "forwards": int,
-    "finish_reason?": str,
-    "error?": str,
+    **dict.fromkeys(("row", "tokens", "forwards"), int),
+    **dict.fromkeys(("text", "finish_reason?", "error?"), str),
 }
 _FOOTER = {"rows": [_ROW], "timings": {...: float}}
 _KINDS = {
@@ -62,8 +56,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One complete line: its bytes with the line break, and the parsed object."""
 
     raw: bytes
@@ -82,8 +75,8 @@ class TraceReader:
     path: Path
     header: dict[str, Any] = field(default_factory=dict)
     footer: dict[str, Any] | None = None
-    tokens: dict[int, int] = field(default_factory=dict)
-    retracted: dict[int, int] = field(default_factory=dict)
+    tokens: Counter[int] = field(default_factory=Counter)
+    retracted: Counter[int] = field(default_factory=Counter)
     torn: bool = False
     _number: int = 0
     _next: dict[int, int] = field(default_factory=dict)  # each row's next position
@@ -92,8 +85,7 @@ class TraceReader:
         """Yields the complete lines in order.
 
         Raises:
-            UserError: the file is missing, unreadable, empty, not a trace, or damaged; names the
-                file and the line.
+            UserError: not a trace, or a damaged one; names the file and the line.
         """
         with opening(self.path) as file:
             while raw := file.readline(LONGEST_LINE):
@@ -113,18 +105,14 @@ class TraceReader:
     def _parse(self, raw: bytes) -> dict[str, Any] | None:
         """The line's object; None for a truncated last line."""
 
-        def no_number(name: str) -> NoReturn:
-            self._refuse(f"{name} is not a number")
-
         try:
-            record = json.loads(raw.decode(), parse_constant=no_number)
+            record = json.loads(raw.decode(), parse_constant=self._refuse_number)
         except (ValueError, RecursionError) as error:
             if raw.startswith(b"{") and not raw.endswith(b"\n"):
                 self.torn = True
                 return None
-            self._refuse(
-                "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON: not a trace"
-            )
+            is_utf8 = not isinstance(error, UnicodeDecodeError)
+            self._refuse("not JSON: not a trace" if is_utf8 else "not UTF-8")
         if not isinstance(record, dict):
             self._refuse("not a JSON object: not a trace")
         return record
@@ -146,7 +134,7 @@ class TraceReader:
         elif kind == "footer":
             self._check_shape(record, _FOOTER)
             for row in record["rows"]:
-                count, found = row["tokens"], self.tokens.get(row["row"], 0)
+                count, found = row["tokens"], self.tokens[row["row"]]
                 if count != found:
                     where = f"{count} tokens in row {row['row']}"
                     self._refuse(f"the footer counts {where}, the file has {found}")
@@ -166,48 +154,40 @@ class TraceReader:
             problem = f"row {row} has position {position}, expected {expected}"
             self._refuse(f"{problem}: lines are missing")
         retracted = record["type"] == "retracted"
-        counts = self.retracted if retracted else self.tokens
-        counts[row] = counts.get(row, 0) + 1
+        (self.retracted if retracted else self.tokens)[row] += 1
         self._next[row] = position if retracted else position + 1
 
-    def _check_shape(self, record: dict[str, Any], shape: dict[Any, Any]) -> None:
-        if found := _misfit(record, shape):
-            place, problem = found
-            self._refuse(f"'{place.removeprefix('.')}' {problem}")
+    def _check_shape(self, value: Any, shape: Any, place: str = "") -> None:
+        """Refuses a value, at a place in the line's object, that does not have its shape."""
+        kind = shape if isinstance(shape, type) else dict if isinstance(shape, dict) else list
+        if not _is_kind(value, kind):
+            self._refuse(f"'{place}' is not {_KINDS[kind]}")
+        if isinstance(shape, tuple):
+            if len(value) != len(shape):
+                self._refuse(f"'{place}' is not a list of {len(shape)}")
+            for i, (part, inner) in enumerate(zip(value, shape, strict=True)):
+                self._check_shape(part, inner, f"{place}[{i}]")
+        elif isinstance(shape, list):
+            (inner,) = shape
+            # Most of a trace with layers: thousands of plain numbers a line.
+            if not isinstance(inner, type) or not all(_is_kind(part, inner) for part in value):
+                for i, part in enumerate(value):
+                    self._check_shape(part, inner, f"{place}[{i}]")
+        elif isinstance(shape, dict):
+            shape = dict.fromkeys(value, shape[...]) if ... in shape else shape
+            for key, inner in shape.items():
+                name = key.removesuffix("?")
+                where = f"{place}.{name}" if place else name
+                if name in value and not (value[name] is None and name != key):
+                    self._check_shape(value[name], inner, where)
+                elif name == key:
+                    self._refuse(f"'{where}' is missing")
+
+    def _refuse_number(self, name: str) -> NoReturn:
+        self._refuse(f"{name} is not a number")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise UserError(f"{self.path}: line {self._number}: {problem}")
-
-
-def _misfit(value: Any, shape: Any) -> tuple[str, str] | None:
-    """The first place where a value does not have its shape, and the problem; None if it fits."""
-    kind = shape if isinstance(shape, type) else dict if isinstance(shape, dict) else list
-    if not _is_kind(value, kind):
-        return "", f"is not {_KINDS[kind]}"
-    parts: list[tuple[str, Any, Any]] = []
-    if isinstance(shape, tuple):
-        if len(value) != len(shape):
-            return "", f"is not a list of {len(shape)}"
-        parts = [(f"[{i}]", *pair) for i, pair in enumerate(zip(value, shape, strict=True))]
-    elif isinstance(shape, list):
-        (inner,) = shape
-        # Most of a trace with layers: thousands of plain numbers a line.
-        if not (isinstance(inner, type) and all(_is_kind(one, inner) for one in value)):
-            parts = [(f"[{i}]", one, inner) for i, one in enumerate(value)]
-    elif isinstance(shape, dict) and ... in shape:
-        parts = [(f".{key}", one, shape[...]) for key, one in value.items()]
-    elif isinstance(shape, dict):
-        for key, inner in shape.items():
-            name = key.removesuffix("?")
-            if value.get(name) is None and name != key:
-                continue
-            if name not in value:
-                return f".{name}", "is missing"
-            parts.append((f".{name}", value[name], inner))
-    for place, part, inner in parts:
-        if found := _misfit(part, inner):
-            return place + found[0], found[1]
-    return None
 
 
 def _is_kind(value: Any, kind: type) -> bool:

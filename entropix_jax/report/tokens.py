@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
+import jinja2
+
 from entropix_jax.errors import printable
 
 STATIC = files("entropix_jax.report") / "static"
@@ -21,18 +23,26 @@ MARKS = {
 }
 
 
-def style() -> str:
-    """The style sheet of tokens; its rules apply inside an element of class `entropix-jax`."""
-    return (STATIC / "tokens.css").read_text("utf-8")
+def html_template(name: str) -> jinja2.Template:
+    """The template `templates/{name}` of this package: it escapes whatever is inserted."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("entropix_jax.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def style(name: str) -> str:
+    """The style sheet of tokens, whose rules apply inside an element of class `entropix-jax`, and
+    another one."""
+    return "".join((STATIC / f"{sheet}.css").read_text("utf-8") for sheet in ("tokens", name))
 
 
 def draw(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the template needs to draw a token.
-
-    Args:
-        record: a "token" or "retracted" line of a trace.
-        before: the row's line before it.
-    """
+    """What the template needs to draw a token: a line of a trace, after the row's line before."""
     action, text = record["action"], record["text"]
     start = before is None or before["action"] != "inject"
     classes = {

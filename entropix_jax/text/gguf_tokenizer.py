@@ -1,16 +1,16 @@
-"""The tokenizer of a GGUF file, as the `tokenizer.json` and `tokenizer_config.json` of a folder.
+"""The tokenizer of a GGUF file, read as the `tokenizer.json` of a folder.
 
 Two kinds are known: byte-level BPE, with a name for how it splits a text before merging, and
 SentencePiece's BPE, whose merges follow from its scores.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from entropix_jax.errors import UserError
-from entropix_jax.text.tokenizer import LLAMA3_SPLIT
+from entropix_jax.text.tokenizer import LLAMA3_SPLIT, Tokenizer, merges_of_ranks, read_settings
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # types of tokens
 
@@ -44,34 +44,49 @@ _NFC = ("qwen2", "deepseek-r1-qwen")  # those that read Unicode's composed form
 _SPACE = "\u2581"  # SentencePiece's
 
 
-def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The contents of `tokenizer.json` and of a decoded `tokenizer_config.json`.
+def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer in a GGUF file's metadata; errors name `path`.
 
     Raises:
-        UserError: a kind of tokenizer or of split that is not known, or parts that are missing or
-            inconsistent; the error names `path`, the file that the metadata are from.
+        UserError: an unknown kind of tokenizer or split, or parts that are missing or inconsistent.
     """
-    # The rules by kind.
     prefix = "tokenizer.ggml."
-    own = {key[len(prefix) :]: metadata[key] for key in metadata if key.startswith(prefix)}
-    kind, split = own.get("model"), own.get("pre")
+    own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     tokens = own.get("tokens")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise UserError(f"{path}: '{prefix}tokens' is missing")
+
+    # Named tokens, and the chat template.
+    settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = own.get(f"{key}_token_id")
+        if token_id is None:
+            continue
+        if not isinstance(token_id, int) or token_id not in range(len(tokens)):
+            raise UserError(f"{path}: '{prefix}{key}_token_id': {token_id!r} is no token")
+        settings[f"{name}_token"] = tokens[token_id]
+
+    # The rules by kind.
+    kind, split = own.get("model"), str(own.get("pre"))
+    # The first of two tokens that are spelled alike counts.
+    vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
     if kind == "gpt2":
-        if not isinstance(split, str) or split not in _SPLITS:
-            raise UserError(
-                f"{path}: '{prefix}pre': the split {split!r} is not known "
-                f"(known: {', '.join(_SPLITS)})"
-            )
-        rules = _byte_level(own, split, path)
+        if split not in _SPLITS:
+            told = f"is not known (known: {', '.join(_SPLITS)})"
+            raise UserError(f"{path}: '{prefix}pre': the split {split!r} {told}")
         add_bos = split in _LLAMA3_LIKE
+        merges = _read_merges(own, path)
+        rules = {
+            "normalizer": {"type": "NFC"} if split in _NFC else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": _SPLITS[split]},
+            "decoder": _BYTES,
+            "model": {"type": "BPE", "ignore_merges": add_bos, "vocab": vocab, "merges": merges},
+        }
     elif kind == "llama":
-        rules, add_bos = _sentencepiece(own, path), True
+        rules, add_bos = _sentencepiece(own, vocab, path), True
     else:
-        raise UserError(
-            f"{path}: '{prefix}model': the tokenizer {kind!r} is not known (known: gpt2, llama)"
-        )
+        told = "is not known (known: gpt2, llama)"
+        raise UserError(f"{path}: '{prefix}model': the tokenizer {kind!r} {told}")
 
     # Tokens that are matched whole.
     types = own.get("token_type") or []
@@ -81,61 +96,27 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> tuple[bytes, dic
         for i, (token, type_) in enumerate(zip(tokens, types, strict=False))
         if type_ in (_CONTROL, _USER_DEFINED)
     ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "post_processor": None,
-        **rules,
-    }
-
-    # Named tokens, and the chat template.
-    settings: dict[str, Any] = {"add_bos_token": own.get("add_bos_token", add_bos)}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = own.get(f"{key}_token_id")
-        if token_id is None:
-            continue
-        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
-            raise UserError(f"{path}: '{prefix}{key}_token_id': {token_id!r} is no token")
-        settings[f"{name}_token"] = tokens[token_id]
-    if settings["add_bos_token"] and "bos_token" not in settings:
-        settings["add_bos_token"] = False
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
-        settings["chat_template"] = template
-    return json.dumps(tokenizer, ensure_ascii=False).encode(), settings
+    absent = dict.fromkeys(("truncation", "padding", "post_processor"))
+    tokenizer = {"version": "1.0", "added_tokens": added, **absent, **rules}
+    settings["add_bos_token"] = own.get("add_bos_token", add_bos) and "bos_token" in settings
+    source = json.dumps(tokenizer, ensure_ascii=False).encode()
+    return Tokenizer(path, source, read_settings(settings, path))
 
 
-def _byte_level(own: Mapping[str, Any], split: str, path: Path) -> dict[str, Any]:
-    """Byte-level BPE: tokens are spelled in GPT-2's alphabet of bytes."""
-    return {
-        "normalizer": {"type": "NFC"} if split in _NFC else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _SPLITS[split]},
-        "decoder": _BYTES,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": split in _LLAMA3_LIKE,
-            "vocab": _token_ids(own["tokens"]),
-            "merges": _read_merges(own, path),
-        },
-    }
-
-
-def _sentencepiece(own: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _sentencepiece(own: Mapping[str, Any], vocab: Mapping[str, int], path: Path) -> dict[str, Any]:
     """SentencePiece's BPE, with a token for each byte that has no other."""
     tokens, scores = own["tokens"], own.get("scores")
     types = own.get("token_type") or []
     if "merges" in own:
         merges = _read_merges(own, path)
     elif isinstance(scores, list) and len(scores) == len(tokens):
-        merges = _merges_of_scores(tokens, scores, types)
+        # The pair whose token has the highest score is joined; control and byte tokens never are.
+        atoms = {i for i, type_ in enumerate(types) if type_ in (_CONTROL, _BYTE)}
+        ranks = {token: (-scores[i], i) for i, token in enumerate(tokens) if i not in atoms}
+        merges = merges_of_ranks(ranks)
     else:
         raise UserError(f"{path}: 'tokenizer.ggml.scores' must be a number for each token")
-    unknown = own.get("unknown_token_id", 0)
-    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
-        raise UserError(f"{path}: 'tokenizer.ggml.unknown_token_id': {unknown!r} is no token")
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    steps: list[dict[str, Any]] = [spaces]
+    steps = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     ends: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -150,41 +131,19 @@ def _sentencepiece(own: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": ends},
         "model": {
             "type": "BPE",
-            "unk_token": tokens[unknown],
+            "unk_token": tokens[own.get("unknown_token_id", 0)],
             "fuse_unk": True,
             "byte_fallback": _BYTE in types,
-            "vocab": _token_ids(tokens),
+            "vocab": vocab,
             "merges": merges,
         },
     }
 
 
-def _token_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Ids by token; the first of two that are spelled alike counts."""
-    return {token: i for i, token in reversed(list(enumerate(tokens)))}
-
-
-def _read_merges(own: Mapping[str, Any], path: Path) -> list[list[str]]:
+def _read_merges(own: Mapping[str, Any], path: Path) -> list[Any]:
     written = own.get("merges")
     if not isinstance(written, list):
         raise UserError(f"{path}: 'tokenizer.ggml.merges' is missing")
-    merges = [merge.split(" ") if isinstance(merge, str) else [] for merge in written]
-    if wrong := [text for text, merge in zip(written, merges, strict=True) if len(merge) != 2]:
+    if wrong := [each for each in written if not isinstance(each, str) or each.count(" ") != 1]:
         raise UserError(f"{path}: 'tokenizer.ggml.merges': {wrong[0]!r} is not two tokens")
-    return merges
-
-
-def _merges_of_scores(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
-) -> list[list[str]]:
-    """SentencePiece joins the pair whose token has the highest score: every way to cut a token in
-    two is a merge, in the order of the scores. Control and byte tokens are never merged."""
-    atoms = {_CONTROL, _BYTE}
-    ids = {token: i for i, token in enumerate(tokens) if i >= len(types) or types[i] not in atoms}
-    cuts = [
-        (-scores[i], ids[token[:at]], ids[token[at:]], token[:at], token[at:])
-        for token, i in ids.items()
-        for at in range(1, len(token))
-        if token[:at] in ids and token[at:] in ids
-    ]
-    return [[left, right] for *_, left, right in sorted(cuts)]
+    return [tuple(merge.split(" ")) for merge in written]

@@ -1,8 +1,4 @@
-"""A small reference retriever: from a row's text so far to the best-matching passage of a folder.
-
-It knows text only, neither the model nor the sampler; any other function from text to text can
-replace it.
-"""
+"""A small reference retriever: from a row's text to the passage of a folder that fits it best."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from entropix_jax.errors import UserError, require
+from entropix_jax.errors import UserError, check_range, require
 from entropix_jax.host.files import read_text
 
-SUFFIXES = (".txt", ".md")
 LONGEST = 200  # characters: about 50 tokens of English; a thought has at most 64
 QUERY_WORDS = 32  # a sentence or two
 
@@ -39,55 +35,43 @@ class Retriever:
 
     Passages are ranked by BM25 (Robertson et al. 1994, "Okapi at TREC-3"; Lucene's variant, with
     k1 = 1.5 and b = 0.75). Words are compared without stemming, and without regard to case and
-    compatibility forms (NFKC). English stop words do not count.
-
-    Attributes:
-        passages: those of `split_passages` that have a word to find them by, in the order of files
-            and text.
+    compatibility forms (NFKC). English stop words do not count, and neither do passages without
+    any other word.
     """
 
-    passages: tuple[str, ...]
-
     def __init__(self, folder: Path, *, longest: int = LONGEST) -> None:
-        """Reads and indexes a folder.
-
-        Args:
-            folder: of the texts.
-            longest: most characters of a passage.
+        """Reads and indexes a folder's texts, in passages of at most `longest` characters.
 
         Raises:
-            UserError: bm25s is not installed, no such folder, a file in its place, a file or
-                folder below it that cannot be read or is not UTF-8, or no text.
-            ValueError: `longest` is not positive.
+            UserError: no bm25s, no such folder, something in it that cannot be read, or no text.
         """
         require("retrieve", "bm25s")
+        check_range("longest", longest, 1)
         # This import starts JAX, so it must come after JAX has been configured.
         import bm25s
 
-        passages = [p for path in _find_texts(folder) for p in _read_passages(path, longest)]
+        texts = (read_text(path).removeprefix("\ufeff") for path in _find_texts(folder))
+        passages = [passage for text in texts for passage in split_passages(text, longest)]
         normalized = [_normalize(passage) for passage in passages]
-        words = _split_words(normalized)
-        kept = [number for number, found in enumerate(words) if found]
-        if not kept:
+        found = zip(passages, normalized, _split_words(normalized), strict=True)
+        if not (kept := [entry for entry in found if entry[2]]):
             raise UserError(f"{folder}: no text: no *.txt or *.md file with words in it")
-        self.passages = tuple(passages[number] for number in kept)
-        self._normalized = [normalized[number] for number in kept]
+        self.passages: tuple[str, ...]
+        self._normalized: tuple[str, ...]
+        self.passages, self._normalized, words = zip(*kept, strict=True)
         self._index = bm25s.BM25(dtype="float64")
-        self._index.index(
-            [words[number] for number in kept], create_empty_token=False, show_progress=False
-        )
+        self._index.index(list(words), create_empty_token=False, show_progress=False)
 
     def __call__(self, text: str) -> str:
         """What to inject after `text`, the whole text of a row so far.
 
         The query is the text's last `QUERY_WORDS` words. Passages that the text already contains,
-        from earlier calls, are neither returned again nor part of the query. White space and case
-        are ignored in this.
+        from earlier calls, are neither returned again nor part of the query, without regard to
+        white space and case.
 
         Returns:
             The best passage (the earlier one of equals) on lines of its own, since the text may
-            stop in the middle of a sentence: after a line break, unless the text ends with one, and
-            with a line break at its end. "" where no new passage has a word of the query.
+            stop in the middle of a sentence. "" where no new passage has a word of the query.
         """
         whole = query = _normalize(text)
         present: set[int] = set()
@@ -101,19 +85,15 @@ class Retriever:
             present.add(best)
             query = query.replace(self._normalized[best], " ")
 
-    def _rank(self, text: str) -> Iterator[int]:
+    def _rank(self, text: str) -> list[int]:
         """The indices of the passages that have a word of the query, the best one first."""
         # So many words take far fewer characters.
         query = _split_words([text[-64 * QUERY_WORDS :]])[0][-QUERY_WORDS:]
-        ids = self._index.get_tokens_ids(query)
-        if not ids:
-            return
+        if not (ids := self._index.get_tokens_ids(query)):
+            return []
         # Rounded: sums of the same terms in another order differ in their last digits.
         scores = self._index.get_scores_from_ids(ids).round(9)
-        for number in np.argsort(-scores, kind="stable"):
-            if scores[number] <= 0:
-                return
-            yield int(number)
+        return [int(n) for n in np.argsort(-scores, kind="stable") if scores[n] > 0]
 
 
 def split_passages(text: str, longest: int) -> list[str]:
@@ -122,14 +102,10 @@ def split_passages(text: str, longest: int) -> list[str]:
     A passage is a paragraph, separated by blank lines; its own line breaks remain. A Markdown
     heading belongs to the paragraph below it. A longer one is cut after the last sentence that
     fits, or else between words, or else anywhere.
-
-    Raises:
-        ValueError: `longest` is not positive.
     """
-    if longest < 1:
-        raise ValueError(f"a passage cannot have {longest} characters")
     passages: list[str] = []
     headings: list[str] = []
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     for paragraph in filter(None, map(str.strip, _BLANK_LINES.split(text))):
         headings.append(paragraph)
         if not all(_HEADING.fullmatch(line) for line in paragraph.split("\n")):
@@ -155,33 +131,22 @@ def _cut(paragraph: str, longest: int) -> Iterator[str]:
 
 
 def _find_texts(folder: Path) -> list[Path]:
-    """The text files of a folder, sorted by path.
-
-    Raises:
-        UserError: no folder, or one below it that cannot be read.
-    """
-    if not os.path.isdir(folder):
-        if os.path.exists(folder):
-            raise UserError(f"{folder}: a file, not a folder of texts")
+    """The text files of a folder, sorted by path: no links, and no pipes, which never end."""
+    if not folder.is_dir():
         raise UserError(f"no such folder: '{folder}'")
 
-    def refuse(error: OSError) -> None:
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    try:
+        paths = (
+            Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names
+        )
+        texts = (path for path in paths if path.suffix.lower() in (".txt", ".md"))
+        found = [path for path in texts if stat.S_ISREG(path.lstat().st_mode)]
+    except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    found = []
-    for parent, _, names in os.walk(folder, onerror=refuse):
-        for path in (Path(parent, name) for name in names if Path(name).suffix.lower() in SUFFIXES):
-            try:
-                if stat.S_ISREG(path.lstat().st_mode):  # no link, and no pipe that would never end
-                    found.append(path)
-            except OSError as error:
-                refuse(error)
     return sorted(found, key=lambda path: path.parts)
-
-
-def _read_passages(path: Path, longest: int) -> list[str]:
-    text = read_text(path).removeprefix("\ufeff")  # a byte order mark
-    return split_passages(text.replace("\r\n", "\n").replace("\r", "\n"), longest)
 
 
 def _normalize(text: str) -> str:
@@ -189,16 +154,10 @@ def _normalize(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _split_words(texts: Sequence[str]) -> list[list[str]]:
+def _split_words(texts: list[str]) -> list[list[str]]:
     """The words of normalized texts, in order, without stop words."""
     import bm25s
 
-    words: list[list[str]] = bm25s.tokenize(
-        list(texts),
-        lower=False,
-        token_pattern=_WORD,
-        stopwords="en",
-        return_ids=False,
-        show_progress=False,
-    )
+    options = {"lower": False, "token_pattern": _WORD, "stopwords": "en"}
+    words: list[list[str]] = bm25s.tokenize(texts, **options, return_ids=False, show_progress=False)
     return words

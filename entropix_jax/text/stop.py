@@ -32,18 +32,15 @@ class StopFilter(Generic[Tag]):
 
     def _open_length(self, text: str) -> int:
         """The length of the longest suffix of the text that is a prefix of a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        longest = max(map(len, self._stops), default=1) - 1
+        lengths = range(min(longest, len(text)), 0, -1)
+        return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 
     def _release(self, length: int) -> Iterator[tuple[str, Tag]]:
         while self._held and length > 0:
             text, tag = self._held.pop(0)
-            if len(text) > length:
-                self._held.insert(0, (text[length:], tag))
-                text = text[:length]
+            if rest := text[length:]:
+                self._held.insert(0, (rest, tag))
+            if out := text[:length]:
+                yield out, tag
             length -= len(text)
-            if text:
-                yield text, tag

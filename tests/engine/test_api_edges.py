@@ -203,7 +203,7 @@ CAUSES: list[tuple[str, Callable[[Place], Any], str]] = [
         "metrics.layers has 3 weights, the model has 2 layers",
     ),
     ("no folder", lambda at: Retriever(at.folder / "none"), "no such folder: "),
-    ("a file", lambda at: Retriever(Path(at.file("a.txt", "text"))), "a file, not a folder"),
+    ("a file", lambda at: Retriever(Path(at.file("a.txt", "text"))), "no such folder: "),
     ("unreadable", unreadable, "cannot be read: Permission"),
     (
         "not UTF-8",

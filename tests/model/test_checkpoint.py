@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import entropix_jax.model.checkpoint as checkpoint
 from entropix_jax.errors import UserError
 from entropix_jax.model.checkpoint import load_params, open_tensors, save_params
 from entropix_jax.model.linear import quantized
@@ -73,12 +72,8 @@ def write_from(path: Path, tensors: dict[str, np.ndarray], kind: str, offset: in
     """A file whose first tensor starts `offset` bytes past a multiple of 64."""
     header, body = {}, b""
     for name, tensor in tensors.items():
-        end = len(body) + tensor.nbytes
-        header[name] = {
-            "dtype": kind,
-            "shape": list(tensor.shape),
-            "data_offsets": [len(body), end],
-        }
+        offsets = [len(body), len(body) + tensor.nbytes]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
         body += tensor.tobytes()
     text = json.dumps(header)
     write_raw(path, text + " " * ((offset - 8 - len(text)) % 64), body)
@@ -124,14 +119,12 @@ def test_each_name_has_its_place(tmp_path: Path, tensors: dict[str, np.ndarray])
 
 def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
     """For float32 activations narrow matrices with long rows come in blocks; without a word on
-    activations, and for bfloat16 ones, as they are stored."""
+    activations as they are stored."""
     config = tiny_config(num_layers=1, mlp_width=4100, dtype="bfloat16")
     params = random_params(config, dtype=jnp.bfloat16)
     save_params(tmp_path, params, config)
     assert_same(load_params(tmp_path, config, "bfloat16"), params)
-    bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-    assert_same(load_params(tmp_path, config, "bfloat16", activations=bfloat16), params)
-    loaded = load_params(tmp_path, config, "bfloat16", activations=float32)
+    loaded = load_params(tmp_path, config, "bfloat16", activations=jnp.dtype(jnp.float32))
     down = loaded.layers[0].down
     assert [block.shape for block in down.blocks] == [(32, 1366), (32, 1367), (32, 1367)]
     chex.assert_trees_all_equal(jnp.concatenate(down.blocks, axis=1), params.layers[0].down)
@@ -152,21 +145,14 @@ def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np
     assert not (tmp_path / "int8").exists()
 
 
-@pytest.mark.parametrize("offset", range(4))
-def test_tensors_may_lie_at_any_byte(
-    tmp_path: Path, tensors: dict[str, np.ndarray], offset: int
-) -> None:
-    """Other writers do not align what they write."""
+def test_tensors_may_lie_at_any_byte(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Other writers do not align what they write. Where they do, and an array could point into the
+    file, loaded weights do not hang on it."""
     narrow = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
-    write_from(tmp_path / SINGLE, narrow, "BF16", offset)
     want = random_params(CONFIG, dtype=jnp.bfloat16)
-    assert_same(load_params(tmp_path, replace(CONFIG, dtype="bfloat16"), "bfloat16"), want)
-
-
-def test_loaded_weights_do_not_hang_on_the_file(
-    tmp_path: Path, tensors: dict[str, np.ndarray]
-) -> None:
-    """Not even where they lie so well that an array could point into it."""
+    for offset in range(4):
+        write_from(tmp_path / SINGLE, narrow, "BF16", offset)
+        assert_same(load_params(tmp_path, replace(CONFIG, dtype="bfloat16"), "bfloat16"), want)
     write_from(tmp_path / SINGLE, tensors, "F32", 0)
     params = load_params(tmp_path, CONFIG, "float32")
     with (tmp_path / SINGLE).open("r+b") as file:
@@ -195,15 +181,13 @@ def test_what_older_files_also_carry_is_left_out(
 def test_a_tensor_that_is_missing_or_misshapen_is_named(
     tmp_path: Path, tensors: dict[str, np.ndarray], name: str
 ) -> None:
-    shape = tensors[name].shape
-    changed = np.ascontiguousarray(tensors[name].reshape(1, -1))  # the same numbers
-    save_file(tensors | {name: changed}, tmp_path / SINGLE)
-    assert f"tensor '{name}' has shape {[1, changed.size]}, expected {list(shape)}" in refusal(
-        tmp_path
-    )
-    del tensors[name]
+    old = tensors.pop(name)
     save_file(tensors, tmp_path / SINGLE)
     assert f"'{name}' is missing" in refusal(tmp_path)
+    tensors[name] = np.ascontiguousarray(old.reshape(1, -1))  # the same numbers
+    save_file(tensors, tmp_path / SINGLE)
+    told = f"tensor '{name}' has shape {[1, old.size]}, expected {list(old.shape)}"
+    assert told in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +195,8 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(
     [
         ("model.layers.1.input_layernorm.weight", np.float32, "has no place"),  # a layer too many
         ("model.layers.0.self_attn.q_proj.bias", np.float32, "has no place"),
-        ("model.layers.0.self_attn.q_norm.weight", np.float32, "has no place"),
         (NAMES[3], ml_dtypes.bfloat16, "has type bfloat16, expected float32"),
         (NAMES[3], np.float64, "has type F64, which is not implemented"),
-        (NAMES[3], np.int8, "has type I8, which is not implemented"),
     ],
 )
 def test_a_tensor_without_a_place_or_of_another_type_is_named(
@@ -228,82 +210,37 @@ def test_a_tensor_without_a_place_or_of_another_type_is_named(
 def test_a_tensor_that_occurs_twice_in_a_file_is_named(
     tmp_path: Path, tensors: dict[str, np.ndarray]
 ) -> None:
-    entry = '{"dtype": "F32", "shape": [1], "data_offsets": [%d, %d]}'
-    first, second = entry % (0, 4), entry % (4, 8)
-    for header, size in (
-        (f'{{"model.norm.weight": {first}, "model.norm.weight": {second}}}', 8),
-        (f'{{"model.norm.weight": {first}, "model.norm.weight": {first}}}', 4),
-    ):
-        write_raw(tmp_path / SINGLE, header, b"\0" * size)
-        message = refusal(tmp_path)
-        assert SINGLE in message
-    assert "'model.norm.weight' occurs twice" in message
+    first = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    write_raw(
+        tmp_path / SINGLE,
+        f'{{"model.norm.weight": {first}, "model.norm.weight": {first}}}',
+        b"\0" * 4,
+    )
+    assert "'model.norm.weight' occurs twice" in refusal(tmp_path)
 
 
-def test_a_tensor_that_occurs_in_two_shards_is_named(
-    tmp_path: Path, tensors: dict[str, np.ndarray]
-) -> None:
-    weight_map = write_shards(tmp_path, tensors)
-    for twice in (NAMES[0], NAMES[1]):
-        assert {weight_map[NAMES[0]], weight_map[NAMES[1]]} == {"a.safetensors", "b.safetensors"}
-        for shard in ("a.safetensors", "b.safetensors"):
-            part = {n: t for n, t in tensors.items() if weight_map[n] == shard}
-            save_file({**part, twice: tensors[twice]}, tmp_path / shard)
-        assert twice in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 4, 8, 9, 200, -1])
-def test_a_truncated_file_is_named(
-    tmp_path: Path, tensors: dict[str, np.ndarray], kept: int
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
     save_file(tensors, tmp_path / SINGLE)
-    data = (tmp_path / SINGLE).read_bytes()
-    (tmp_path / SINGLE).write_bytes(data[:kept])
-    assert SINGLE in refusal(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
+    whole = (tmp_path / SINGLE).read_bytes()
+    for data in (
+        *(whole[:kept] for kept in (0, 4, 8, 9, 200, -1)),
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        b"PK\x03\x04" + b"\0" * 64,
         b"\xff" * 64,
         (4).to_bytes(8, "little") + b"null",
-        (2).to_bytes(8, "little") + b"[]",
         (2).to_bytes(8, "little") + b"\xff\xff",
         (20000).to_bytes(8, "little") + b"[" * 20000,
-    ],
-    ids=["lfs pointer", "zip", "ones", "null", "list", "not utf-8", "deep"],
-)
-def test_garbage_is_named(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / SINGLE).write_bytes(data)
-    assert SINGLE in refusal(tmp_path)
-
-
-def test_a_file_without_tensors_is_named(tmp_path: Path) -> None:
-    config = tiny_config(dtype=None)
-    for write in (
-        lambda: write_index(tmp_path, {}),
-        lambda: write_raw(tmp_path / SINGLE, "{}", b""),
     ):
-        write()
-        assert "model.embed_tokens.weight" in refusal(tmp_path, config)
-        with pytest.raises(UserError, match=r"model\.embed_tokens\.weight"):
-            open_tensors(tmp_path, config)
-
-
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        message = refusal(folder)
-        assert SINGLE in message
-        assert INDEX in message
+        (tmp_path / SINGLE).write_bytes(data)
+        assert SINGLE in refusal(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    assert f"{SINGLE} is missing, and so is {INDEX}" in refusal(tmp_path)
     (tmp_path / SINGLE).mkdir()
     assert SINGLE in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
     "shard",
-    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", "", 7, None],
+    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "", 7],
 )
 def test_an_index_that_points_elsewhere_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], shard: Any
@@ -324,6 +261,11 @@ def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) ->
     """Or else the tensor that is not where the index says is named, or the missing shard."""
     weight_map = write_shards(tmp_path, tensors)
     assert_same(load_params(tmp_path, CONFIG, "float32"), random_params(CONFIG))
+    for shard in ("a.safetensors", "b.safetensors"):  # one of them has the first tensor already
+        part = {n: t for n, t in tensors.items() if weight_map[n] == shard}
+        save_file({**part, NAMES[0]: tensors[NAMES[0]]}, tmp_path / shard)
+    assert NAMES[0] in refusal(tmp_path)
+    write_shards(tmp_path, tensors)
     write_index(tmp_path, {**weight_map, NAMES[0]: weight_map[NAMES[1]]})
     assert NAMES[0] in refusal(tmp_path)
     write_index(tmp_path, {**weight_map, "model.layers.0.extra": weight_map[NAMES[1]]})
@@ -335,24 +277,3 @@ def test_shards_are_one_model(tmp_path: Path, tensors: dict[str, np.ndarray]) ->
     write_index(tmp_path, weight_map)
     (tmp_path / "b.safetensors").unlink()
     assert "b.safetensors is missing" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_an_interrupted_save_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool, error: Any
-) -> None:
-    params = random_params(CONFIG)
-    if earlier:
-        save_params(tmp_path, params, CONFIG)
-
-    def half_a_file(tensors: Any, path: Path, **_: Any) -> None:
-        Path(path).write_bytes(b"half")
-        raise error
-
-    monkeypatch.setattr(checkpoint, "save_file", half_a_file)
-    with pytest.raises((KeyboardInterrupt, UserError)):
-        save_params(tmp_path, random_params(CONFIG, seed=1), CONFIG)
-    assert [p.name for p in tmp_path.iterdir()] == [SINGLE] * earlier
-    if earlier:
-        assert_same(load_params(tmp_path, CONFIG, "float32"), params)

@@ -1,6 +1,11 @@
+"""What the `config.json` of published models comes to: each one's keys, with the values that
+matter."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,193 +13,365 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import (
+    MODEL_TYPES,
     GenerationConfig,
-    ModelConfig,
     RopeScaling,
     load_generation_config,
-    load_model_config,
+    parse_model_config,
+    unknown_keys,
 )
-from tests.support.models import LLAMA_3_2_1B, write_config
 
-ROPE = LLAMA_3_2_1B["rope_scaling"]
-NEW_SPELLING = {
-    "rope_scaling": ...,
-    "rope_theta": ...,
-    "torch_dtype": ...,
-    "dtype": "bfloat16",
-    "rope_parameters": {**ROPE, "rope_theta": 500000.0},
+Raw = dict[str, Any]
+
+PATH = Path("model") / "config.json"
+SHAPE = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+}
+# `name=value`, the values in JSON.
+COMMON = """hidden_act="silu" initializer_range=0.02 rms_norm_eps=1e-05 rope_theta=10000.0
+    torch_dtype="bfloat16" use_cache=true bos_token_id=1 eos_token_id=2 transformers_version="4" """
+UNBIASED = "attention_bias=false mlp_bias=false attention_dropout=0.0"
+NO_WINDOW = "attention_dropout=0.0 rms_norm_eps=1e-06 use_sliding_window=false"
+LLAMA_2 = 'architectures=["LlamaForCausalLM"] model_type="llama" pretraining_tp=1 rope_scaling=null'
+SMOLLM2 = f"""{LLAMA_2} {UNBIASED} pad_token_id=2 tie_word_embeddings=true
+    transformers.js_config={{"kv_cache_dtype":{{"q4f16":"float16","fp16":"float16"}}}}
+    is_llama_config=true rope_interleaved=false rope_theta=100000"""
+MISTRAL = 'architectures=["MistralForCausalLM"] model_type="mistral" tie_word_embeddings=false'
+LLAMA_3 = f"{LLAMA_2} {UNBIASED} rope_theta=500000.0"
+# Their window, which may be shorter than the context, is not in use.
+QWEN2 = f"""architectures=["Qwen2ForCausalLM"] model_type="qwen2" {NO_WINDOW}
+    sliding_window=32768 max_window_layers=24"""
+
+
+def keys(text: str) -> Raw:
+    return {key: json.loads(value) for key, value in (word.split("=", 1) for word in text.split())}
+
+
+def published(text: str, shape: str, **changes: Any) -> Raw:
+    """A file's keys and values; a change to `...` removes a key."""
+    numbers = {key: int(number) for key, number in zip(SHAPE, shape.split(), strict=True)}
+    raw = {**keys(f"{COMMON} {text}"), **numbers, **changes}
+    return without(raw)
+
+
+def without(raw: Raw) -> Raw:
+    """A file without the keys that are `...`."""
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def renewed(old: Raw, text: str = "", **added: Any) -> Raw:
+    """The same file as transformers 5 writes it."""
+    raw = {"pad_token_id": None, **old, **keys(text), **added, "dtype": old["torch_dtype"]}
+    del raw["torch_dtype"]
+    rope = raw.pop("rope_scaling", None) or {"rope_type": "default"}
+    raw["rope_parameters"] = {"rope_theta": raw.pop("rope_theta", 10000.0), **rope}
+    return raw
+
+
+def llama3(factor: float) -> Raw:
+    text = "low_freq_factor=1.0 high_freq_factor=4.0 original_max_position_embeddings=8192"
+    return {"factor": factor, **keys(text), "rope_type": "llama3"}
+
+
+LLAMA_2_7B = published(
+    f'{LLAMA_2} torch_dtype="float16" _name_or_path="a/name" tie_word_embeddings=false',
+    "32 4096 11008 32 32 32000 4096",
+    rope_theta=...,
+)
+LLAMA_3_2_1B = published(
+    f"{LLAMA_3} head_dim=64 tie_word_embeddings=true",
+    "16 2048 8192 32 8 128256 131072",
+    rope_scaling=llama3(32.0),
+)
+QWEN2_5 = published(
+    f"{QWEN2} rope_theta=1000000.0 use_mrope=false tie_word_embeddings=true",
+    "24 896 4864 14 2 151936 32768",
+)
+QWEN3_0_6B = published(
+    f"""architectures=["Qwen3ForCausalLM"] model_type="qwen3" {NO_WINDOW} sliding_window=null
+    max_window_layers=28 attention_bias=false head_dim=128 rope_scaling=null rope_theta=1000000
+    tie_word_embeddings=true""",
+    "28 1024 3072 16 8 151936 40960",
+)
+SMOLLM3_3B = published(
+    f"""architectures=["SmolLM3ForCausalLM"] model_type="smollm3" {UNBIASED} {NO_WINDOW}
+    sliding_window=null max_window_layers=28 no_rope_layer_interval=4 pad_token_id=128004
+    pretraining_tp=2 rope_scaling=null rope_theta=5000000.0 tie_word_embeddings=true
+    use_cache=false""",
+    "36 2048 11008 16 4 128256 65536",
+    no_rope_layers=[1, 1, 1, 0] * 9,
+    layer_types=["full_attention"] * 36,
+)
+MISTRAL_0_1 = published(f"{MISTRAL} sliding_window=4096", "32 4096 14336 32 8 32000 32768")
+EVERY_FOURTH = {"layers_without_rope": tuple(range(3, 36, 4))}
+
+# What a file comes to beside its numbers: a head's width, RoPE, and what it has that Llama 2 lacks.
+LOADED: Mapping[str, tuple[Raw, int, float, Raw]] = {
+    "SmolLM2-135M-Instruct": (
+        published(
+            f"{SMOLLM2} initializer_range=0.041666666666666664",
+            "30 576 1536 9 3 49152 8192",
+        ),
+        *(64, 1e5, {}),
+    ),
+    "Llama-2-7b-hf": (LLAMA_2_7B, 128, 1e4, {"dtype": "float16"}),
+    "Llama-2-7b-hf by transformers 5": (
+        renewed(LLAMA_2_7B, f"{UNBIASED} head_dim=128"),
+        *(128, 1e4, {"dtype": "float16"}),
+    ),
+    "Llama-3.2-1B": (LLAMA_3_2_1B, 64, 5e5, {"rope_scaling": 32.0}),
+    "Llama-3.2-1B by transformers 5": (renewed(LLAMA_3_2_1B), 64, 5e5, {"rope_scaling": 32.0}),
+    "Qwen2.5-0.5B": (QWEN2_5, 64, 1e6, {"qkv_bias": True}),
+    "Qwen2.5-0.5B by transformers 5": (
+        renewed(QWEN2_5, "sliding_window=null", layer_types=["full_attention"] * 24),
+        *(64, 1e6, {"qkv_bias": True}),
+    ),
+    "Qwen3-0.6B": (QWEN3_0_6B, 128, 1e6, {"qk_norm": True}),
+    "Qwen3-0.6B by transformers 5": (
+        renewed(QWEN3_0_6B, layer_types=["full_attention"] * 28),
+        *(128, 1e6, {"qk_norm": True}),
+    ),
+    "SmolLM3-3B": (SMOLLM3_3B, 128, 5e6, EVERY_FOURTH),
+    "SmolLM3-3B by transformers 5": (renewed(SMOLLM3_3B), 128, 5e6, EVERY_FOURTH),
+    "Mistral-7B-v0.1": (MISTRAL_0_1, 128, 1e4, {"max_positions": 4096}),
+    "Mistral-7B-v0.1 by transformers 5": (
+        renewed(MISTRAL_0_1, "head_dim=128 attention_dropout=0.0"),
+        *(128, 1e4, {"max_positions": 4096}),
+    ),
+    "Mistral-7B-v0.3": (
+        published(
+            f"{MISTRAL} sliding_window=null rope_theta=1000000.0 attention_dropout=0.0",
+            "32 4096 14336 32 8 32768 32768",
+        ),
+        *(128, 1e6, {}),
+    ),
+}
+
+GEMMA_3 = published(
+    """architectures=["Gemma3ForCausalLM"] model_type="gemma3_text" attention_bias=false
+    hidden_activation="gelu_pytorch_tanh" query_pre_attn_scalar=256 head_dim=256 pad_token_id=0
+    attn_logit_softcapping=null final_logit_softcapping=null rms_norm_eps=1e-06
+    sliding_window=512 sliding_window_pattern=6 cache_implementation="hybrid"
+    rope_scaling=null rope_theta=1000000 rope_local_base_freq=10000""",
+    "26 1152 6912 4 1 262144 32768",
+    hidden_act=...,
+)
+PHI_3 = published(
+    """architectures=["Phi3ForCausalLM"] model_type="phi3" attention_bias=false embd_pdrop=0.0
+    auto_map={"AutoConfig":"configuration_phi3.Phi3Config"} original_max_position_embeddings=4096
+    resid_pdrop=0.0 rope_scaling=null sliding_window=2047 tie_word_embeddings=false""",
+    "32 3072 8192 32 32 32064 4096",
+)
+LONGROPE = {"type": "longrope", "long_factor": [1.08] * 48, "short_factor": [1.0] * 48}
+MIXTRAL = published(
+    """architectures=["MixtralForCausalLM"] model_type="mixtral" sliding_window=null
+    rope_theta=1000000.0 num_experts_per_tok=2 num_local_experts=8 output_router_logits=false
+    router_aux_loss_coef=0.02 tie_word_embeddings=false""",
+    "32 4096 14336 32 8 32000 32768",
+)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+# What each is refused for, and would be refused for if it gave itself out as a known family's.
+REFUSED: Mapping[str, tuple[Raw, list[str]]] = {
+    "Gemma 3": (GEMMA_3, ["model_type", "hidden_activation", "query_pre_attn_scalar"]),
+    "Phi-3": (
+        {**PHI_3, "rope_scaling": LONGROPE},
+        ["auto_map", "model_type", "rope_scaling"],
+    ),
+    "Mixtral": (MIXTRAL, ["model_type", "num_local_experts"]),
+    "Qwen2.5 by GPTQ": ({**QWEN2_5, "quantization_config": GPTQ}, ["quantization_config"]),
 }
 
 
-def refusal(folder: Path, changes: dict[str, Any]) -> str:
-    """The message for the published file with these changes: one line that names the file."""
-    write_config(folder, changes)
-    with pytest.raises(UserError) as error:
-        load_model_config(folder)
-    message = str(error.value)
-    assert message.startswith(str(folder / "config.json"))
-    assert "\n" not in message
-    return message
+@pytest.mark.parametrize("name", LOADED)
+def test_published_models_are_read(name: str) -> None:
+    raw, head_dim, theta, differs = LOADED[name]
+    if factor := differs.get("rope_scaling"):
+        bands: Raw = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_positions": 8192,
+        }
+        differs = {**differs, "rope_scaling": asdict(RopeScaling(factor=factor, **bands))}
+    plain = {"rope_scaling": None, "dtype": "bfloat16", "qkv_bias": False, "qk_norm": False}
+    numbers = {field: raw[key] for key, field in SHAPE.items()}
+    assert asdict(parse_model_config(raw, PATH)) == {
+        **numbers,
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "norm_eps": raw["rms_norm_eps"],
+        "tied_head": raw["tie_word_embeddings"],
+        "layers_without_rope": (),
+        **plain,
+        **differs,
+    }
+    assert unknown_keys(raw) == []
 
 
-def test_the_published_file_says_what_is_published(tmp_path: Path) -> None:
-    assert load_model_config(write_config(tmp_path)) == ModelConfig(
-        vocab_size=128256,
-        width=2048,
-        mlp_width=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        max_positions=131072,
-        norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(
-            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
-        ),
-        tied_head=True,
-        dtype="bfloat16",
-    )
+@pytest.mark.parametrize("name", REFUSED)
+def test_published_models_that_are_none_of_these_are_refused_by_name(name: str) -> None:
+    """By one key after the other, each taken out or put right in turn."""
+    raw, keys = REFUSED[name]
+    for key in keys:
+        with pytest.raises(UserError, match=rf"^{PATH}: '{key}'"):
+            parse_model_config(raw, PATH)
+        raw = {k: v for k, v in raw.items() if k != key}
 
 
-def test_both_spellings_are_one_configuration(tmp_path: Path) -> None:
-    old = load_model_config(write_config(tmp_path))
-    new = load_model_config(write_config(tmp_path, NEW_SPELLING))
-    assert old == new
-    assert hash(old) == hash(new)
-    both = {k: v for k, v in NEW_SPELLING.items() if v is not ...}
-    assert load_model_config(write_config(tmp_path, both)) == old
-    for scaling in (None, ..., {"rope_type": "default"}):
-        plain = load_model_config(write_config(tmp_path, {"rope_scaling": scaling}))
-        assert (plain.rope_scaling, plain.rope_theta) == (None, 500000.0)
-    older = {**ROPE, "type": ROPE["rope_type"]}
-    del older["rope_type"]
-    assert load_model_config(write_config(tmp_path, {"rope_scaling": older})) == old
+def test_a_key_that_nobody_knows_is_told() -> None:
+    raw = {**LLAMA_3_2_1B, "made_up_scale": 3.0, "a_note": None, "unsloth_version": "2026.1.1"}
+    assert unknown_keys(raw) == ["a_note", "made_up_scale"]
+    assert parse_model_config(raw, PATH) == parse_model_config(LLAMA_3_2_1B, PATH)
 
 
-def test_what_is_absent_follows_from_the_rest(tmp_path: Path) -> None:
-    absent = {"num_key_value_heads": ..., "head_dim": ..., "tie_word_embeddings": ...}
-    config = load_model_config(write_config(tmp_path, {**absent, "torch_dtype": ...}))
-    assert config.num_kv_heads == 32  # every head its own keys
-    assert config.head_dim == 2048 // 32
-    assert config.tied_head is False  # the layout's default
-    assert config.dtype is None
-    assert load_model_config(write_config(tmp_path, {"head_dim": 128})).head_dim == 128
+WINDOW = {"use_sliding_window": True, "sliding_window": 512}
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("raw", "positions"),
     [
-        ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("mlp_bias", True),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
-        ("model_type", "mixtral"),
-        ("partial_rotary_factor", 0.5),
-        ("rope_interleaved", True),
-        ("layer_types", ["linear_attention"]),
-        ("pruned_heads", {"0": [1]}),
-        ("logit_scale", 0.5),  # other families' keys
-        ("attn_logit_softcapping", 50.0),
-        ("num_local_experts", 8),
-        ("dtype", "int8"),
-        ("torch_dtype", "float64"),
+        ({**QWEN2_5, **WINDOW}, 512),
+        ({**SMOLLM3_3B, **WINDOW, "layer_types": ...}, 512),
+        ({**SMOLLM3_3B, **WINDOW}, 65536),  # all its layers are said to see everything
+        ({**QWEN2_5, **WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 12}, 512),
+        ({**QWEN2_5, **WINDOW, "sliding_window": 40000}, 32768),
+        ({**QWEN2_5, **WINDOW, "sliding_window": None}, 32768),
+        ({**MISTRAL_0_1, "use_sliding_window": False}, 4096),  # keys that Mistral does not have
+        ({**MISTRAL_0_1, "layer_types": ["full_attention"] * 32}, 4096),
+        ({**LLAMA_3_2_1B, "sliding_window": 512}, 512),
     ],
 )
-def test_what_would_change_the_maths_is_refused_by_name(
-    tmp_path: Path, key: str, value: Any
-) -> None:
-    message = refusal(tmp_path, {key: value})
-    assert key.removeprefix("torch_") in message
-
-
-@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "longrope", None])
-def test_other_rope_types_are_refused_by_name(
-    tmp_path: Path, spelling: str, kind: str | None
-) -> None:
-    changes = {"rope_scaling": ..., spelling: {**ROPE, "rope_type": kind}}
-    message = refusal(tmp_path, changes)
-    assert spelling in message
-    assert repr(kind) in message
-
-
-@pytest.mark.parametrize("kind", ["llama3", "default"])
-@pytest.mark.parametrize("key", ["partial_rotary_factor", "attention_factor", "beta_fast"])
-def test_unknown_numbers_of_rope_are_refused_by_name(tmp_path: Path, kind: str, key: str) -> None:
-    rope = ROPE if kind == "llama3" else {}
-    assert key in refusal(tmp_path, {"rope_scaling": {**rope, "rope_type": kind, key: 0.5}})
-
-
-def test_two_spellings_that_disagree_are_refused(tmp_path: Path) -> None:
-    other = {**ROPE, "factor": 8.0, "rope_theta": 500000.0}
-    message = refusal(tmp_path, {"rope_parameters": other})
-    assert "rope_parameters" in message
-    assert "rope_scaling" in message
-    message = refusal(tmp_path, {**NEW_SPELLING, "rope_theta": 10000.0})
-    assert "rope_theta" in message
-    message = refusal(tmp_path, {"dtype": "float32"})
-    assert "dtype" in message
-    beside = {"original_max_position_embeddings": 4096}  # the one in the object is 8192
-    assert "original_max_position_embeddings" in refusal(tmp_path, beside)
+def test_a_window_bounds_the_context(raw: Raw, positions: int) -> None:
+    assert parse_model_config(without(raw), PATH).max_positions == positions
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("changes", "layers"),
     [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        *sorted(set(ROPE) - {"rope_type"}),
+        ({"no_rope_layers": None}, tuple(range(3, 36, 4))),
+        ({"no_rope_layers": ..., "no_rope_layer_interval": 5}, tuple(range(4, 36, 5))),
+        ({"no_rope_layers": [0, *[1] * 35, 0, 0]}, (0,)),
+        ({"no_rope_layers": [True] * 36}, ()),
     ],
 )
-@pytest.mark.parametrize("value", [..., None, 0, -1, "8", True, [8], float("nan"), float("inf")])
-def test_every_number_is_asked_for_by_name(tmp_path: Path, key: str, value: Any) -> None:
-    if key == "rope_theta" and value is ...:
-        assert load_model_config(write_config(tmp_path, {key: ...})).rope_theta == 10000
-    elif key in ROPE:
-        rope = {k: v for k, v in {**ROPE, key: value}.items() if v is not ...}
-        assert f"'{key}'" in refusal(tmp_path, {"rope_scaling": rope})
-    else:
-        assert f"'{key}'" in refusal(tmp_path, {key: value})
+def test_layers_without_rope(changes: Raw, layers: tuple[int, ...]) -> None:
+    raw = without({**SMOLLM3_3B, **changes})
+    assert parse_model_config(raw, PATH).layers_without_rope == layers
+
+
+ROPE = LLAMA_3_2_1B["rope_scaling"]
+
+
+def llama(**changes: Any) -> Raw:
+    return {**LLAMA_3_2_1B, **changes}
+
+
+def llama_rope(**changes: Any) -> Raw:
+    return llama(rope_scaling=without({**ROPE, **changes}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("raw", "key"),
     [
-        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-        ({"head_dim": 63}, "head_dim 63 is odd"),
-        ({"num_key_value_heads": 5}, "num_key_value_heads 5"),
-        ({"num_key_value_heads": 64}, "num_key_value_heads 64"),
-        ({"num_attention_heads": 24, "head_dim": None}, "num_attention_heads 24"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-        ({"tie_word_embeddings": None}, "tie_word_embeddings"),
-        ({"rope_scaling": "llama3"}, "rope_scaling"),
-        ({"rope_scaling": {**ROPE, "low_freq_factor": 4.0}}, "low_freq_factor"),
+        # What would change the maths.
+        (llama(hidden_act="gelu"), "hidden_act"),
+        (llama(mlp_bias=True), "mlp_bias"),
+        (llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (llama(rope_interleaved=True), "rope_interleaved"),
+        (llama(pruned_heads={"0": [1]}), "pruned_heads"),
+        (llama(logit_scale=0.5), "logit_scale"),
+        (llama(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (llama(torch_dtype="float64"), "dtype"),
+        ({**SMOLLM3_3B, "attention_bias": True}, "attention_bias"),
+        ({**QWEN3_0_6B, "attention_bias": True}, "attention_bias"),
+        ({**QWEN2_5, "use_mrope": True}, "use_mrope"),
+        *((llama_rope(rope_type=kind), f"rope type {kind!r}") for kind in ("yarn", "linear", None)),
+        *((llama_rope(**{key: 0.5}), key) for key in ("partial_rotary_factor", "beta_fast")),
+        (llama(rope_scaling={"rope_type": "default", "attention_factor": 0.5}), "attention_factor"),
+        # Two spellings that disagree.
+        (llama(rope_parameters={**ROPE, "factor": 8.0, "rope_theta": 5e5}), "rope_parameters"),
+        ({**renewed(LLAMA_3_2_1B), "rope_theta": 1e4}, "rope_theta"),
+        (llama(dtype="float32"), "dtype"),
+        (llama(original_max_position_embeddings=4096), "original_max_position_embeddings"),
+        # Shapes that cannot be.
+        (llama(num_hidden_layers=2.5), "num_hidden_layers"),
+        (llama(num_hidden_layers=10**9), "num_hidden_layers"),
+        (llama(head_dim=63), "head_dim 63 is odd"),
+        (llama(num_key_value_heads=5), "num_key_value_heads 5"),
+        (llama(num_attention_heads=24, head_dim=None), "num_attention_heads 24"),
+        (llama(tie_word_embeddings=None), "tie_word_embeddings"),
+        (llama(rope_scaling="llama3"), "rope_scaling"),
+        (llama_rope(low_freq_factor=4.0), "low_freq_factor"),
+        ({**SMOLLM3_3B, "no_rope_layers": []}, "no_rope_layers"),
+        ({**SMOLLM3_3B, "no_rope_layers": [1, 1, 1, 2] * 9}, "no_rope_layers"),
+        ({**SMOLLM3_3B, "no_rope_layers": "1110"}, "no_rope_layers"),
+        ({**SMOLLM3_3B, "no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_int"),
+        ({**QWEN2_5, "use_sliding_window": "no"}, "use_sliding_window"),
+        ({**QWEN2_5, **WINDOW, "sliding_window": 0}, "sliding_window"),
+        ({**QWEN2_5, "layer_types": "full_attention"}, "layer_types"),
+        ({**QWEN2_5, "layer_types": ["chunked_attention"] * 24}, "layer_types"),
+        # Each class has a number of its own for these, where its file says none.
+        ({**QWEN3_0_6B, "head_dim": ...}, "head_dim"),
+        ({**QWEN2_5, "num_key_value_heads": ...}, "num_key_value_heads"),
+        ({**MISTRAL_0_1, "sliding_window": ...}, "sliding_window"),
+        ({**SMOLLM3_3B, "rope_theta": ...}, "rope_theta"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    assert words in refusal(tmp_path, changes)
+def test_what_is_not_implemented_or_cannot_be_is_refused_by_name(raw: Raw, key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{PATH}: .*{key}"):
+        parse_model_config(without(raw), PATH)
 
 
-@pytest.mark.parametrize(
-    ("eos", "ids"),
-    [(7, (7,)), ([128001, 128008], (128001, 128008)), (None, ()), ([], ()), (0, (0,))],
-)
+NUMBERS = (*SHAPE, "rms_norm_eps", "rope_theta", *sorted(set(ROPE) - {"rope_type"}))
+
+
+@pytest.mark.parametrize("key", sorted({*NUMBERS} - {"num_key_value_heads"}))
+def test_every_number_is_asked_for_by_name(key: str) -> None:
+    for value in (..., None, 0, -1, "8", True, [8], float("nan"), float("inf")):
+        if key == "rope_theta" and value is ...:
+            continue  # the layout has a number for it
+        raw = llama_rope(**{key: value}) if key in ROPE else without(llama(**{key: value}))
+        with pytest.raises(UserError, match=f"'{key}'"):
+            parse_model_config(raw, PATH)
+
+
+def test_what_is_absent_follows_from_the_rest() -> None:
+    absent = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "torch_dtype", "rope_theta")
+    config = parse_model_config(without(llama(**dict.fromkeys(absent, ...))), PATH)
+    assert (config.num_kv_heads, config.head_dim) == (32, 2048 // 32)
+    assert (config.tied_head, config.dtype, config.rope_theta) == (False, None, 1e4)
+    for scaling in (None, {"rope_type": "default"}):
+        plain = parse_model_config(llama(rope_scaling=scaling), PATH)
+        assert (plain.rope_scaling, plain.rope_theta) == (None, 5e5)
+    older = llama_rope(rope_type=..., type="llama3")
+    both = {**LLAMA_3_2_1B, **renewed(LLAMA_3_2_1B)}
+    whole = parse_model_config(LLAMA_3_2_1B, PATH)
+    assert {parse_model_config(raw, PATH) for raw in (older, both)} == {whole}
+
+
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_end_tokens(tmp_path: Path, file: str, eos: Any, ids: tuple[int, ...]) -> None:
-    write_config(tmp_path, {"eos_token_id": 5})
-    (tmp_path / file).write_text(json.dumps({"eos_token_id": eos}))
-    assert load_generation_config(tmp_path) == GenerationConfig(eos_ids=ids)
+def test_end_tokens(tmp_path: Path, file: str) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    for eos, ids in (
+        (7, (7,)),
+        ([128001, 128008], (128001, 128008)),
+        (None, ()),
+        ([], ()),
+        (0, (0,)),
+    ):
+        (tmp_path / file).write_text(json.dumps({"eos_token_id": eos}))
+        assert load_generation_config(tmp_path) == GenerationConfig(eos_ids=ids)
     for wrong in ("2", True, [1, None], -1, 1.5, {"a": 1}, [[2]]):
         (tmp_path / file).write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(UserError, match=f"{file}: 'eos_token_id'"):
             load_generation_config(tmp_path)
+
+
+def test_every_family_is_here() -> None:
+    assert {raw["model_type"] for raw, *_ in LOADED.values()} == set(MODEL_TYPES)

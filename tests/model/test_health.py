@@ -22,11 +22,12 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
 from entropix_jax.model.cache import init_cache, init_suffixes
 from entropix_jax.model.checkpoint import load_params
-from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound, unsound_entry
+from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
+from tests.support import reference
 from tests.support.meshes import two
 from tests.support.model_folders import (
     config_of_folder,
@@ -76,8 +77,7 @@ def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
-@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
-@pytest.mark.parametrize("name", ["query", "key", "value", "gate"])
+@pytest.mark.parametrize(("layer", "name"), [(0, "query"), (1, "key"), (0, "value"), (1, "gate")])
 def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name: str) -> None:
     model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
     bad, good = run_of(model, PROMPT, CHECK)
@@ -97,16 +97,13 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
         return replace(params, embedding=params.embedding.at[PROMPT[at], 5].set(number))
 
     model = load(str(write_model(tmp_path / "model", change)))
+    told = f"NaN or infinity in the embedding at position {at}"
     for prompt in (PROMPT, PROMPT * 8):  # in one call, and in several
         bad, _ = run_of(model, prompt, CHECK)
-        assert bad.error == f"NaN or infinity in the embedding at position {at}"
-        assert bad.tokens == []
-        if at == len(prompt) - 1:
-            continue  # scoring does not read a text's last token
-        with pytest.raises(
-            UserError, match=rf"^NaN or infinity in the embedding at position {at}$"
-        ):
-            list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
+        assert (bad.error, bad.tokens) == (told, [])
+        if at < len(prompt) - 1:  # scoring does not read a text's last token
+            with pytest.raises(UserError, match=f"^{told}$"):
+                list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
 
 
 @pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
@@ -142,7 +139,9 @@ def test_logits_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "dtype"), [*zip(NUMBERS, ["float32", "bfloat16", "int8"], strict=True)]
 )
-def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
+def test_weights_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: float, dtype: str
+) -> None:
     def change(params: Params) -> Params:
         one = params.layers[1]
         one = replace(one, up=one.up.at[4, 9].set(number))
@@ -153,33 +152,9 @@ def test_weights_are_refused(tmp_path: Path, number: float, dtype: str) -> None:
     with pytest.raises(UserError, match=error + r"first at \[4, 9\]$"):
         load_params(folder, SHAPE, dtype, check=True)
     load_params(folder, SHAPE, dtype)
+    assert main.main(["--model", str(folder), "--prompt", "x", "--check"]) == 2
+    assert "up_proj.weight' holds NaN or infinity" in capsys.readouterr().err
     assert load(str(write_model(tmp_path / "sound")), dtype, check=True).folder
-
-
-@pytest.mark.slow
-def test_the_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = write_model(tmp_path / "bad", poisoned(PROMPT[AT]))
-    assert main.main(["--model", str(bad), "--prompt", "x", "--check"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "tensor 'model.embed_tokens.weight' holds NaN or infinity" in error
-    overflows = write_model(tmp_path / "overflows", overflowing(1, "value"))
-    model = load(str(overflows))
-    prompt = model.tokenizer.decode(PROMPT[1:])
-    assert model.tokenizer.encode(prompt, add_bos=True) == PROMPT
-    named = f"NaN or infinity in the queries, keys or values of layer 1 at position {AT}"
-    arguments = ["--model", str(overflows), "--prompt", prompt, "--no-chat", "--check"]
-    assert main.main(arguments) == 2
-    assert f"error: {named}\n" in capsys.readouterr().err
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    output = tmp_path / "out.jsonl"
-    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
-    arguments = ["--model", str(overflows), "--no-chat", "--check", "--context", "64"]
-    arguments += ["--slots", "2"]
-    assert batch.main([*files, *arguments]) == 0
-    assert json.loads(output.read_text())["error"] == named
 
 
 @pytest.mark.slow
@@ -193,8 +168,8 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
     lines = [json.dumps({"prompt": prompt, "id": str(i)}) for i, prompt in enumerate(prompts)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     output = tmp_path / "out.jsonl"
-    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
-    arguments += ["--model", str(folder), "--no-chat", "--context", "64", "--slots", str(slots)]
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output), "--no-chat"]
+    arguments += ["--model", str(folder), "--context", "64", "--slots", str(slots)]
     arguments += ["--max-new-tokens", "8", "--sampler", "greedy"]
     assert batch.main(arguments) == 0
     unchecked = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
@@ -202,7 +177,7 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
     Path(f"{output}.run.json").unlink()
     # The weights are not to be refused: their check is another one.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("entropix_jax.model.checkpoint.unsound_entry", lambda weight: None)
+        patch.setattr("entropix_jax.model.checkpoint._is_finite", lambda weight: True)
         assert batch.main([*arguments, "--check"]) == 0
     for one in map(json.loads, output.read_text().splitlines()):
         if prompts[int(one["id"])] == bad:
@@ -261,8 +236,6 @@ def test_first_unsound() -> None:
     # The values of token 2 spoil what comes after them in all tokens.
     spoiled = [(2, 1), (0, 2), (1, 2), (2, 2)]
     assert first_unsound(sound_of(*spoiled), start).tolist() == [[12, 1]]
-    assert unsound_entry(jnp.ones((3, 4))) is None
-    assert unsound_entry(jnp.ones((3, 4)).at[2, 1].set(-jnp.inf)) == (2, 1)
     both = jnp.array([[NOWHERE, NOWHERE], [3, 1]])
     assert earlier(both, jnp.array([[5, 2], [9, 9]])).tolist() == [[5, 2], [3, 1]]
     assert describe(7, 0) == "NaN or infinity in the embedding at position 7"
@@ -294,28 +267,15 @@ def test_attention_over_16k_keys() -> None:
     keys = rng.normal(size=(1, 2, slots, dim)).astype(np.float32)
     values = rng.normal(size=(1, 2, slots, dim)).astype(np.float32) + 1.0
     length = slots - 3
-    mixed, scores = attend(
-        jnp.asarray(query),
-        jnp.asarray(keys),
-        jnp.asarray(values),
-        jnp.full((1, 1), length - 1, jnp.int32),
-        jnp.full(1, length, jnp.int32),
-    )
+    at, lengths = jnp.full((1, 1), length - 1, jnp.int32), jnp.full(1, length, jnp.int32)
+    mixed, scores = attend(*map(jnp.asarray, (query, keys, values)), at, lengths)
     wide_k = np.repeat(keys[0].astype(np.float64), 2, axis=0)[:, :length]
     wide_v = np.repeat(values[0].astype(np.float64), 2, axis=0)[:, :length]
     exact = np.einsum("nh,nsh->ns", query[0, 0].astype(np.float64), wide_k) / np.sqrt(dim)
-    weights = np.exp(exact - exact.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(
-        np.asarray(mixed)[0, 0], np.einsum("ns,nsh->nh", weights, wide_v).reshape(-1), atol=2e-6
-    )
+    want = reference.Attention(exact[None])
+    mix = np.einsum("ns,nsh->nh", want.weights[0], wide_v).reshape(-1)
+    np.testing.assert_allclose(np.asarray(mixed)[0, 0], mix, atol=2e-6)
     valid = jnp.arange(slots)[None, :] < length
     stats = attention_stats(scores[:, None, :, 0], valid)
-    bits = np.log2(weights)
-    entropy = -(weights * bits).sum(axis=-1)
-    varentropy = (weights * (bits + entropy[:, None]) ** 2).sum(axis=-1)
-    np.testing.assert_allclose(np.asarray(stats.entropy)[0, 0], entropy, rtol=2e-6)
-    np.testing.assert_allclose(np.asarray(stats.varentropy)[0, 0], varentropy, rtol=2e-5)
-    spread = np.abs(weights - weights.mean(axis=0)).sum(axis=-1).mean()
-    np.testing.assert_allclose(float(stats.divergence[0, 0]), spread, rtol=1e-5)
-    np.testing.assert_allclose(float(stats.interaction[0, 0]), np.abs(exact).mean(), rtol=1e-5)
+    for name in ("entropy", "varentropy", "divergence", "interaction"):
+        np.testing.assert_allclose(getattr(stats, name)[0], getattr(want, name), rtol=2e-5)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def hub(folder: Path) -> Iterator[Hub]:
 
 
 def run(
-    hub: Hub, home: Path, *arguments: object, token: str = "", offline: bool = False
+    hub: Hub | None, home: Path, *arguments: object, token: str = "", offline: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """A command in another process: the hub's client reads its settings when it is imported."""
     environment = {
@@ -43,22 +44,19 @@ def run(
     }
     environment |= {
         "XDG_CACHE_HOME": str(home / "cache"),
-        "HF_ENDPOINT": hub.address,
+        "HF_ENDPOINT": hub.address if hub else "http://127.0.0.1:9",
         "HF_HOME": str(home),
         "HF_TOKEN": token,
         "HF_HUB_OFFLINE": "1" if offline else "0",
     }
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    command = [sys.executable, *map(str, arguments)]
+    options: Any = {"cwd": ROOT, "env": environment, "timeout": PATIENCE}
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def download(hub: Hub, home: Path, *arguments: object, **options: object) -> tuple[int, str, str]:
+def download(
+    hub: Hub | None, home: Path, *arguments: object, **options: object
+) -> tuple[int, str, str]:
     ran = run(hub, home, ROOT / "scripts" / "download_weights.py", *arguments, **options)  # type: ignore[arg-type]
     return ran.returncode, ran.stdout, ran.stderr
 
@@ -96,16 +94,16 @@ def test_a_gated_repository(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
-    status, printed, error = download(hub, tmp_path, "owner/other")
-    assert (status, printed) == (2, "")
-    nowhere = "neither a folder here nor a repository that can be read on the hub"
-    assert error == f"error: owner/other: {nowhere}\n"
+    nowhere = "owner/other: neither a folder here nor a repository that can be read on the hub"
+    assert download(hub, tmp_path, "owner/other") == (2, "", f"error: {nowhere}\n")
     status, printed, error = download(hub, tmp_path, REPO, "--revision", "none")
     assert (status, printed, error.count("\n")) == (2, "", 1)
-    for name in ("name", "../x", "a/b/c", ""):
-        status, printed, error = download(hub, tmp_path, name)
-        assert (status, printed) == (2, "")
-        assert error == f"error: no hub id: '{name}' (it has the form owner/name)\n"
+    refused = "error: no hub id: 'a/b/c' (it has the form owner/name)\n"
+    assert download(hub, tmp_path, "a/b/c") == (2, "", refused)
+    for offline in (False, True):  # nobody answers
+        status, printed, error = download(None, tmp_path, "a/b", offline=offline)
+        assert (status, printed, error.count("\n")) == (2, "", 1)
+        assert error.startswith("error: a/b: no such folder, and not downloaded from the hub: ")
 
 
 def test_a_download_that_fails_in_the_middle(hub: Hub, tmp_path: Path) -> None:

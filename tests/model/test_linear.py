@@ -40,7 +40,7 @@ def exact(x: jax.Array, weight: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
 
 
-@pytest.mark.parametrize("lead", [(1, 1), (1,), (2, 3), (1, 5), (7,)], ids=str)
+@pytest.mark.parametrize("lead", [(1, 1), (1,), (2, 3), (7,)], ids=str)
 @pytest.mark.parametrize(("width", "out"), [(SMALL, 24), (LARGE, 24), (64, 256), (64, 600)])
 @pytest.mark.parametrize(
     ("x_dtype", "w_dtype"),
@@ -175,12 +175,13 @@ def test_a_vector_is_made_once_for_a_narrow_product() -> None:
 # Weights of 8 bits.
 
 
-@pytest.mark.parametrize("lead", [(1, 1), (2, 3), (1, 5)], ids=str)
-@pytest.mark.parametrize("out", [24, 600])
-def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int) -> None:
+@pytest.mark.parametrize(
+    ("lead", "out", "dtype"), [((1, 1), 24, F32), ((2, 3), 600, F32), ((2, 3), 24, BF16)], ids=str
+)
+def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int, dtype: Any) -> None:
     """Half a step of each row's own scale at most, and the product is that of what they stand
     for."""
-    x, weight = operands((*lead, 64), out, F32, F32)
+    x, weight = operands((*lead, 64), out, dtype, F32)
     weight = weight.at[0].set(0.0).at[1].mul(100.0)
     small = quantized(weight)
     assert small.values.dtype == jnp.int8
@@ -191,18 +192,9 @@ def test_eight_bits_are_rounded_by_row(lead: tuple[int, ...], out: int) -> None:
     assert np.all(np.abs(stands_for - wide) <= 0.5001 * scale[:, None])
     assert np.abs(small.values).max(axis=1)[1:].min() == 127
     got = jax.jit(product)(x, small)
+    assert got.dtype == F32
     want = np.asarray(x, np.float64) @ stands_for.T
     bound = 1e-6 * 64 * np.abs(stands_for).max(axis=1)
     assert np.all(np.abs(np.asarray(got) - want) <= bound + 1e-6 * np.abs(want))
     looked_up = rows(small, jnp.asarray([[2, 0]], jnp.int32), jnp.dtype(F32))
     np.testing.assert_allclose(looked_up, stands_for[[[2, 0]]], rtol=1e-6)
-
-
-def test_eight_bits_where_bfloat16_is_multiplied() -> None:
-    x, weight = operands((2, 3, 64), 24, BF16, F32)
-    small = quantized(weight)
-    got = jax.jit(product)(x, small)
-    assert got.dtype == F32
-    stands_for = np.asarray(small.values, np.float64) * np.asarray(small.scale, np.float64)[:, None]
-    want = np.asarray(x, np.float64) @ stands_for.T
-    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-5)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from entropix_jax.errors import Note, UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model import loading
-from entropix_jax.model.loading import load, logits_epsilon, resolve_model
+from entropix_jax.model.loading import load, resolve_model
 from tests.support.model_folders import config_of_folder, sharp_params, token_ids, write_model
 
 Change = Callable[[Path], object]
@@ -76,13 +72,6 @@ def test_float16_is_widened(folder: Path, copy: Path) -> None:
     )
 
 
-def test_the_epsilon_is_that_of_the_activations(folder: Path) -> None:
-    model = load(str(folder))
-    assert logits_epsilon(model) == 2.0**-23
-    half = replace(model.precision, activations=jnp.dtype(jnp.bfloat16))
-    assert logits_epsilon(replace(model, precision=half)) == 2.0**-7
-
-
 @pytest.mark.parametrize(
     ("change", "is_chat"),
     [
@@ -100,11 +89,6 @@ def test_what_counts_as_a_chat_model(copy: Path, change: Change, is_chat: bool) 
     assert token_ids()["<|eot_id|>"] in model.turn_end_ids
 
 
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-7])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -114,13 +98,9 @@ def truncate(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
         (lambda f: (f / "generation_config.json").write_text("[]"), "must hold a JSON object"),
-        (truncate, "model.safetensors: not a valid safetensors file"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "not a valid safetensors"),
-        (lambda f: (f / "model.safetensors").write_bytes(b""), "not a valid safetensors"),
         (edit("config.json", hidden_act="gelu"), "'hidden_act': 'gelu' is not implemented"),
-        (edit("config.json", num_hidden_layers=3), "tensor 'model.layers.2.*' is missing"),
         (edit("config.json", hidden_size=64, head_dim=16), "has shape"),
-        (edit("config.json", torch_dtype="bfloat16"), "has type float32, expected bfloat16"),
         (edit("config.json", vocab_size=100), "the tokenizer has [0-9]+ tokens, the model only"),
         (edit("generation_config.json", eos_token_id=[10**11]), "end token 100000000000 is none"),
     ],
@@ -164,33 +144,6 @@ def test_names_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("", "missing", "/a/b", "./a", "../b", "a/b/c", "a b/c", "a/", "a/b.gguf"):
         with pytest.raises(UserError, match=f"no such model: '{name}'"):
             resolve_model(name)
-
-
-@pytest.mark.parametrize("offline", ["0", "1"])
-def test_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
-    """In another process: the library reads its settings when it is imported."""
-    script = (
-        "from entropix_jax.errors import UserError\n"
-        "from entropix_jax.model.loading import resolve_model\n"
-        "try: resolve_model('owner/name')\n"
-        "except UserError as error: print(error)\n"
-    )
-    environment = os.environ | {
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HUB_OFFLINE": offline,
-        "HF_HOME": str(tmp_path),
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.stdout.startswith("owner/name: no such folder, and not downloaded from the hub: ")
-    assert ran.stdout.count("\n") == 1
-    assert ran.stderr == ""
 
 
 def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The cache and the forward pass: one pass, chunks and steps must be the same computation."""
+"""The forward pass against float64: of whole texts, of branches, and of a generation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.state import (
-    FINISHED_LENGTH,
-    RUNNING,
-)
+from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
 from entropix_jax.model.cache import init_cache, init_suffixes
 from entropix_jax.model.llama import forward, forward_branches, rms_norm
 from tests.support import reference
@@ -28,8 +25,6 @@ from tests.support.models import (
 )
 
 LONG = 200  # tokens: enough to see an error of the rotary embedding
-CAPACITY = 256
-
 run_every = jax.jit(forward, static_argnames=("config", "window", "every"))
 run_branches = jax.jit(forward_branches, static_argnames=("config", "window"))
 
@@ -53,12 +48,6 @@ def params():
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
     return random_tokens(TINY, LONG)[None]
-
-
-@pytest.fixture(scope="module")
-def whole(params, tokens):
-    """One teacher-forced pass: logits [1, T, V], statistics, cache."""
-    return teacher_forced(params, TINY, tokens)
 
 
 # --- against the formulas ------------------------------------------------------------------------
@@ -97,102 +86,17 @@ def test_against_float64(config) -> None:
         assert float(getattr(metrics, name)[0]) == pytest.approx(value, abs=5e-5), name
 
 
-# --- chunks and steps ----------------------------------------------------------------------------
-
-
-def in_chunks(params, tokens: np.ndarray, sizes: list[int], cache, *, padded: int, pad: int):
-    """Logits of every position, from padded chunks; the last statistics; the cache."""
-    parts, at = [], int(cache.length[0])
-    for size in sizes:
-        chunk = np.full((1, padded), pad, np.int32)
-        chunk[0, :size] = tokens[0, at : at + size]
-        count = jnp.asarray([size], jnp.int32)
-        hidden, stats, cache = run(
-            params, TINY, jnp.asarray(chunk), count, cache, window=cache.capacity
-        )
-        parts.append(np.asarray(logits_of(params, hidden))[:, :size])
-        at += size
-        assert int(cache.length[0]) == at
-    return np.concatenate(parts, axis=1), stats, cache
-
-
-@pytest.mark.parametrize("cached", [0, 1, 150])
-def test_steps_after_a_prefill_are_one_pass(params, tokens, whole, cached: int) -> None:
-    """Chunks, then steps, whatever pads the chunks and whatever lay in the cache."""
-    cache = fill_unused(init_cache(TINY, 1, CAPACITY, jnp.dtype(jnp.float32)), np.nan)
-    if cached:
-        sizes = [min(32, cached - a) for a in range(0, cached, 32)]
-        logits, _, cache = in_chunks(params, tokens, sizes, cache, padded=32, pad=7)
-        same(logits, whole[0][:, :cached])
-    steps = [1] * (LONG - cached)
-    logits, stats, cache = in_chunks(params, tokens, steps, cache, padded=1, pad=0)
-    same((logits, stats), (whole[0][:, cached:], whole[1]))
-    for got, want in zip(cache.keys + cache.values, whole[2].keys + whole[2].values, strict=True):
-        same(got[:, :, :LONG], want)
-        assert np.isnan(got[:, :, LONG:]).all()
-
-
-def test_a_row_alone_is_the_row_in_a_ragged_batch(params, tokens, whole) -> None:
-    """Three rows at once: a long prompt, a short one, and one that has nothing new."""
-    counts = [LONG, 37, 0]
-    other = random_tokens(TINY, LONG, seed=5)
-    batch = np.stack([tokens[0], other, other])
-    cache = fill_unused(init_cache(TINY, 3, CAPACITY, jnp.dtype(jnp.float32)), np.nan)
-    hidden, stats, cache = run(
-        params,
-        TINY,
-        jnp.asarray(batch),
-        jnp.asarray(counts, jnp.int32),
-        cache,
-        window=CAPACITY,
-    )
-    logits = np.asarray(logits_of(params, hidden))
-    short_logits, short_stats, _ = teacher_forced(params, TINY, batch[1:2, :37])
-    same((logits[:1], row_of(stats, 0)), whole[:2])
-    same((logits[1:2, :37], row_of(stats, 1)), (short_logits, short_stats))
-    np.testing.assert_array_equal(cache.length, counts)
-
-    # Then one more token each, but for the second row.
-    step = jnp.asarray([[1], [2], [3]], jnp.int32)
-    count = jnp.asarray([1, 0, 1], jnp.int32)
-    before = cache
-    hidden, stats, cache = run(params, TINY, step, count, cache, window=CAPACITY)
-    logits = np.asarray(logits_of(params, hidden))
-    for row, text in ((0, [*tokens[0], 1]), (2, [3])):
-        want = teacher_forced(params, TINY, np.array([text], np.int32))
-        same((logits[row, 0], row_of(stats, row)), (want[0][0, -1], want[1]))
-    np.testing.assert_array_equal(cache.length, [LONG + 1, 37, 1])
-    for got, want in zip(cache.keys + cache.values, before.keys + before.values, strict=True):
-        np.testing.assert_array_equal(got[1], want[1])  # NaN and all
-
-
-@pytest.mark.parametrize("junk", [0.0, 1e30, -np.inf, np.nan])
-@pytest.mark.parametrize(("capacity", "window"), [(40, 40), (512, 512), (512, 64)])
-def test_metrics_do_not_see_the_cache(params, capacity: int, window: int, junk: float) -> None:
-    """Twice the cache, another window, junk in it: the same step."""
-    text = random_tokens(TINY, 40, seed=8)[None]
-    want_logits, want_stats, _ = teacher_forced(params, TINY, text)
-    want = all_metrics(TINY, want_logits[:, -1], want_stats)
-    cache = fill_unused(init_cache(TINY, 1, capacity, jnp.dtype(jnp.float32)), junk)
-    for at, size in ((0, 30), (30, 10)):  # padded to 32
-        chunk = np.zeros((1, 32), np.int32)
-        chunk[0, :size] = text[0, at : at + size]
-        count = jnp.asarray([size], jnp.int32)
-        hidden, stats, cache = run(params, TINY, jnp.asarray(chunk), count, cache, window=window)
-    logits = logits_of(params, hidden)[:, size - 1]
-    same(logits, want_logits[:, -1])
-    same(all_metrics(TINY, logits, stats), want)
-
-
 @pytest.mark.parametrize("activations", [jnp.float32, jnp.bfloat16])
-def test_bfloat16_weights(params, tokens, activations) -> None:
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}], ids=str)
+def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None:
     """Wide activations compute what float32 weights of the same values do; narrow ones nearly."""
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    config = tiny_config(**changes)
+    narrow = random_params(config, dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
-    want, _, _ = teacher_forced(wide, TINY, tokens[:, :64])
-    cache = init_cache(TINY, 1, 64, jnp.dtype(activations))
+    want, _, _ = teacher_forced(wide, config, tokens[:, :64])
+    cache = init_cache(config, 1, 64, jnp.dtype(activations))
     count = jnp.asarray([64], jnp.int32)
-    hidden, stats, _ = run(narrow, TINY, jnp.asarray(tokens[:, :64]), count, cache, window=64)
+    hidden, stats, _ = run(narrow, config, jnp.asarray(tokens[:, :64]), count, cache, window=64)
     assert hidden.dtype == activations
     logits = logits_of(narrow, hidden)
     for leaf in jax.tree.leaves((logits, stats)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,8 @@ import numpy as np
 import pytest
 
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.params import Params
-from tests.support.models import random_params, random_tokens, tiny_config
 from tests.support.runs import Spec, run_specs
 
 # Mean KL(float32 || narrow) of a token, nats, on the embedded model's own texts: some three times
@@ -65,42 +61,3 @@ def test_narrow_weights_stay_close_to_float32(weights: str) -> None:
     gap = true[rows, true[rows].argmax(-1)] - true[rows, narrow[rows].argmax(-1)]
     assert changed.mean() < 0.08
     assert gap.max(initial=0.0) < 0.2
-
-
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"mlp_width": 4100, "num_layers": 2},
-        {"width": 2056, "num_layers": 1},
-        {"width": 2056, "num_layers": 1, "tied_head": False},
-    ],
-    ids=["wide MLP", "wide", "wide, untied"],
-)
-def test_the_layout_gives_the_logits_of_the_plain_form(
-    weights: str, tokens: int, shape: dict[str, Any]
-) -> None:
-    config = tiny_config(**shape)
-    params = random_params(config)
-
-    def stored(array: jax.Array, *, laid_out: bool) -> Weight:
-        narrow: Weight
-        if weights == "int8":
-            narrow = quantized(array) if array.ndim == 2 else array
-        else:
-            narrow = array.astype(weights)
-        return arranged(narrow, jnp.dtype("float32")) if laid_out else narrow
-
-    def logits(params: Params) -> np.ndarray:
-        cache = init_cache(config, 1, 16, jnp.dtype("float32"))
-        ids = jnp.asarray(random_tokens(config, tokens), jnp.int32)[None]
-        count = jnp.full(1, tokens, jnp.int32)
-        hidden, _, _ = forward(params, config, ids, count, cache, window=16)
-        return np.asarray(unembed(params, hidden))
-
-    plain, laid_out = (
-        logits(jax.tree.map(lambda x: stored(x, laid_out=way), params))  # noqa: B023
-        for way in (False, True)
-    )
-    np.testing.assert_allclose(laid_out, plain, atol=1e-5 * np.abs(plain).max())

@@ -15,22 +15,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
-from entropix_jax.engine.decode import decode, prefill
-from entropix_jax.engine.state import RUNNING, DecodeState, Recording, init_state
+from entropix_jax.engine.decode import decode
+from entropix_jax.engine.state import RUNNING, Recording
 from entropix_jax.errors import UserError
-from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.mesh import (
-    ROWS,
-    broadcast_row,
     check_mesh,
-    describe,
     parse_mesh,
     place,
     rules_for,
-    split_rows,
 )
-from entropix_jax.model.params import Params
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from tests.support.eight_devices import BATCH, CAPACITY, CHUNKS, CONFIG, LANES, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two
@@ -61,71 +56,38 @@ def tiny() -> LanguageModel:
 # Meshes and rules.
 
 
-@pytest.mark.parametrize(
-    ("text", "devices", "sizes"),
-    [
+def test_a_mesh_is_read() -> None:
+    for text, devices, sizes in (
         (None, 2, (2, 1)),
-        (None, 1, (1, 1)),
-        ("data=2", 2, (2, 1)),
-        ("model=2", 2, (1, 2)),
-        (" model = 2 , data=1", 2, (1, 2)),
         ("data=1", 1, (1, 1)),
-    ],
-)
-def test_a_mesh_is_read(text: str | None, devices: int, sizes: tuple[int, int]) -> None:
-    mesh = parse_mesh(text, jax.devices()[:devices])
-    assert mesh.axis_names == ("data", "model")
-    assert mesh.devices.shape == sizes
-    assert set(mesh.devices.flat) == set(jax.devices()[:devices])
-    assert parse_mesh(describe(mesh), jax.devices()[:devices]) == mesh
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "mesh '': '' is not of the form data=N or model=N"),
-        ("data=2,", "mesh 'data=2,': '' is not of the form data=N or model=N"),
-        ("data=two", "mesh 'data=two': 'data=two' is not of the form data=N or model=N"),
-        ("data=٢", "mesh 'data=٢': 'data=٢' is not of the form data=N or model=N"),
-        ("seq=2", "mesh 'seq=2': no such axis: 'seq' (there are data and model)"),
-        ("data=2,data=1", "mesh 'data=2,data=1': 'data' is given twice"),
-        ("data=0", "mesh 'data=0': data must be at least 1, not 0"),
-        ("data=2,model=2", "mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"),
-    ],
-)
-def test_a_mesh_that_is_none(text: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        two(text)
-    assert str(error.value) == message
+        (" model = 2 , data=1", 2, (1, 2)),
+    ):
+        mesh = parse_mesh(text, jax.devices()[:devices])
+        assert mesh.axis_names == ("data", "model")
+        assert mesh.devices.shape == sizes
+        assert set(mesh.devices.flat) == set(jax.devices()[:devices])
+    for text in ("", "data=2,", "data=two", "data=٢", "seq=2", "data=2,data=1", "data=0"):
+        with pytest.raises(UserError, match=f"^mesh '{text}': not of the form data=N,model=N$"):
+            two(text)
+    with pytest.raises(
+        UserError, match="mesh 'data=2,model=2': 2 x 2 = 4 devices, but there are 2"
+    ):
+        two("data=2,model=2")
 
 
 @pytest.mark.parametrize(
     ("mesh", "changes", "slots", "message"),
     [
         ("data=2", {}, 3, "mesh data=2,model=1: 3 slots cannot be split evenly over data=2"),
-        (
-            "model=2",
-            {"num_kv_heads": 1},
-            4,
-            "mesh data=1,model=2: 1 key/value heads cannot be split evenly over model=2",
-        ),
-        (
-            "model=2",
-            {"mlp_width": 47},
-            4,
-            "mesh data=1,model=2: 47 units of the MLP cannot be split evenly over model=2",
-        ),
+        ("model=2", {"num_kv_heads": 1}, 4, "mesh data=1,model=2: 1 key/value heads cannot be"),
+        ("model=2", {"mlp_width": 47}, 4, "mesh data=1,model=2: 47 units of the MLP cannot be"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
     mesh: str, changes: dict[str, int], slots: int, message: str
 ) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{message}"):
         check_mesh(two(mesh), tiny_config(**changes), slots)
-    assert str(error.value) == message
-    if "slots" not in message:
-        with pytest.raises(UserError):
-            rules_for(two(mesh), tiny_config(**changes))
     check_mesh(two(mesh), tiny_config(vocab_size=63), 4)
 
 
@@ -166,9 +128,7 @@ def test_weights_are_loaded_onto_their_devices(tiny: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
-@pytest.mark.parametrize(
-    ("weights", "length"), [("float32", 24), ("bfloat16", 24), ("bfloat16", 8), ("int8", 24)]
-)
+@pytest.mark.parametrize(("weights", "length"), [("bfloat16", 24), ("bfloat16", 8), ("int8", 24)])
 def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> None:
     """Its vocabulary of 1249 is not split. Of two rows of 8 the vectors are few enough to be split
     into bfloat16 numbers."""
@@ -186,69 +146,13 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
     assert np.abs(one - spread)[[0, 1], count - 1].max() <= 1e-5 * np.abs(one).max()
 
 
-# A function of a batch, in two shards.
-
-
-def test_a_row_of_the_other_shard() -> None:
-    rules = rules_for(two("data=2"), tiny_config())
-
-    @jax.jit
-    @split_rows(rows={"rows": 1}, returns=ROWS)
-    def shared(rows: jax.Array, number: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(broadcast_row(rows, number), rows.shape)
-
-    values = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
-    values[[1, 4], 2] = np.nan
-    spread = place(jnp.asarray(values), rules.rows(jnp.asarray(values)))
-    for number in range(6):
-        wanted = np.broadcast_to(values[number], (6, 5))
-        np.testing.assert_array_equal(shared(jnp.asarray(values), jnp.int32(number)), wanted)
-        got = shared(spread, jnp.int32(number))
-        np.testing.assert_array_equal(got, wanted)
-        assert got.sharding == spread.sharding
-
-
-@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
-def test_prompts_of_all_rows_in_order(mesh: str) -> None:
-    config, params = tiny_model()
-    rules = rules_for(two(mesh), config)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 8), dtype=np.int32)
-    count = np.array([8, 0, 3, 1], np.int32)
-
-    def read(params: Params, state: DecodeState) -> KVCache:
-        return prefill(params, state, tokens, count, config=config, window=16).cache
-
-    def empty() -> DecodeState:
-        keys = np.zeros((4, 2), np.uint32)
-        return init_state(
-            config, tokens.tolist(), [1] * 4, keys, capacity=16, dtype=jnp.dtype(jnp.float32)
-        )
-
-    one = read(params, empty())
-    state = place(empty(), rules.rows(empty()))
-    spread = read(place(params, rules.params(config)), state)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(spread), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert spread.length.tolist() == count.tolist()
-    wanted = rules.rows(spread)
-    assert jax.tree.map(lambda x: x.sharding, spread) == wanted
-
-
 def test_on_one_device_nothing_is_split() -> None:
     config, params = tiny_model()
     job = Job([1, 2], params_of("entropix"))
-    state = start(config, params, [job] * 2, 16)
-    one = decode.lower(
-        params,
-        batch_of(job.sampler, job.sampler),
-        jnp.full((2, 1), -1, jnp.int32),
-        state,
-        jnp.int32(1),
-        config=config,
-        window=16,
-        max_steps=1,
-        recording=Recording(),
-    ).as_text()
+    state, no_ends = start(config, params, [job] * 2, 16), jnp.full((2, 1), -1, jnp.int32)
+    inputs = (params, batch_of(job.sampler, job.sampler), no_ends, state, jnp.int32(1))
+    options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
+    one = decode.lower(*inputs, **options).as_text()
     for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
         assert word not in one, word
 
@@ -266,11 +170,7 @@ def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     assert branched[:8].any()
     assert branched[8:].any()
     assert (tally.own["backspace"].backspaced > 0).sum() >= 4
-    assert (first.finish == RUNNING).any()
-    assert (first.finish != RUNNING).any()
-    assert len({*last.cache.length.tolist()}) > 4
-    records = outcomes[""].records[0]
-    assert len({*records.choice.proposal.action[records.live].tolist()}) >= 4
+    assert {*(first.finish == RUNNING).tolist()} == {True, False}
 
 
 @pytest.mark.slow
@@ -284,13 +184,9 @@ def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str
         got = (many.states[chunk], replace(many.records[chunk], branch=np.empty(0)))
         compare(expected, got)
     compare(one.answered, many.answered)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", *MESHES])
-def test_a_row_that_waits_holds_all_shards(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """As it holds all rows of one device: how far a row comes does not depend on the mesh."""
-    assert not outcomes[mesh].held.live.any()
+    # A row that waits holds all shards, as it holds all rows of one device.
+    assert not one.held.live.any()
+    assert not many.held.live.any()
 
 
 @pytest.mark.slow
@@ -312,16 +208,9 @@ def test_every_branch_is_found_in_the_log(outcomes: dict[str, Outcome], mesh: st
             exists = entry.branches.length > 0
             depth = np.arange(entry.branches.tokens.shape[-1])
             real = depth < entry.branches.length[..., None]
-            entries.append(
-                (
-                    entry.committed,
-                    entry.branches.length,
-                    entry.branches.best,
-                    entry.branches.ambiguous,
-                    np.where(real, entry.branches.tokens, 0),
-                    np.where(exists, entry.branches.score, 0),
-                )
-            )
+            made = entry.branches
+            tokens, score = np.where(real, made.tokens, 0), np.where(exists, made.score, 0)
+            entries.append((entry.committed, made.length, made.best, made.ambiguous, tokens, score))
         compare(*entries)
 
 
@@ -329,16 +218,14 @@ def test_every_branch_is_found_in_the_log(outcomes: dict[str, Outcome], mesh: st
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: str) -> None:
     """After each call, whose donated buffers are gone; the program takes its own result again."""
-    sizes = {"data": 1, "model": 1} | {
-        axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))
-    }
+    parts = dict(part.split("=") for part in mesh.split(","))
     outcome = outcomes[mesh]
     assert outcome.kept
     for name, (whole, part) in outcome.layout.items():
         wanted = [*whole]
-        wanted[0] //= sizes["data"]
+        wanted[0] //= int(parts.get("data", 1))
         if ".cache.keys" in name or ".cache.values" in name:
-            wanted[1] //= sizes["model"]
+            wanted[1] //= int(parts.get("model", 1))
         assert part == tuple(wanted), name
 
 
@@ -363,9 +250,8 @@ def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome]) -> None:
             continue
         assert collective.groups == of_model
         (branching if "/cond/" in collective.source else plain).add(collective)
-    rows = BATCH // 2
     for found, batch, slots in (
-        (plain, rows, CAPACITY),
+        (plain, BATCH // 2, CAPACITY),
         (branching, LANES_AT_ONCE * MAX_WIDTH, CAPACITY + MAX_DEPTH),
     ):
         gathers = [c for c in found if c.kind == "all-gather"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -145,28 +144,6 @@ def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
         assert ("loop" in classes) == record["loop"]
 
 
-def test_regimes_are_told_apart_without_colour(page: Any) -> None:
-    line = "(({textDecorationLine: l, textDecorationStyle: s}) => l + s)(getComputedStyle(node))"
-    assert len(set(each(page, "#legend .token", line))) == len(REGIMES)
-    symbols = plot(page, "plane", "data.map((trace) => trace.marker.symbol)")
-    assert len(set(symbols[:5])) == len(REGIMES)
-
-
-def test_the_header(page: Any, run: tuple[Path, Trace]) -> None:
-    trace = run[1]
-    assert trace.footer is not None
-    (row,) = trace.footer["rows"]
-    words = page.locator("header").inner_text()
-    for word in ("tiny", "entropix", "token limit", *trace.header["versions"].values()):
-        assert word in words
-    assert page.locator("#prompt").text_content() == trace.header["prompt"]
-    assert f"Positions evaluated\n{row['forwards']}" in words
-    timings = trace.footer["timings"]
-    speed = (row["tokens"] - 1) / (timings["total"] - timings["first_token"])
-    (found,) = re.findall(r"([\d.]+) tokens/s", words)
-    assert float(found) == pytest.approx(speed, abs=0.5)
-
-
 def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
     """Of every 50th token and every retracted one."""
     for i, record in enumerate(run[1].tokens):
@@ -196,7 +173,13 @@ def test_the_plots_have_every_token(page: Any, run: tuple[Path, Trace]) -> None:
     np.testing.assert_array_equal(np.array(plot(page, "heat", "data[0].z")), np.array(flat).T)
 
 
-def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
+def test_branches_and_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
+    records = run[1].tokens
+    rows = each(page, "#retractions-list tr", "[...node.cells].map((cell) => cell.textContent)")
+    retracted = [(i, r) for i, r in enumerate(records) if r["type"] == "retracted"]
+    for (_, before, after, _), (i, record) in zip(rows, retracted, strict=True):
+        instead = next(r for r in records[i:] if r["type"] == "token")
+        assert (before, after) == (quoted(record), quoted(instead))
     branched = [r for r in committed(run[1]) if "branches" in r]
     forked = [r for r in branched if len(r["branches"]) > 1]
     leaf = "[leaf.querySelector('.leaf-text').textContent, Number(leaf.querySelector('data').value)"
@@ -215,16 +198,6 @@ def test_branches(page: Any, run: tuple[Path, Trace]) -> None:
     page.locator("#branches-list .root").first.click()
     assert selected(page) == run[1].tokens.index(branched[0])
     assert page.locator("#branches-list .tree.current").count() == 1
-
-
-def test_retracted_tokens(page: Any, run: tuple[Path, Trace]) -> None:
-    records = run[1].tokens
-    rows = each(page, "#retractions-list tr", "[...node.cells].map((cell) => cell.textContent)")
-    retracted = [(i, r) for i, r in enumerate(records) if r["type"] == "retracted"]
-    for (_, before, after, _), (i, record) in zip(rows, retracted, strict=True):
-        instead = next(r for r in records[i:] if r["type"] == "token")
-        assert instead["position"] == record["position"]
-        assert (before, after) == (quoted(record), quoted(instead))
 
 
 # Selecting.
@@ -263,12 +236,9 @@ def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) ->
     outer, inner = box.bounding_box(), current.bounding_box()
     assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"] - inner["height"]
     page.keyboard.press("Home")
-    tops = [current.bounding_box()["y"]]
-    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
-        page.keyboard.press(key)
-        tops.append(current.bounding_box()["y"])
-    assert tops[0] < tops[1] < tops[2]
-    assert tops[3] == pytest.approx(tops[1], abs=8)
+    top = current.bounding_box()["y"]
+    page.keyboard.press("ArrowDown")
+    assert current.bounding_box()["y"] > top
 
 
 def test_every_control_is_reached_by_the_keyboard(page: Any) -> None:
@@ -305,40 +275,10 @@ def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, 
     page.mouse.move(*on_screen(page, right, top), steps=5)
     page.mouse.up()
     page.wait_for_selector("#text-0 .token.faded")
-    inside = [
-        i
-        for i, r in enumerate(run[1].tokens)
-        if left < r["entropy"] < right and bottom < r["varentropy"] < top
-    ]
+    places = [(r["entropy"], r["varentropy"]) for r in run[1].tokens]
+    inside = [i for i, (x, y) in enumerate(places) if left < x < right and bottom < y < top]
     assert 5 < len(inside) < 500
-    found = each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)")
-    assert found == inside
-
-
-def test_a_point_of_the_plane_selects_its_token(page: Any, run: tuple[Path, Trace]) -> None:
-    """The token farthest from all others."""
-    points = np.array([[r["entropy"], r["varentropy"]] for r in run[1].tokens])
-    apart = np.linalg.norm((points[:, None] - points[None]) / points.max(axis=0), axis=-1)
-    np.fill_diagonal(apart, np.inf)
-    index = int(apart.min(axis=1).argmax())
-    page.locator("#plane").scroll_into_view_if_needed()
-    x, y = on_screen(page, *points[index].tolist())
-    page.mouse.move(x - 3, y)
-    page.mouse.move(x, y)
-    page.wait_for_selector(f"#text-0-{index}.selected")
-    page.mouse.click(x, y)
-    page.wait_for_selector(f"#text-0-{index}.pinned")
-
-
-def test_regimes_are_hidden_and_shown(page: Any, run: tuple[Path, Trace]) -> None:
-    button = page.locator("#legend button[data-regime=mid]")
-    for pressed in ("false", "true"):
-        button.click()
-        frames(page)
-        assert button.get_attribute("aria-pressed") == pressed
-        hidden = sum(r["regime"] == "mid" for r in run[1].tokens) if pressed == "false" else 0
-        assert page.locator("#text-0 .token.faded").count() == hidden
-        assert plot(page, "plane", "data[4].visible") is (pressed == "true")
+    assert each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)") == inside
 
 
 # Other thresholds.
@@ -413,12 +353,7 @@ def test_a_slider_and_refused_thresholds(page: Any) -> None:
 
 def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:
     """And valid TOML whatever the settings contain."""
-    changes = {
-        "base.temperature": 0.3,
-        "inject.thought": [NASTY, '\\ \x7f\t"'],
-        "metrics.layers": [1e-7, 1.0, 0.0, 1e6],
-        "draw.bans": [2, 3],
-    }
+    changes = {"inject.thought": [NASTY, '\\ \x7f\t"'], "metrics.layers": [1e-7, 1.0, 0.0, 1e6]}
     values = dict(load_sampler("entropix").with_values(changes).values)
     page = opened(header(sampler="mine", sampler_parameters=values), *run_of())
     assert sampler_of(page, tmp_path) == values | {"thresholds.calibrated": False}
@@ -454,7 +389,6 @@ def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) ->
                 "regimes.hehv": ["varentropy > u2", "agreement < 0.7", "agreement > 0.1"],
             },
         ),
-        ("document-004", {"thresholds.h1": 1.0, "thresholds.u2": 1.3}),
     ],
 )
 def test_the_page_classifies_as_the_sampler_does(
@@ -530,32 +464,14 @@ def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Pa
     assert NASTY.split("\n")[0][:28] in page.locator("#details-word").text_content()
 
 
-def test_the_policy_stops_a_foreign_script(browser: Any, tmp_path: Path) -> None:
-    output = tmp_path / "page.html"
-    intruder = (
-        "<script>document.title = 'intruded'</script><img src=x onerror=\"document.title='i'\">"
-    )
-    text = run_page(write(tmp_path / "trace.jsonl", header(), *run_of()))
-    output.write_text(text.replace("<main", f"{intruder}<main"), encoding="utf-8")
-    one = Watched(browser)
-    page = one.open(output)
-    assert page.title() == "entropix: Once"
-    assert any("Content Security Policy" in message for message in one.messages)
-    one.context.close()
-
-
 def test_several_texts(opened: Callable[..., Any]) -> None:
     rows = {0: run_of(12, 0), 3: run_of(8, 3)}
     records = [r for row in rows.values() for r in row]
     page = opened(header(), *records, footer(records))
-    assert page.locator("#text-0 .token").count() == 13
     page.locator("#sides button").nth(1).click()
     frames(page)
     assert page.locator("#text-0").is_hidden()
     assert page.locator("#text-1 .token").count() == 9
-    assert "none: the run ended" in page.locator("#retractions-list").inner_text()
-    assert page.locator("[data-of-row='0']").first.is_hidden()
-    assert page.locator("[data-of-row='3']").first.is_visible()
     assert details(page)["entropy"] == rows[3][0]["entropy"]
     entropies = [r["entropy"] for r in rows[3] if r["type"] == "token"]
     assert plot(page, "series", "data[0].y") == entropies
@@ -568,15 +484,11 @@ def test_the_trace_is_saved_as_it_was(page: Any, run: tuple[Path, Trace], tmp_pa
     assert (tmp_path / "saved.jsonl").read_bytes() == (run[0].parent / "trace.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_an_interrupted_run(opened: Callable[..., Any], count: int) -> None:
-    """With tokens that lack all optional fields, or without tokens."""
-    bare = [token(3 + i, top=None, layers=None) for i in range(count)]
-    page = opened(header(), *bare)
-    assert "the run was interrupted" in page.locator("body").inner_text()
-    assert ("has no tokens" in page.locator("body").inner_text()) == (count == 0)
-    assert page.locator("main").count() == count
-    if count:
-        assert details(page)["entropy"] == bare[0]["entropy"]
-        for name in ("branches", "retractions", "attention"):
-            assert page.locator(f"#{name}").is_hidden()
+def test_an_interrupted_run(opened: Callable[..., Any]) -> None:
+    """Without tokens, or with tokens that lack all optional fields."""
+    assert opened(header()).locator("main").count() == 0
+    bare = token(3, top=None, layers=None)
+    page = opened(header(), bare)
+    assert details(page)["entropy"] == bare["entropy"]
+    for name in ("branches", "retractions", "attention"):
+        assert page.locator(f"#{name}").is_hidden()

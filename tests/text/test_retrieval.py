@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,21 +33,31 @@ def corpus(folder: Path) -> Path:
     return write(folder, animals=f"{LIONS}\n\n{PRIDES}\n", kitchen=BREAD, places=PARIS)
 
 
-# Which passage
+CASES = {
+    "Why does bread rise? I think that yeast": BREAD,
+    "(yeast!)": BREAD,
+    "How many lionesses are in a pride? There": PRIDES,
+    "The capital of FRANCE": PARIS,
+    "Wer wohnt in der STRASSE?": "Die Straße heißt nach Goethe.",
+    "un cafe\u0301": "Le café ouvre tôt.",  # e and an accent, as two characters
+    "Ο ΛΌΓΟΣ": "Ἐν ἀρχῇ ἦν ὁ λόγος.",
+    "東京はどこですか": "東京は日本の首都である。",
+    "法国在哪里": "巴黎是法国的首都。",
+    "ｆｕｌｌ width": "The full story 🦁.",
+    "7": "Seven is written 7.",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "passage"),
-    [
-        ("Why does bread rise? I think that yeast", BREAD),
-        ("Where do lions hunt at night? They", LIONS),
-        ("How many lionesses are in a pride? There", PRIDES),
-        ("The capital of FRANCE", PARIS),
-        ("(yeast!)", BREAD),
-    ],
-)
-def test_the_passage_that_fits(tmp_path: Path, text: str, passage: str) -> None:
-    assert Retriever(corpus(tmp_path))(text) == f"\n{passage}\n"
+def test_the_passage_that_fits(tmp_path: Path) -> None:
+    """Whatever the script, the case and the form of characters."""
+    retriever = Retriever(write(tmp_path, a="\n\n".join([*dict.fromkeys(CASES.values()), LIONS])))
+    for text, passage in CASES.items():
+        answer = retriever(text)
+        assert answer == f"\n{passage}\n"
+        assert passage not in retriever(text + answer)
+    # It stands on lines of its own.
+    for text, before in {"yeast ": "\n", "yeast\n": "", "yeast\n\n": "", "yeast\n ": "\n"}.items():
+        assert retriever(text) == f"{before}{BREAD}\n"
 
 
 def okapi(passages: list[list[str]], query: list[str]) -> np.ndarray:
@@ -105,61 +112,29 @@ def test_files_are_in_the_order_of_their_paths(
     for name in ("b/z.txt", "b.txt", "a.md", "b/c/A.TXT", "c.TXT", "b/not.rst", "txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text of {name.replace('/', ' ')}")
-    walk = os.walk
-    answers = []
-    for backwards in (False, True):
-
-        def walked(top: Path, onerror: Callable[[OSError], None], backwards: bool = backwards):
-            for parent, folders, names in walk(top, onerror=onerror):
-                folders.sort(reverse=backwards)
-                yield parent, folders, sorted(names, reverse=backwards)
-
-        monkeypatch.setattr(os, "walk", walked)
-        retriever = Retriever(tmp_path)
-        assert retriever.passages == (
-            "text of a.md",
-            "text of b c A.TXT",
-            "text of b z.txt",
-            "text of b.txt",
-            "text of c.TXT",
-        )
-        answers.append(retriever("text"))
-    assert answers == ["\ntext of a.md\n"] * 2
-
-
-def test_the_same_in_every_process(tmp_path: Path) -> None:
-    """The order of sets, which differs from one process to the next, does not show."""
-    rng = random.Random(2)
-    words = [f"word{number}" for number in range(30)]
-    write(tmp_path, a="\n\n".join(" ".join(rng.choices(words, k=8)) for _ in range(50)))
-    code = f"""if True:
-        from pathlib import Path
-        from entropix_jax.text.retrieval import Retriever
-        retriever, text = Retriever(Path({str(tmp_path)!r})), "word3 word7 word20 word11"
-        for _ in range(20):
-            text += retriever(text)
-        print(text, end="")
-    """
-    env = {**os.environ, "PYTHONHASHSEED": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
-    )
-    retriever, text = Retriever(tmp_path), "word3 word7 word20 word11"
-    for _ in range(20):
-        text += retriever(text)
-    assert text.count("\n") > 20
-    assert run.stdout == text
+    walked = [*os.walk(tmp_path)]
+    for order in (walked, walked[::-1]):
+        monkeypatch.setattr(os, "walk", lambda top, order=order, **_: order)
+        passages = [text.removeprefix("text of ") for text in Retriever(tmp_path).passages]
+        assert passages == ["a.md", "b c A.TXT", "b z.txt", "b.txt", "c.TXT"]
 
 
 # The query
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "   \n", "...", "Quantum chromodynamics", "it is on the", "s t", "bre", "\ud800"],
-)
-def test_nothing_found(tmp_path: Path, text: str) -> None:
-    assert Retriever(corpus(tmp_path))(text) == ""
+def test_nothing_found(tmp_path: Path) -> None:
+    retriever = Retriever(corpus(tmp_path))
+    for text in (
+        "",
+        "   \n",
+        "...",
+        "Quantum chromodynamics",
+        "it is on the",
+        "s t",
+        "bre",
+        "\ud800",
+    ):
+        assert retriever(text) == ""
 
 
 def test_only_the_end_of_the_text_counts(tmp_path: Path) -> None:
@@ -202,71 +177,20 @@ def test_a_passage_in_the_text_is_no_part_of_the_query(tmp_path: Path) -> None:
     assert retriever(text + retriever(text)) == ""
 
 
-def test_a_passage_within_another(tmp_path: Path) -> None:
-    short, long = "Lions hunt.", "Lions hunt. They also sleep, for most of a day."
-    retriever = Retriever(write(tmp_path, a=short, b=long))
-    assert retriever("lions hunt").strip() == short
-    assert retriever(f"lions hunt\n{long}\nlions hunt") == ""
-    assert retriever(f"lions hunt\n{short}\nlions hunt").strip() == long
-
-
-@pytest.mark.parametrize(
-    ("text", "before"),
-    [("yeast", "\n"), ("yeast ", "\n"), ("yeast\n", ""), ("yeast\n\n", ""), ("yeast\n ", "\n")],
-)
-def test_a_passage_stands_on_lines_of_its_own(tmp_path: Path, text: str, before: str) -> None:
-    assert Retriever(corpus(tmp_path))(text) == f"{before}{BREAD}\n"
-
-
-# Scripts
-
-
-@pytest.mark.parametrize(
-    ("text", "passage"),
-    [
-        ("Wer wohnt in der STRASSE?", "Die Straße heißt nach Goethe."),
-        ("un cafe\u0301", "Le café ouvre tôt."),  # e and an accent, as two characters
-        ("Ο ΛΌΓΟΣ", "Ἐν ἀρχῇ ἦν ὁ λόγος."),
-        ("東京はどこですか", "東京は日本の首都である。"),
-        ("法国在哪里", "巴黎是法国的首都。"),
-        ("ｆｕｌｌ width", "The full story 🦁."),
-        ("7", "Seven is written 7."),
-    ],
-)
-def test_unicode(tmp_path: Path, text: str, passage: str) -> None:
-    passages = [
-        "Die Straße heißt nach Goethe.",
-        "Le café ouvre tôt.",
-        "Ἐν ἀρχῇ ἦν ὁ λόγος.",
-        "東京は日本の首都である。",
-        "巴黎是法国的首都。",
-        "The full story 🦁.",
-        "Seven is written 7.",
-    ]
-    retriever = Retriever(write(tmp_path, a="\n\n".join(passages)))
-    answer = retriever(text)
-    assert answer == f"\n{passage}\n"
-    assert passage not in retriever(text + answer)
-
-
 # Passages
 
 
 @pytest.mark.parametrize(
     ("text", "longest", "passages"),
     [
-        ("", 9, []),
         (" \n\t\n", 9, []),
-        ("a\nb\n\nc\n \t\n\n\nd", 9, ["a\nb", "c", "d"]),
-        ("\n\n  a  \n\n", 9, ["a"]),
+        ("a\nb\n\nc\n \t\n\n\nd  \n", 9, ["a\nb", "c", "d"]),
         ("# T\n\n## U\n\na b\n\nc", 20, ["# T\n## U\na b", "c"]),
         ("# T\na\n\n#b\n\n# V", 20, ["# T\na", "#b", "# V"]),
         ("Ab. Cd.", 7, ["Ab. Cd."]),
-        ("Ab. Cd.", 6, ["Ab.", "Cd."]),
         ("Ab. Cd! Ef? Gh", 8, ["Ab. Cd!", "Ef? Gh"]),  # as much as fits
         ('"Ab." Cd', 7, ['"Ab."', "Cd"]),
         ("1.234 2.345", 8, ["1.234", "2.345"]),  # no sentence ends within a number
-        ("Ab.\nCd.", 6, ["Ab.", "Cd."]),
         ("ab cd ef", 5, ["ab cd", "ef"]),  # no sentence ends: between words
         ("ab cd ef", 4, ["ab", "cd", "ef"]),
         ("abcdefg", 3, ["abc", "def", "g"]),  # nor is there another word
@@ -309,40 +233,25 @@ def test_links_and_pipes_are_left_alone(tmp_path: Path) -> None:
     assert Retriever(tmp_path / "link").passages == before  # what the user names is followed
 
 
-def no_text(folder: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    with pytest.raises(UserError, match=r"no such folder: '.*texts'"):
+        Retriever(folder)
     write(folder, empty="", blank=" \n\n", signs="---\n\n...", common="it is")
     (folder / "words.rst").write_text("words")
-
-
-def not_utf8(folder: Path) -> None:
-    write(folder, a="fine")
-    (folder / "sub").mkdir()
-    (folder / "sub/b.txt").write_bytes(b"caf\xe9")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda folder: None, "no such folder: '{}'"),
-        (lambda folder: folder.write_text("text"), "{}: a file, not a folder of texts"),
-        (Path.mkdir, "{}: no text: no *.txt or *.md file with words in it"),
-        (no_text, "{}: no text: no *.txt or *.md file with words in it"),
-        (not_utf8, "{}/sub/b.txt: not UTF-8 at byte 3"),
-    ],
-)
-def test_refusals(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
-    folder = tmp_path / "texts"
-    make(folder)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"texts: no text: no \*\.txt or \*\.md file with words"):
         Retriever(folder)
-    assert str(error.value) == message.format(folder)
+    with pytest.raises(UserError, match=r"no such folder: '.*empty\.txt'"):
+        Retriever(folder / "empty.txt")
+    (folder / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"texts/a\.txt: not UTF-8 at byte 3"):
+        Retriever(folder)
 
 
 @pytest.mark.parametrize("name", ["open", "lstat", "scandir"])
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = write(tmp_path / "texts", a="fine")
-    write(folder / "sub", b="text")
-    hidden = folder / "sub" if name == "scandir" else folder / "sub" / "b.txt"
+    hidden = write(folder / "sub", b="text") if name == "scandir" else folder / "a.txt"
     owner = os if name == "scandir" else Path
     plain = getattr(owner, name)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,28 +16,6 @@ def pushed(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], str,
     stop = StopFilter[int](stops)
     out = ["".join(text for text, _ in stop.push(piece, i)) for i, piece in enumerate(pieces)]
     return out, "".join(text for text, _ in stop.flush()), stop.stopped
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "out", "rest", "stopped"),
-    [
-        ([], ["a", "b"], ["a", "b"], "", False),
-        (["END"], ["abc", "xEND", "y"], ["abc", "x", ""], "", True),
-        (["END"], ["aE", "N", "D", "z"], ["a", "", "", ""], "", True),  # over three tokens
-        (["END"], ["aE", "N", "x"], ["a", "", "ENx"], "", False),  # it came to nothing
-        (["END"], ["aE", "N"], ["a", ""], "EN", False),  # held back until the end
-        (["END"], ["aEEN", "D"], ["aE", ""], "", True),  # a start within a start
-        (["aab"], ["aaa", "ab"], ["a", "a"], "", True),
-        (["xyz", "y"], ["x", "y"], ["", "x"], "", True),  # the first to be complete
-        (["xyz", "y"], ["xyz"], [""], "", True),  # at once: the first to begin
-        (["é"], ["caf", "é!"], ["caf", ""], "", True),
-        (["\n\n"], ["a\n", "\nb"], ["a", ""], "", True),
-    ],
-)
-def test_worked_cases(
-    stops: list[str], pieces: list[str], out: list[str], rest: str, stopped: bool
-) -> None:
-    assert pushed(stops, pieces) == (out, rest, stopped)
 
 
 TEXTS = st.text("ab", max_size=3)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,10 +96,8 @@ def test_text_survives_the_round_trip(loaded: dict[str, Tokenizer], kind: str, t
 def test_bos_is_put_once(loaded: dict[str, Tokenizer]) -> None:
     for kind, name in (("byte_level", "<|begin|>"), ("ranks", "<|begin_of_text|>")):
         tokenizer = loaded[kind]
-        bos = tokenizer.bos_id
-        assert bos == tokenizer.token_id(name) is not None
-        plain = tokenizer.encode("a cat", add_bos=False)
-        assert bos not in plain
+        bos, plain = tokenizer.token_id(name), tokenizer.encode("a cat", add_bos=False)
+        assert tokenizer.bos_id == bos is not None
         assert tokenizer.encode("a cat", add_bos=True) == [bos, *plain]
         assert tokenizer.encode(f"{name}a cat", add_bos=True) == [bos, *plain]
         assert tokenizer.encode("", add_bos=True) == [bos]
@@ -112,7 +108,6 @@ def test_bos_is_put_once(loaded: dict[str, Tokenizer]) -> None:
     [
         (False, None, None),
         (False, {"bos_token": "<|begin|>"}, None),
-        (False, {"bos_token": "<|begin|>", "add_bos_token": True}, 0),
         (False, {"bos_token": {"content": "<|begin|>"}, "add_bos_token": True}, 0),
         (True, None, 0),
         (True, {"bos_token": "<|begin|>", "add_bos_token": None}, 0),
@@ -136,54 +131,31 @@ def test_vocabulary(loaded: dict[str, Tokenizer]) -> None:
         assert tokenizer.token_id("no such token") is None
     assert loaded["byte_level"].special_ids == {0, 1, 2, 3}
     assert loaded["byte_level"].token_id("plain é") == loaded["byte_level"].vocab_size - 1
+    with pytest.raises(UserError, match="not valid Unicode at character 2"):
+        loaded["ranks"].encode("ab\udcff", add_bos=False)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_a_vocabulary_with_gaps(tmp_path: Path, kind: str) -> None:
+def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
     """An id past the model's embedding is seen when the model is loaded, and takes no memory."""
-    raw = json.loads(KINDS[kind]().to_str())
+    raw = json.loads(byte_fallback().to_str())
     raw["model"]["vocab"]["ž"] = 2**32 - 1
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode_within("ž") == [2**32 - 1] or kind == "byte_level"
+    assert tokenizer.encode_within("ž") == [2**32 - 1]
     assert tokenizer.vocab_size == 2**32
     assert tokenizer.decode_within(tokenizer.encode_within(" a cat")) == " a cat"
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_settings_of_training_do_not_act(
-    tmp_path: Path, loaded: dict[str, Tokenizer], kind: str
-) -> None:
-    raw = KINDS[kind]()
+def test_settings_of_training_do_not_act(tmp_path: Path, loaded: dict[str, Tokenizer]) -> None:
+    raw = byte_fallback()
     raw.enable_truncation(4)
     raw.enable_padding(length=64)
-    tokenizer = load_tokenizer(save(tmp_path, raw))
-    expected = loaded[kind].encode(TEXTS[0], add_bos=True)
-    assert 4 < len(expected) < 64
-    assert tokenizer.encode(TEXTS[0], add_bos=True) == expected
-    assert tokenizer.encode_within(TEXTS[0]) == loaded[kind].encode_within(TEXTS[0])
-
-
-def test_text_that_is_not_unicode(loaded: dict[str, Tokenizer]) -> None:
-    for kind in ALL_KINDS:
-        with pytest.raises(UserError, match="not valid Unicode at character 2"):
-            loaded[kind].encode("ab\udcff", add_bos=False)
+    tokenizer, plain = load_tokenizer(save(tmp_path, raw)), loaded["byte_fallback"]
+    assert tokenizer.encode(TEXTS[0], add_bos=True) == plain.encode(TEXTS[0], add_bos=True)
+    assert tokenizer.encode_within(TEXTS[0]) == plain.encode_within(TEXTS[0])
 
 
 # Streams
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@given(data=st.data())
-def test_stream_gives_the_text_of_decode(
-    loaded: dict[str, Tokenizer], kind: str, data: st.DataObject
-) -> None:
-    tokenizer = loaded[kind]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3)))
-    skip_special = data.draw(st.booleans())
-    stream = tokenizer.stream(skip_special=skip_special)
-    pushed = [stream.push(token_id) for token_id in ids]
-    assert "".join(pushed) + stream.flush() == tokenizer.decode(ids, skip_special=skip_special)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
@@ -214,8 +186,6 @@ def test_a_character_comes_with_the_token_that_completes_it(
 ) -> None:
     tokenizer = loaded[kind]
     ids = tokenizer.encode(text, add_bos=False)
-    if not text.isascii():
-        assert any("\ufffd" in tokenizer.decode([token_id]) for token_id in ids)
     stream = tokenizer.stream()
     shown = ""
     for end, token_id in enumerate(ids, start=1):
@@ -224,32 +194,11 @@ def test_a_character_comes_with_the_token_that_completes_it(
         assert shown == tokenizer.decode(ids[:end]).rstrip("\ufffd")
     assert shown == text
     assert stream.flush() == ""
-
-
-def test_invalid_bytes_are_replaced(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["ranks"]  # ids of bytes are the bytes
-    stream = tokenizer.stream()
-    assert [stream.push(byte) for byte in b"\xe2\x82a\xffb\xf0\x9f"] == [
-        *("", "", "\ufffda", "\ufffd", "b", "", "")
-    ]
+    # Ids of bytes are the bytes; invalid ones are replaced.
+    stream = loaded["ranks"].stream()
+    pushed = [stream.push(byte) for byte in b"\xe2\x82a\xffb\xf0\x9f"]
+    assert pushed == ["", "", "\ufffda", "\ufffd", "b", "", ""]
     assert stream.flush() == "\ufffd"
-
-
-def test_special_tokens_in_text(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["byte_level"]
-    end = tokenizer.token_id("<|end|>")
-    ids = tokenizer.encode("a<|end|>b", add_bos=False)
-    assert ids[1] == end
-    assert tokenizer.decode(ids) == "ab"
-    assert tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
-
-
-def test_stream_goes_on_after_a_prompt(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["byte_fallback"]
-    ids = tokenizer.encode("a cat a", add_bos=False)
-    assert tokenizer.decode(ids[-1:]) == "a"  # the space at the start of a text is dropped
-    assert tokenizer.stream(after=ids[:-1]).run(ids[-1:]) == " a"
-    assert tokenizer.decode(ids[:-1]) + tokenizer.decode_within(ids[-1:]) == "a cat a"
 
 
 @pytest.mark.parametrize("text", [" a", "a", "\n12\n", "  a cat ", "a<|end|> a", ""])
@@ -293,25 +242,11 @@ def test_chat(tmp_path: Path) -> None:
     ids = tokenizer.apply_chat(CHAT)
     assert ids == tokenizer.encode(text, add_bos=False)
     assert ids.count(0) == 1
-
-
-def test_chat_template_that_leaves_bos_to_the_tokenizer(tmp_path: Path) -> None:
-    config = {"chat_template": TEMPLATE}  # bos_token is undefined: renders as nothing
+    # A template that leaves BOS to the tokenizer: an undefined variable renders as nothing.
+    del config["bos_token"]
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     assert tokenizer.render_chat(CHAT).startswith("<|user|>")
-    ids = tokenizer.apply_chat(CHAT)
-    assert ids[0] == 0
-    assert ids.count(0) == 1
-
-
-def test_chat_template_sources(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
-    save(tmp_path, byte_level(), {"chat_template": named})
-    assert load_tokenizer(tmp_path).chat_template == "named"
-    save(tmp_path, byte_level(), {"chat_template": named[:1]})
-    assert load_tokenizer(tmp_path).chat_template is None
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_tokenizer(tmp_path).chat_template == "file"
+    assert tokenizer.apply_chat(CHAT) == ids
 
 
 def test_what_templates_may_use(tmp_path: Path) -> None:
@@ -325,13 +260,23 @@ def test_what_templates_may_use(tmp_path: Path) -> None:
     assert tokenizer.render_chat(chat) == '{"role": "user", "content": "<é>"}True4False'
 
 
+def test_chat_template_sources(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    for config, expected in (
+        ({"chat_template": named}, "named"),
+        ({"chat_template": named[:1]}, None),
+    ):
+        assert load_tokenizer(save(tmp_path, byte_level(), config)).chat_template == expected
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load_tokenizer(tmp_path).chat_template == "file"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "no chat template"),
         ("a\n{% if %}", "line 2"),
         ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
-        ("{{ messages[0].absent.more }}", "the chat template fails: UndefinedError"),
         ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
         ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError"),
         ("{{ messages.append(1) }}", "the chat template fails: SecurityError"),
@@ -350,10 +295,8 @@ def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) 
         ([], "non-empty list"),
         ({"role": "user", "content": "a"}, "non-empty list"),
         (["a"], "message 1 must be an object"),
-        ([CHAT[0], {"content": "a"}], "message 2 has no 'role'"),
-        ([{"role": "user"}], "message 1 has no 'content'"),
-        ([{"role": 3, "content": "a"}], "message 1: 'role' must be text, not 3"),
-        ([{"role": "user", "content": ["a"]}], "message 1: 'content' must be text"),
+        ([CHAT[0], {"content": "a"}], "message 2 must be an object with texts 'role' and"),
+        ([{"role": "user", "content": ["a"]}], "message 1 must be an object"),
         ([{"role": "system", "content": "a"}], "refuses the messages: no system"),
     ],
 )
@@ -366,42 +309,26 @@ def test_bad_messages(tmp_path: Path, messages: object, message: str) -> None:
 # Files
 
 
-def test_libraries_are_imported_when_needed() -> None:
-    code = """if True:
-        import sys
-        import entropix_jax.text.tokenizer
-        assert not {"tokenizers", "jinja2"} & set(sys.modules)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", b"{", "not a tokenizer.json"),
         ("tokenizer.json", b"\xff\xfe", "not a tokenizer.json"),
         ("tokenizer.json", b'{"version": "1.0"}', "not a tokenizer.json"),
         ("tokenizer.model", b"YQ== 0\nnothing\n", "line 2 is not a token in base64"),
-        ("tokenizer.model", b"YQ== 0\nYg== one\n", "line 2 is not a token in base64"),
         ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
-        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "numbers from 0 up"),
-        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "lack some of the 256 single bytes"),
-        ("tokenizer_config.json", b"[]", "must hold a JSON object"),
+        ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
+        ("tokenizer.model", b"YQ== 0\nYg== 1\n", "with all single bytes"),
         ("tokenizer_config.json", b"{", "not valid JSON"),
         ("tokenizer_config.json", b'{"add_bos_token": "yes"}', "'add_bos_token' must be"),
         ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
         ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
         ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
         ("chat_template.jinja", b"\xff", "not UTF-8"),
+        ("other", b"", "neither tokenizer.json nor tokenizer.model"),
     ],
 )
 def test_garbage_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    if name != "tokenizer.model":
+    if name not in ("tokenizer.model", "other"):
         save(tmp_path, byte_level())
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
@@ -410,37 +337,27 @@ def test_garbage_files(tmp_path: Path, name: str, content: bytes, message: str) 
     assert "\n" not in str(caught.value)
 
 
+ISOLATED = {"behavior": "Isolated", "invert": False}
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, **ISOLATED}
+NO_TOKEN = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [99999], "tokens": ["<s>"]}},
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         # The library panics, which is no Exception: over these files as they are read, ...
         ({"model": {"continuing_subword_prefix": "longer"}}, "not a tokenizer.json: range"),
         # ... and over a text, here one on which an expression backtracks without end.
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Split",
-                    "pattern": {"Regex": "(x+x+)+y"},
-                    "behavior": "Isolated",
-                    "invert": False,
-                }
-            },
-            "the tokenizer fails: Onig: Regex search error: retry-limit-in-match over",
-        ),
-        (
-            {
-                "post_processor": {
-                    "type": "TemplateProcessing",
-                    "single": [
-                        {"SpecialToken": {"id": "<s>", "type_id": 0}},
-                        {"Sequence": {"id": "A", "type_id": 0}},
-                    ],
-                    "pair": [],
-                    "special_tokens": {"<s>": {"id": "<s>", "ids": [99999], "tokens": ["<s>"]}},
-                }
-            },
-            "the post-processor puts 99999, which is no token",
-        ),
+        ({"pre_tokenizer": BACKTRACKING}, "the tokenizer fails: Onig: Regex search error: retry-"),
+        ({"post_processor": NO_TOKEN}, "the post-processor puts 99999, which is no token"),
         # Some errors of its own come with the first text that meets them.
         (
             {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<none>"}},
@@ -486,38 +403,17 @@ def test_ranks(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_ranks(tmp_path))
     size = 256 + 5
     assert tokenizer.vocab_size == size + 256
-    special = {
-        "<|begin_of_text|>": 0,
-        "<|end_of_text|>": 1,
-        "<|reserved_special_token_1|>": 3,
-        "<|finetune_right_pad_id|>": 4,
-        "<|reserved_special_token_2|>": 5,
-        "<|start_header_id|>": 6,
-        "<|end_header_id|>": 7,
-        "<|eom_id|>": 8,
-        "<|eot_id|>": 9,
-        "<|python_tag|>": 10,
-        "<|reserved_special_token_3|>": 11,
-        "<|reserved_special_token_247|>": 255,
-    }
+    special = {"begin_of_text": 0, "start_header_id": 6, "eot_id": 9}
+    special |= {f"reserved_special_token_{i}": at for i, at in ((1, 3), (3, 11), (247, 255))}
     for name, number in special.items():
-        assert tokenizer.token_id(name) == size + number
-        assert tokenizer.encode(name, add_bos=False) == [size + number]
-        assert tokenizer.decode([size + number], skip_special=False) == name
+        assert tokenizer.encode(f"<|{name}|>", add_bos=False) == [size + number]
+        assert tokenizer.decode([size + number], skip_special=False) == f"<|{name}|>"
         assert tokenizer.decode([size + number]) == ""
     assert tokenizer.token_id("<|reserved_special_token_248|>") is None
     # Words keep the space before them, and numbers are cut after three digits.
     assert tokenizer.encode("the the", add_bos=False) == [257, 258]
     assert tokenizer.encode("12", add_bos=False) == [260]
     assert tokenizer.encode("0012", add_bos=False) == [*b"0012"]
-
-
-def test_ranks_with_a_chat_template(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("bos_token", "''"))
-    tokenizer = load_tokenizer(write_ranks(tmp_path))
-    ids = tokenizer.apply_chat(CHAT)
-    assert ids[0] == tokenizer.bos_id
-    assert tokenizer.decode(ids) == tokenizer.render_chat(CHAT)
 
 
 def test_ranks_of_long_runs(loaded: dict[str, Tokenizer]) -> None:
