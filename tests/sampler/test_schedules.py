@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.branching import LANES
-from entropix_jax.engine.state import (
-    FINISHED_EOS,
-    DecodeState,
-)
+from entropix_jax.engine.state import FINISHED_EOS, DecodeState
 from entropix_jax.model.cache import init_cache
+from entropix_jax.model.params import Params
 from entropix_jax.sampler.mechanisms import ACTIONS
 from tests.support.models import fill_unused, logits_of, run, teacher_forced
-from tests.support.samplers import BATCH, Job, params_of
-from tests.support.schedules import CAPACITY, CONFIG, PARAMS, Line, play, random_job
+from tests.support.samplers import BATCH, CAPACITY, Job, Line, generate
+from tests.support.schedules import CONFIG, MODEL, PARAMS, random_job
 
 ROWS = 200
 
@@ -95,7 +93,7 @@ def batch(number: int) -> Batch:
         history, cached = jax.device_get((state.history, state.cache.length))
         texts[:] = [row[: n + 1].tolist() for row, n in zip(history, cached, strict=True)]
 
-    lines = play(jobs, ends, random_chunks(rng), look)
+    lines = generate(MODEL, jobs, eos_ids=ends, chunks=random_chunks(rng), look=look)
     check_rows(jobs, lines, texts)
     return Batch(jobs, ends, lines)
 
@@ -106,8 +104,7 @@ def ties(number: int) -> int:
     each of which is shown to be."""
     found, many = 0, batch(number)
     for job, lines in zip(many.jobs, many.lines, strict=True):
-        chunks = random_chunks(np.random.default_rng(number))
-        (alone,) = play([job], many.ends, chunks)
+        (alone,) = play_alone(job, many.ends, number)
         pairs = [*zip(lines, alone, strict=False)]
         at = next((i for i, pair in enumerate(pairs) if not alike(*pair)), None)
         if at is None:
@@ -116,6 +113,13 @@ def ties(number: int) -> int:
             assert is_tie(job, many.ends, lines[at], alone[at], at), pairs[at]
             found += 1
     return found
+
+
+def play_alone(
+    job: Job, ends: Sequence[int], seed: int, params: Params = PARAMS
+) -> list[list[Line]]:
+    chunks = random_chunks(np.random.default_rng(seed))
+    return generate((CONFIG, params), [job], eos_ids=ends, chunks=chunks, rows=1)
 
 
 def alike(one: Line, other: Line) -> bool:
@@ -132,7 +136,7 @@ def is_tie(job: Job, ends: Sequence[int], one: Line, other: Line, at: int) -> bo
         noise = np.random.default_rng(seed).normal(size=PARAMS.unembedding.shape)
         head = np.asarray(PARAMS.unembedding) * (1 + 1e-5 * noise).astype(np.float32)
         params = replace(PARAMS, head=jnp.asarray(head))
-        (lines,) = play([job], ends, random_chunks(np.random.default_rng(seed)), params=params)
+        (lines,) = play_alone(job, ends, seed, params)
         outcomes += lines[at : at + 1]
     return all(any(alike(line, outcome) for outcome in outcomes) for line in (one, other))
 
@@ -145,31 +149,6 @@ def test_a_row_is_itself_whatever_runs_beside_it(number: int) -> None:
 
 def test_hardly_any_row_hangs_on_rounding() -> None:
     assert sum(map(ties, range(ROWS // BATCH))) <= 2
-
-
-def test_what_is_called_a_tie() -> None:
-    """A bound that stands where an entropy does, and one that stands a little lower."""
-
-    def job_of(bound: float) -> Job:
-        changes = {
-            **{f"regimes.{box}": ["entropy < -1"] for box in ("lelv", "helv", "lehv")},
-            "regimes.hehv": [f"entropy > {bound:.7f}"],
-            "arms.hehv": "resample",
-            "arms.mid": "argmax",
-            "loop.max_period": 0,
-        }
-        return Job([1, 2, 3], params_of("entropix", changes), budget=4)
-
-    def first(bound: float) -> Line:
-        (lines,) = play([job_of(bound)], (-1, -1), random_chunks(np.random.default_rng(0)))
-        return lines[0]
-
-    entropy = float(first(5.0).entropy)
-    above, below = first(entropy + 0.01), first(entropy - 0.01)
-    assert (above.action, below.action) == ("argmax", "resample")
-    assert is_tie(job_of(entropy), (-1, -1), above, below, 0)
-    for bound in (entropy - 0.01, entropy + 0.01):
-        assert not is_tie(job_of(bound), (-1, -1), above, below, 0)
 
 
 def test_everything_happens_often() -> None:
