@@ -14,7 +14,7 @@ from entropix_jax.sampler.boxes import Boxes, classify_points, occupancy, read_b
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.solver import solve
-from tests.support.regime_oracles import around
+from tests.support.sampler_strategies import around
 from tests.support.samplers import metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")
