@@ -85,33 +85,25 @@ CALIBRATED = {
     "lehv": ["entropy < h2", "varentropy > u2"],
     "hehv": ["entropy > h2", "varentropy > u2"],
 }
+OVERLAPPING = {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]}
 # Where the documents draw, `entropix` branches and takes back.
 DRAWING = ["argmax", "inject", "explore", "resample", "adaptive"]
 BRANCHING = ["argmax", "inject", "branch", "backspace"]
 
 
-@pytest.mark.parametrize(
-    ("preset", "boxes", "arms"),
-    [
+def test_the_bounds_and_arms_of_the_presets() -> None:
+    for preset, boxes, arms in (
         ("document-000", PRINTED, DRAWING),
         ("document-001", PRINTED, DRAWING),
-        (
-            "document-004",
-            {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]},
-            [*BRANCHING, "sample"],
-        ),
+        ("document-004", OVERLAPPING, [*BRANCHING, "sample"]),
         ("entropix", CALIBRATED, [*BRANCHING, "adaptive"]),
-    ],
-)
-def test_the_bounds_and_arms_of_the_presets(
-    preset: str, boxes: dict[str, list[str]], arms: list[str]
-) -> None:
-    values = load_sampler(preset).values
-    assert {box: values[f"regimes.{box}"] for box in BOXES} == boxes
-    assert [values[f"arms.{regime}"] for regime in REGIMES] == arms
-    if boxes is not PRINTED:
-        assert [values[f"thresholds.{name}"] for name in THRESHOLDS] == [0.3, 2.5, 1.2, 2.5]
-        assert values["thresholds.calibrated"] is True
+    ):
+        values = load_sampler(preset).values
+        assert {box: values[f"regimes.{box}"] for box in BOXES} == boxes
+        assert [values[f"arms.{regime}"] for regime in REGIMES] == arms
+        if boxes is not PRINTED:
+            assert [values[f"thresholds.{name}"] for name in THRESHOLDS] == [0.3, 2.5, 1.2, 2.5]
+            assert values["thresholds.calibrated"] is True
 
 
 def test_entropix_corrects_what_the_documents_print() -> None:
@@ -157,29 +149,29 @@ def test_all_else_reaches_its_place() -> None:
         "metrics.agreement": "published",
         "metrics.layers": [0, 2.5],
         "metrics.noise_floor": True,
-        "inject.thought": "abc",
         "truncation.rule": "eta",
         "draw.bans": [4, 0],
         "thresholds.h1": 0.5,
     }
-    params = params_of("entropix", changes)
+    params, plain = params_of("entropix", changes), params_of("entropix")
     inf = np.inf
-    np.testing.assert_array_equal(params.low[0], [-inf, -inf, -inf, 0.25])
-    np.testing.assert_array_equal(params.high[0], [0.5, inf, inf, inf])
-    np.testing.assert_array_equal(params.low[1], np.array([-inf, 1.2, -inf, -inf], np.float32))
-    np.testing.assert_array_equal(params.high[1], [inf, 5, inf, inf])
+    assert params.low[:2].tolist() == [
+        [-inf, -inf, -inf, 0.25],
+        [-inf, np.float32(1.2), -inf, -inf],
+    ]
+    assert params.high[:2].tolist() == [[0.5, inf, inf, inf], [inf, 5, inf, inf]]
     names = ["sample", "inject", "branch", "backspace", "explore"]
     assert [ARMS[i] for i in params.arms] == names
-    flags = (params.attn_entropy_normalised, params.agreement_published)
-    assert flags == (False, True)
     assert params.layer_weights.tolist() == [0, 2.5]
-    assert params.noise_epsilon == EPSILON
-    assert params.truncation.rule == RULES.index("eta")
+    assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
     assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
-    plain = params_of("entropix", {"metrics.layers": "last"})
-    assert plain.layer_weights.tolist() == [0, 1]
-    assert (plain.truncation.rule, plain.noise_epsilon) == (RULES.index("nucleus"), 0)
-    assert (plain.attn_entropy_normalised, plain.agreement_published) == (True, False)
+    for settings, rule, noise, published in (
+        (params, "eta", EPSILON, True),
+        (plain, RULES[0], 0, False),
+    ):
+        assert settings.truncation.rule == RULES.index(rule)
+        assert settings.noise_epsilon == noise
+        assert settings.agreement_published == published != settings.attn_entropy_normalised
 
 
 @pytest.mark.parametrize(
@@ -209,36 +201,25 @@ def test_thoughts_reach_their_places(thought: Any, encoded: list[bytes]) -> None
 PROBLEMS: list[tuple[str, Any, str]] = [
     ("base.temprature", 1.0, r"did you mean 'base\.temperature'"),
     ("base.temperature", "hot", "must be a number"),
-    ("base.temperature", True, "must be a number"),
     ("base.temperature", float("nan"), "must be a number"),
-    ("base.temperature", float("inf"), "must lie in"),
     ("base.top_k", True, "must be an integer"),
-    ("base.top_k", 2**31, "must lie in"),
     ("inject.until_confident", 1, "must be true or false"),
     ("inject.thought", 5, "must be text, or a list of at most 4 texts"),
-    ("inject.thought", ["a", 5], "must be text"),
     ("inject.thought", ["a"] * 5, "at most 4 texts"),
     ("truncation.rule", "nucelus", "must be one of nucleus, top_n_sigma, typical, eta, mirostat"),
-    ("truncation.rule", ["eta"], "must be one of nucleus"),
     ("loop.repeats", 17, "at most 256"),  # times 16
     ("arms.mid", "branc", "must be one of argmax, "),
-    ("metrics.noise_floor", 1, "must be true or false"),
     ("metrics.layers", "first", 'must be "all", "last" or a list of weights'),
     ("metrics.layers", [], "one that counts"),
     ("metrics.layers", [1e-50, 0], "one that counts"),
-    ("metrics.layers", [1, -1], "list of weights"),
     ("metrics.layers", [1, "1"], "list of weights"),
     ("metrics.layers", [10**400, 1], "list of weights"),
-    ("draw.bans", 3, "token ids"),
-    ("draw.bans", [-1], "token ids"),
     ("draw.bans", [1.0], "token ids"),
     ("draw.bans", [*range(MAX_BANS + 1)], f"at most {MAX_BANS} token ids"),
-    ("thresholds.calibrated", 1, "must be true or false"),
     ("thresholds.h1", -1, "must lie in"),
     ("thresholds.h1", 2.6, r"thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
     ("thresholds.h2", 10**400, "must lie in"),
     ("regimes.lelv", "entropy < 1", "must be a list of conditions"),
-    ("regimes.lelv", [1], "must be a list of conditions"),
     ("regimes.lelv", ["entropy <= 1"], "expected QUANTITY < NUMBER or QUANTITY > NUMBER"),
     ("regimes.lelv", ["entropi < 1"], "no quantity 'entropi', did you mean 'entropy'"),
     ("regimes.lelv", ["entropy < h3"], r"'h3' is neither a number up to 1e\+06 nor one of h1, h2"),
@@ -291,12 +272,10 @@ def test_the_model_decides_about_layers_and_thoughts() -> None:
 def test_missing_keys(tmp_path: Path) -> None:
     file = resource_folder("configs") / "entropix.toml"
     text = re.sub(r" *#.*", "", file.read_text(encoding="utf-8"))
-    assert load_sampler(write(tmp_path, text)).values == ENTROPIX.values
-    for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n", "noise_floor = false\n"):
+    for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n"):
         assert line in text
         message = refused(write(tmp_path, text.replace(line, "")))
-        assert line.split(" =")[0] in message
-        assert "is missing; 'extends'" in message
+        assert f"{line.split(' =')[0]}' is missing; 'extends'" in message
     # A threshold is only needed where a condition names it.
     without = text.replace("h2 = 2.5\n", "")
     assert "thresholds.h2 is not given" in refused(write(tmp_path, without))
@@ -313,16 +292,12 @@ EXTENDS = 'extends = "entropix"\n'
         ("base = ", "not valid TOML"),
         ("x = " + "[" * 5000, "not valid TOML"),
         (EXTENDS + "[base]\ntop_k = 0x" + "f" * 5000, "not valid TOML: Exceeds the limit"),
-        (EXTENDS + "base = 3", "no sampler key 'base'"),
         (EXTENDS + "[expolre]\ntop_k_min = 3", "'expolre.top_k_min', did you mean 'explore.top_k"),
         (EXTENDS + "[base.top_k]\nx = 3", "no sampler key 'base.top_k.x'"),
-        (EXTENDS + "[base.top_k]", "'base.top_k' is missing"),
-        (EXTENDS + "[[base]]\ntop_k = 1", "no sampler key 'base'"),
         (EXTENDS + "description = 3", "'description' must be text"),
         ("extends = 3", "'extends' must be the name of a preset, not 3"),
         ('extends = "entropics"', "no sampler preset 'entropics'"),
         ('extends = "other.toml"', "other.toml: no such file"),
-        ('extends = "mine.toml"', "extends itself"),
         ("", "is missing; 'extends'"),
     ],
 )
@@ -541,11 +516,9 @@ def test_a_preset_may_extend_a_file(tmp_path: Path) -> None:
     ("text", "value"),
     [
         ("-1e3", -1000.0),
-        ('"5"', "5"),
         ("argmax", "argmax"),
         (" Wait...", " Wait..."),
         ("", ""),
-        ("a=b", "a=b"),
         ("5\nx = 3", "5\nx = 3"),
         ("1" * 5000, "1" * 5000),
         ("[" * 5000, "[" * 5000),
@@ -578,14 +551,11 @@ def test_calibrated_thresholds(tmp_path: Path) -> None:
     assert calibrated(ENTROPIX, tmp_path).notes != ()
     sampler = calibrated(ENTROPIX, with_calibration(tmp_path))
     assert sampler.notes == ()
-    params = settings_of(sampler)
-    inf = np.inf
-    assert params.high[:, 0].tolist() == [0.5, inf, 3.5, inf]
-    assert params.low[:, 0].tolist() == [-inf, 3.5, -inf, 3.5]
-    assert params.high[:, 1].tolist() == [0.75, 0.75, inf, inf]
-    assert params.low[:, 1].tolist() == [-inf, -inf, 4, 4]
-    stored = json.loads((tmp_path / CALIBRATION_FILE).read_text())
-    assert (list(stored["thresholds"]), stored["source"]) == (list(THRESHOLDS), "a text")
+    assert {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS} == CALIBRATION
+    params, inf = settings_of(sampler), np.inf
+    assert params.high[:, :2].tolist() == [[0.5, 0.75], [inf, 0.75], [3.5, inf], [inf, inf]]
+    assert params.low[:, :2].tolist() == [[-inf, -inf], [3.5, -inf], [-inf, 4], [3.5, 4]]
+    assert json.loads((tmp_path / CALIBRATION_FILE).read_text())["source"] == "a text"
 
 
 @pytest.mark.parametrize(
@@ -593,11 +563,8 @@ def test_calibrated_thresholds(tmp_path: Path) -> None:
     [
         [],
         {},
-        {"thresholds": []},
         {"thresholds": {"h1": 1}},
-        {"thresholds": CALIBRATION | {"h3": 1}},
         {"thresholds": CALIBRATION | {"h1": "1"}},
-        {"thresholds": CALIBRATION | {"h1": -1}},
         {"thresholds": CALIBRATION | {"h1": 9}},
         {"thresholds": CALIBRATION | {"u2": float("nan")}},
         {"thresholds": CALIBRATION | {"u2": 10**400}},

@@ -13,7 +13,7 @@ from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import RULES, TruncationSettings
-from entropix_jax.sampler.truncation import _nearness, mirostat_update, surprise, truncate
+from entropix_jax.sampler.truncation import mirostat_update, surprise, truncate
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
@@ -119,12 +119,8 @@ def mixed_batch(
         rule=rules,
     )
     logits = jnp.asarray(random_logits(rng, rows, vocab))
-    return (
-        logits,
-        proposal,
-        jnp.asarray(below_one(rng.random((rows, 4)))),
-        *settings_of(rules, numbers),
-    )
+    uniforms = jnp.asarray(below_one(rng.random((rows, 4))))
+    return logits, proposal, uniforms, *settings_of(rules, numbers)
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
@@ -176,17 +172,12 @@ def test_nothing_is_done_in_vain() -> None:
 
 def test_top_n_sigma() -> None:
     two_levels = np.tile([0.0, -2.0], 100)  # sigma is 1
-    assert kept_of("top_n_sigma", 1.99, two_levels) == 100
-    assert kept_of("top_n_sigma", 2.0, two_levels) == 200
-    assert kept_of("top_n_sigma", 0.0, two_levels) == 100  # all that tie with the first
-    assert kept_of("top_n_sigma", 1.0, np.full(200, 1e4)) == 200
+    sigmas = (0.0, 1.99, 2.0)
+    assert [kept_of("top_n_sigma", n, two_levels) for n in sigmas] == [100, 100, 200]
     tiny = np.float32(1e-22) * two_levels  # its squares are none in float32
-    assert kept_of("top_n_sigma", 1.99, tiny) == 100
-    assert kept_of("top_n_sigma", 2.01, tiny) == 200
-    # Logits that a mask made as low as can be.
-    masked = np.where(np.arange(200) % 2 == 0, 0.0, -3e38)
-    assert kept_of("top_n_sigma", 1.99, masked) == 100
-    assert kept_of("top_n_sigma", 2.01, masked) == 200
+    masked = np.where(np.arange(200) % 2 == 0, 0.0, -3e38)  # as low as can be
+    for logits in (tiny, masked):
+        assert [kept_of("top_n_sigma", n, logits) for n in (1.99, 2.01)] == [100, 200]
     # In the order of the logits, though their distances to the first are the same float.
     assert drawn_by("top_n_sigma", 20.0, [0.0, 1e-30, 1.0], [0.5, 0.7, 0.9]) == [2, 1, 0]
 
@@ -195,46 +186,26 @@ def test_typical() -> None:
     """-ln p is 0.799, 1.204, 1.897, 2.303 and H 1.235: the distances are 0.436, 0.031, 0.662,
     1.068, and the second token comes first."""
     logits = np.log([0.45, 0.30, 0.15, 0.10])
-    assert [kept_of("typical", mass, logits) for mass in (0.29, 0.31, 0.74, 0.76, 0.91)] == [
-        *(1, 2, 2, 3, 4)
-    ]
-    assert drawn_by("typical", 0.29, logits, [0.0, LAST]) == [1, 1]
+    masses = (0.29, 0.31, 0.74, 0.76, 0.91)
+    assert [kept_of("typical", mass, logits) for mass in masses] == [1, 2, 2, 3, 4]
     assert drawn_by("typical", 0.89, logits, [0.0, 0.3, 0.35, 0.8, 0.85]) == [1, 1, 0, 0, 2]
-    # Their cubes are so uneven that the likeliest is the most typical: distances 0.395, 0.821, ...
-    assert kept_of("typical", 0.74, logits, 1 / 3) == 1
-    assert drawn_by("typical", 0.74, 3 * logits, [0.0, LAST]) == [0, 0]
     # One token of 1/4, four of 1/8, four of 1/16: H is ln 8, and the first and the last are as far
     # from it as each other. The likelier one goes before.
     tied = np.log(2) * np.array([-2, -1, -2, -1, 0, -1, -2, -1, -2])
     assert kept_of("typical", 0.7, tied) == 5
     assert drawn_by("typical", 0.7, tied, [0.0, LAST]) == [1, 4]
     # Equal tokens are equally typical.
-    flat = np.zeros(1000)
-    assert kept_of("typical", 0.5, flat) == 500
-    assert drawn_by("typical", 0.5, flat, [0.0, LAST]) == [0, 499]
-
-
-def test_the_order_of_typical() -> None:
-    """Nearest first; of two as near the likelier one; nothing at all is as far as -inf."""
-    deviation = jnp.asarray([0.5, -0.5, 0.25, 0.0, -jnp.inf, 1.5, -1.5, -0.25, 3e38], jnp.float32)
-    order = _nearness(deviation)
-    assert jnp.argsort(-order).tolist() == [3, 2, 7, 0, 1, 5, 6, 8, 4]
-    assert jnp.all(jnp.isfinite(order))
+    assert drawn_by("typical", 0.5, np.zeros(1000), [0.0, LAST]) == [0, 499]
 
 
 def test_eta() -> None:
-    """H is 1.2405, so sqrt(0.25) * exp(-H) is 0.1446 and sqrt(0.0064) * exp(-H) 0.0231."""
+    """H is 1.2405, so sqrt(0.25) * exp(-H) is 0.1446 and sqrt(0.0064) * exp(-H) 0.0231. Of 0.05
+    epsilon is the smaller one, until the entropy is large."""
     logits = np.log([0.5, 0.3, 0.1, 0.06, 0.04])
-    assert kept_of("eta", 0.25, logits) == 2
-    assert kept_of("eta", 0.0064, logits) == 5
-    # Here epsilon is the smaller one, until the entropy is large.
-    assert kept_of("eta", 0.05, logits) == 4
+    assert [kept_of("eta", epsilon, logits) for epsilon in (0.25, 0.0064, 0.05)] == [2, 5, 4]
     flat = np.zeros(5000)
     assert kept_of("eta", 3e-4, flat) == 5000  # each has 2e-4, less than epsilon
     assert kept_of("eta", 1.0, flat) == 5000  # exactly exp(-H)
-    peaked = np.append(0.0, np.full(4999, -20.0))
-    assert kept_of("eta", 3e-4, peaked) == 1
-    assert kept_of("eta", 0.0, peaked) == 5000
 
 
 def test_mirostat() -> None:
@@ -242,8 +213,6 @@ def test_mirostat() -> None:
     for_40 = float(np.log2(40 * np.log(1000)))
     assert kept_of("mirostat", for_40, zipf(1000, 1.0)) == 40
     assert kept_of("mirostat", for_40, zipf(1000, 1.0 + 1e-6)) == 40
-    # Two tokens, 2/3 and 1/3: s is 1 to the last bit, and k is 1.4 or 1.7.
-    assert [kept_of("mirostat", mu, [0.0, -np.log(2)]) for mu in (0.0, 0.2)] == [1, 2]
     # s = 2, N = 3: (2^mu / (1 - 1/3))^(1/2)
     for tokens, bits in ((1, -1.0), (2, float(np.log2(4 * 2 / 3))), (3, 9.0)):
         assert kept_of("mirostat", bits, zipf(3, 2.0)) == tokens
@@ -303,7 +272,7 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
         bits = surprise(row, proposal.temperature, drawn.ids[:, 0])
         return mirostat_update(mu, bits, truncation), (mu[0], drawn.kept[0], bits[0])
 
-    start = jnp.asarray([2 * target], jnp.float32)
+    start = jnp.asarray([2 * target], jnp.float32)  # where mu begins
     record = jax.jit(lambda: lax.scan(step, start, jnp.asarray(uniforms))[1])()
     mus, kept, surprises = (np.asarray(x) for x in record)
 
@@ -317,13 +286,13 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
         place = min(int(np.sum(cumulated <= uniform * cumulated[-1])), most - 1)
         return fewest, most, mu - rate * (-np.log2(descending[place]) - target)
 
-    path = [2 * target]
+    path = float(mus[0])
     for i, uniform in enumerate(uniforms.astype(np.float64)):
+        assert mus[i] == pytest.approx(path, abs=0.01)
         fewest, most, following = after(float(mus[i]), uniform)
         assert fewest <= kept[i] <= most
         if fewest == most and i + 1 < steps:
             assert mus[i + 1] == pytest.approx(following, abs=1e-5)
-        path.append(after(path[-1], uniform)[2])
-    np.testing.assert_allclose(mus, path[:-1], atol=0.01)
+        path = after(path, uniform)[2]
     assert np.ptp(kept) >= 3
     assert abs(np.mean(surprises) - target) < 0.03

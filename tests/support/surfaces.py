@@ -239,7 +239,7 @@ def read_batch(path: Path) -> None:
         ids.add(record.id)
 
 
-def read_sidecar(path: Path) -> object:
+def read_run(path: Path) -> object:
     return check_same_run("out.jsonl", parse_sidecar(path.read_bytes(), path.name), RUN, mix=True)
 
 
@@ -296,7 +296,7 @@ ALL = (
     Surface("sweep.toml", read_sweep, SWEEPS),
     Surface("batch.jsonl", read_batch, [LINES]),
     Surface("batch.csv", read_batch, [CSV]),
-    Surface("batch.run.json", read_sidecar, encoded(SIDECAR, {"identity": RUN})),
+    Surface("batch.jsonl.run.json", read_run, encoded(SIDECAR, {"identity": RUN})),
     Surface("trace.jsonl", read_page, TRACES),
     Surface("two_traces.jsonl", read_two, TRACES, {"other.jsonl": TRACES[0]}),
 )
