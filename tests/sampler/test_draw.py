@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +21,6 @@ from tests.support.draw_oracles import (
     NUMBERS,
     Kept,
     nucleus_draw,
-    one_against,
-    random_uniforms,
     settings_of,
     truncated_draw,
 )
@@ -156,19 +153,19 @@ def check(batch: Batch) -> None:
             raise
 
 
-@examples(60)
+@examples(150)
 @given(batches(2))
 def test_two_tokens(batch: Batch) -> None:
     check(batch)
 
 
-@examples(40)
+@examples(100)
 @given(batches(HEAD + 1))
 def test_one_token_more_than_the_head(batch: Batch) -> None:
     check(batch)
 
 
-@examples(12)
+@examples(40)
 @given(batches(LLAMA3))
 def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
     check(batch)
@@ -181,71 +178,6 @@ def test_two_tokens_that_float32_ties(order: int) -> None:
     setting = Setting(1.0, 0, 1.0, 0.0, "typical", 0.5)
     for number in (0.3, 0.5, 1.0):
         check(Batch(logits, [replace(setting, number=number)], np.array([[0.0, 0.4, 0.6, LAST]])))
-
-
-# Rows that were thought of
-
-
-def check_all(logits: np.ndarray, drawn: Drawn, proposal: Any, uniforms: np.ndarray) -> None:
-    """Compares each row of a batch with the oracle."""
-    for row in range(logits.shape[0]):
-        oracle = Kept.of_nucleus(logits[row], proposal, row)
-        ids, numbers = np.asarray(drawn.ids[row]), uniforms[row].astype(np.float64)
-        oracle.check(int(drawn.kept[row]), ids[: numbers.size], numbers)
-
-
-def test_every_setting_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every top-k with many top-p and min-p over ties. A short head sends nearly all rows deep."""
-    monkeypatch.setattr(draw, "HEAD", 3)
-    values = np.log([0.3, 0.2, 0.2, 0.1, 0.1, 0.1]).astype(np.float32)
-    logits = np.append(values, -np.inf).astype(np.float32)[[3, 1, 6, 0, 4, 2, 5]]
-    grid = np.meshgrid(
-        [0, 0.5, 1, 2],
-        range(9),
-        [1e-6, 0.15, 0.31, 0.49, 0.51, 0.75, 0.95, 1],
-        [0, 0.2, 0.35, 0.6, 0.7, 1],
-    )
-    proposal = proposal_of(*(axis.ravel() for axis in grid), draws=6)
-    rows = proposal.draws.size
-    uniforms = random_uniforms(np.random.default_rng(1), rows, 6)
-    batch = np.tile(logits, (rows, 1))
-    truncation = settings_of(["nucleus"] * rows, np.nan)
-    drawn = jax.jit(lambda *args: draw.truncated_draw(*args))(
-        jnp.asarray(batch), proposal, jnp.asarray(uniforms), *truncation
-    )
-    check_all(batch, drawn, proposal, uniforms)
-
-
-ADVERSARIAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
-    "uniform": lambda rng: np.zeros(LLAMA3),
-    "uniform at 1e4": lambda rng: np.full(LLAMA3, 1e4),
-    "one token of probability 1": lambda rng: one_against(-200.0),
-    "one token of half the mass": lambda rng: one_against(-np.log(LLAMA3 - 1)),
-    "a tail of denormals": lambda rng: one_against(-95.0),
-    "a tail under float32's epsilon": lambda rng: one_against(-17.0),
-    "a long slope": lambda rng: -1e-4 * np.arange(LLAMA3),
-    "two levels": lambda rng: np.where(np.arange(LLAMA3) % 2 == 0, 0.0, -1.1),
-    "tiny differences": lambda rng: 1e-6 * rng.normal(size=LLAMA3),
-    "at +-1e4": lambda rng: rng.choice([-1e4, 1e4], size=LLAMA3),
-    "at +-3e38": lambda rng: rng.choice([-3e38, 3e38], size=LLAMA3),
-    "zeros of both signs": lambda rng: rng.choice([-0.0, 0.0], size=LLAMA3),
-    "mostly impossible": lambda rng: np.where(np.arange(LLAMA3) % 400 == 3, 0.3, -np.inf),
-}
-
-
-@pytest.mark.parametrize("name", ADVERSARIAL)
-def test_rounding(name: str) -> None:
-    rng = np.random.default_rng(5)
-    logits = np.tile(ADVERSARIAL[name](rng).astype(np.float32), (8, 1))
-    proposal = proposal_of(
-        temperature=[1, 1, 0.3, 2, 1, 1, 1, 0],
-        top_k=[0, 0, 0, 0, 100_000, 1000, 300, 0],
-        top_p=[1, 0.5, 0.999, 0.1, 0.5, 1, 0.9, 0.5],
-        min_p=[0, 0, 0, 0, 0, 1e-4, 1e-38, 0],
-        draws=4,
-    )
-    uniforms = random_uniforms(rng, 8, 4)
-    check_all(logits, nucleus_draw(logits, proposal, uniforms), proposal, uniforms)
 
 
 def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:

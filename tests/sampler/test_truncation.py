@@ -19,11 +19,9 @@ from tests.support.draw_oracles import (
     LLAMA3,
     NUMBERS,
     ORACLES,
-    Kept,
     below_one,
     mirostat,
     random_logits,
-    random_uniforms,
     settings_of,
     softmax,
     truncated_draw,
@@ -67,38 +65,6 @@ def zipf(number: int, exponent: float) -> np.ndarray:
     """Logits that follow Zipf's law, in no order of ids."""
     ranks = np.random.default_rng(4).permutation(number) + 1
     return (-exponent * np.log(ranks)).astype(np.float32)
-
-
-@pytest.mark.parametrize("vocab", [5, 300, 5000])
-@pytest.mark.parametrize("rule", RULES)
-def test_random_rows(rule: str, vocab: int) -> None:
-    rng = np.random.default_rng(vocab)
-    rows = 200 if vocab < 1000 else 60
-    logits = random_logits(rng, rows, vocab)
-    temperature = rng.choice([0.3, 0.666, 1, 2, 30], size=rows).astype(np.float32)
-    numbers = rng.choice(NUMBERS.get(rule, [0]), size=rows).astype(np.float32)
-    uniforms = random_uniforms(rng, rows, 8)
-    proposal = proposal_of(
-        temperature,
-        top_k=rng.choice([0, 1, 5, 100, 700, vocab], size=rows),
-        top_p=rng.choice([0.01, 0.5, 0.9, 0.9999, 1], size=rows),
-        min_p=rng.choice([0, 1e-4, 0.03, 0.5, 1], size=rows, p=[0.6, 0.1, 0.1, 0.1, 0.1]),
-        draws=8,
-        rule=rule,
-    )
-    drawn = truncated_draw(
-        jnp.asarray(logits), proposal, jnp.asarray(uniforms), *settings_of([rule] * rows, numbers)
-    )
-    told = 0
-    for row in range(rows):
-        if rule == "nucleus":
-            oracle = Kept.of_nucleus(logits[row], proposal, row)
-        else:
-            oracle = Kept.of(rule, logits[row], float(temperature[row]), float(numbers[row]))
-        ids = np.asarray(drawn.ids[row])
-        told += oracle.check(int(drawn.kept[row]), ids, uniforms[row].astype(np.float64))
-    assert told >= 0.9 * rows
-    assert len(set(drawn.kept.tolist())) >= min(vocab, 10)  # sets of all sizes
 
 
 # Rows of different rules in one batch

@@ -31,13 +31,6 @@ def below_one(uniforms: np.ndarray) -> np.ndarray:
     return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
 
 
-def random_uniforms(rng: np.random.Generator, rows: int, number: int) -> np.ndarray:
-    """Uniform numbers, of which the first two of each row are the extreme ones."""
-    uniforms = below_one(rng.random((rows, number)))
-    uniforms[:, 0], uniforms[:, 1] = 0.0, LAST
-    return uniforms
-
-
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     """Flat and peaked rows, a third of them full of ties, a third with impossible tokens."""
     logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 0.1, 1, 3, 8], size=(rows, 1))
@@ -46,13 +39,6 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
     holes[np.arange(rows), rng.integers(0, vocab, rows)] = False
     holes[np.arange(rows) % 3 != 1] = False
     return np.where(holes, -np.inf, logits).astype(np.float32)
-
-
-def one_against(rest: float, vocab: int = LLAMA3) -> np.ndarray:
-    """One token at 0, all others at `rest`."""
-    logits = np.full(vocab, rest)
-    logits[7] = 0.0
-    return logits
 
 
 # What a row's rule is set to: the field of its number. For mirostat it is mu, no field.
@@ -230,16 +216,6 @@ class Kept:
         rank[ids[places]] = np.arange(ids.size)
         mass = softmax(possible, temperature)[places]
         return cls(rank, key[places], possible[places], mass, fewest, most, slack)
-
-    @property
-    def order(self) -> np.ndarray:
-        """The ids of the possible tokens."""
-        return np.argsort(self.rank, kind="stable")[: self.key.size]
-
-    def probabilities(self) -> np.ndarray:
-        """Of the kept tokens, in order, where rounding leaves no doubt about which they are."""
-        assert self.fewest == self.most
-        return self.mass[: self.most] / self.mass[: self.most].sum()
 
     def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
         """Raises where a row kept another set, or drew what it should not. False: the last token
