@@ -92,28 +92,6 @@ def test_all_is_taken_back() -> None:
         assert all(len({*drawn}) == len(drawn) for drawn in tokens.values())
 
 
-def test_all_is_thought() -> None:
-    """Thoughts follow each other, a token apart; one that does not fit any more is not begun."""
-    cases = [*product(("a", "abc", "x" * 19, "x" * 20, "x" * 21, ""), (0, 2, HUGE), (0, HUGE))]
-    jobs = [
-        job_of("helv", inject__thought=thought, inject__per_row=row, inject__cooldown=cooldown)
-        for thought, row, cooldown in cases
-    ]
-    for (thought, row, cooldown), lines in zip(cases, run(jobs), strict=True):
-        expected: list[str] = []
-        thoughts = 0
-        while len(expected) < 20:
-            fits = 0 < len(thought) <= 20 - len(expected)
-            just_ended = expected[-1:] == ["inject"]
-            waits = cooldown > 0 and thoughts > 0
-            if fits and thoughts < row and not just_ended and not waits:
-                thoughts += 1
-                expected += ["inject"] * len(thought)
-            else:
-                expected.append("sample")
-        assert actions_of(lines) == expected, (thought, row, cooldown)
-
-
 def test_all_branches() -> None:
     cases = [
         *product((1, MAX_WIDTH), (1, 5), (True, False), (0, 3, HUGE), (20,)),
