@@ -26,8 +26,8 @@ from entropix_jax.sampler.keys import row_key
 from tests.support import reference
 from tests.support.models import fill_unused, logits_of, random_params, run, tiny_config
 from tests.support.properties import examples
-from tests.support.samplers import Job
-from tests.support.schedules import CAPACITY, CONFIG, PARAMS, Line, line_of, random_job
+from tests.support.samplers import CAPACITY, Job, Line, line_of
+from tests.support.schedules import CONFIG, PARAMS, random_job
 
 JUNK = (0.0, np.nan, np.inf, -np.inf, 1e30, 3.0)
 
@@ -222,7 +222,7 @@ class House:
         records, log = jax.device_get((records, log))
         for at, row in zip(*np.nonzero(records.live), strict=True):
             one = jax.tree.map(lambda x, at=(at, row): x[at], records)
-            self.tenants[int(row)].lines.append(line_of(one, log, 0))
+            self.tenants[int(row)].lines.append(line_of(one, log))
 
     def leave(self, number: int) -> None:
         state = self.slots.state

@@ -19,7 +19,7 @@ from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import RULES, SamplerSettings
 from entropix_jax.sampler.step import as_seen, propose
-from tests.support.samplers import ARMS, batch_of, metrics_of, params_of, view
+from tests.support.samplers import ARMS, batch_of, metrics_at, metrics_of, params_of, view
 
 Values = Mapping[str, Any]
 
@@ -37,94 +37,50 @@ def published(**metrics: float) -> Metrics:
     return metrics_of(agreement=9.0, attn_entropy_norm=9.0, **metrics)
 
 
-def scenario(**metrics: float) -> tuple[str, str, Proposal]:
-    """Regime, action and proposal of the preset document-001."""
+# Document 001, "Example Generations": what is measured, and what is proposed. Exploring, the factor
+# is 1.44 and top-k is floor(27 * 1.2); resampling, 0.666 * 2.45 is below the floor.
+LOW = published(entropy=0.05, varentropy=0.02)
+UNDECIDED = published(entropy=3.5, varentropy=0.08)
+FORKED = published(entropy=2.1, varentropy=5.5, interaction_strength=0.8, agreement_published=0.6)
+HIGH = published(entropy=5.5, varentropy=5.2, attn_varentropy=0.9, attn_entropy=1.0)
+BETWEEN = published(
+    entropy=2.8,
+    varentropy=1.5,
+    attn_entropy=1.9,
+    attn_varentropy=0.7,
+    agreement_published=0.6,
+    interaction_strength=0.75,
+)
+SCENARIOS: list[tuple[Metrics, str, str, dict[str, float]]] = [
+    (LOW, "lelv", "argmax", {"temperature": 0, "draws": 1}),
+    (UNDECIDED, "helv", "inject", {}),
+    (FORKED, "lehv", "explore", {"temperature": 0.666 * 1.44, "top_k": 32, "draws": 1}),
+    (HIGH, "hehv", "resample", {"temperature": 2.0, "top_p": 0.7, "top_k": 27, "min_p": 0.03}),
+    (BETWEEN, "mid", "adaptive", {"temperature": 1.7915, "top_p": 0.963, "top_k": 30, "draws": 12}),
+]
+
+
+@pytest.mark.parametrize(("point", "regime", "action", "expected"), SCENARIOS)
+def test_document_001(point: Metrics, regime: str, action: str, expected: dict[str, float]) -> None:
     params = params_of("document-001")
-    point = published(**metrics)
-    regime = classify(point, params)
-    proposal = proposal_at(params.arms[regime], point, params)
-    assert RULES[int(proposal.rule)] == "nucleus"
-    return REGIMES[int(regime)], ACTIONS[int(proposal.action)], proposal
-
-
-def numbers(proposal: Proposal, *names: str) -> list[float]:
-    return [float(getattr(proposal, name)) for name in names]
-
-
-# Document 001, "Example Generations"
-
-
-def test_low_uncertainty() -> None:
-    regime, action, proposal = scenario(entropy=0.05, varentropy=0.02)
-    assert (regime, action) == ("lelv", "argmax")
-    assert float(proposal.temperature) == 0
-    assert int(proposal.draws) == 1
-
-
-def test_high_entropy_low_varentropy() -> None:
-    regime, action, _ = scenario(entropy=3.5, varentropy=0.08)
-    assert (regime, action) == ("helv", "inject")
-
-
-def test_exploration() -> None:
-    regime, action, proposal = scenario(
-        entropy=2.1, varentropy=5.5, interaction_strength=0.8, agreement_published=0.6
-    )
-    assert (regime, action) == ("lehv", "explore")
-    # The factor is 1.44; top-k is floor(27 * 1.2), the rest the base.
-    assert float(proposal.temperature) == pytest.approx(0.666 * 1.44, rel=1e-6)
-    assert float(proposal.temperature) == pytest.approx(0.959, abs=5e-4)
-    assert int(proposal.top_k) == 32
-    assert numbers(proposal, "top_p", "min_p", "draws") == pytest.approx([0.9, 0.03, 1])
-
-
-def test_high_uncertainty() -> None:
-    point = {"entropy": 5.5, "varentropy": 5.2, "attn_varentropy": 0.9, "attn_entropy": 1.0}
-    regime, action, proposal = scenario(**point)
-    assert (regime, action) == ("hehv", "resample")
-    assert float(proposal.temperature) == 2.0  # 0.666 * 2.45 is below the floor
-    assert numbers(proposal, "top_p", "top_k", "min_p") == pytest.approx([0.7, 27, 0.03])
-    changes = {"resample.temperature_min": 0.0}
-    unfloored = proposal_at("resample", published(**point), params_of("document-001", changes))
-    assert float(unfloored.temperature) == pytest.approx(0.666 * 2.45, rel=1e-6)
-
-
-def test_adaptive_sampling() -> None:
-    point = {
-        "entropy": 2.8,
-        "varentropy": 1.5,
-        "attn_entropy": 1.9,
-        "attn_varentropy": 0.7,
-        "agreement_published": 0.6,
-        "interaction_strength": 0.75,
-    }
-    regime, action, proposal = scenario(**point)
-    assert (regime, action) == ("mid", "adaptive")
-    assert float(proposal.temperature) == pytest.approx(1.7915, abs=5e-5)
-    assert float(proposal.top_p) == pytest.approx(0.963, rel=1e-6)
-    assert int(proposal.top_k) == 30
-    assert float(proposal.min_p) == pytest.approx(0.01)
-    assert int(proposal.draws) == 12
-    params = params_of("document-001")
-    reported = confidence(as_seen(published(**point), params), params)
-    assert float(reported) == pytest.approx(0.36, rel=1e-5)
+    found = classify(point, params)
+    proposal = proposal_at(params.arms[found], point, params)
+    assert (REGIMES[int(found)], ACTIONS[int(proposal.action)]) == (regime, action)
+    for name, value in expected.items():
+        assert float(getattr(proposal, name)) == pytest.approx(value, rel=3e-5), name
+    if action == "adaptive":
+        assert float(confidence(as_seen(point, params), params)) == pytest.approx(0.36, rel=1e-5)
 
 
 # The oracle
 
 
-def clip(x: float, low: float, high: float) -> float:
-    return min(max(x, low), high)
-
-
 def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
     """What stands for attention entropy and agreement."""
-    normalised = v["metrics.attn_entropy"] == "normalised"
-    published = v["metrics.agreement"] == "published"
-    return (
-        metrics["attn_entropy_norm" if normalised else "attn_entropy"],
-        metrics["agreement_published" if published else "agreement"],
-    )
+    entropies = {"normalised": "attn_entropy_norm", "raw": "attn_entropy"}
+    agreements = {"published": "agreement_published", "corrected": "agreement"}
+    entropy = metrics[entropies[v["metrics.attn_entropy"]]]
+    return entropy, metrics[agreements[v["metrics.agreement"]]]
 
 
 def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
@@ -167,14 +123,14 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
             + v["adaptive.temperature_attn"] * (ea + va)
             - v["adaptive.temperature_agreement"] * a
         )
-        p = clip(p0 * (1 + v["adaptive.top_p_attn_varentropy"] * va), v["adaptive.top_p_min"], 1)
+        p = np.clip(p0 * (1 + v["adaptive.top_p_attn_varentropy"] * va), v["adaptive.top_p_min"], 1)
         k = round(
             k0
             * (1 + v["adaptive.top_k_interaction"] * strength - v["adaptive.top_k_agreement"] * a)
         )
-        k = clip(k, 1, v["adaptive.top_k_max"]) if k0 else 0
+        k = np.clip(k, 1, v["adaptive.top_k_max"]) if k0 else 0
         m = m0 * (1 - v["adaptive.min_p_logits"] * (h + u))
-        m = clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
+        m = np.clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
         draws = v["adaptive.draws"]
     return {
         "action": ACTIONS.index(action),
@@ -201,18 +157,10 @@ def confidence_of(metrics: Values, v: Values) -> float:
 
 
 def random_point(rng: np.random.Generator) -> dict[str, float]:
-    ranges = {
-        "entropy": 8.0,
-        "varentropy": 8.0,
-        "attn_entropy": 6.0,
-        "attn_entropy_norm": 1.0,
-        "attn_varentropy": 3.0,
-        "agreement": 1.0,
-        "agreement_published": 0.2,
-        "interaction_strength": 4.0,
-    }
-    assert set(ranges) == set(Metrics.__dataclass_fields__)
-    return {name: float(np.float32(rng.uniform(0, high))) for name, high in ranges.items()}
+    highest = {"entropy": 8.0, "varentropy": 8.0, "attn_entropy": 6.0, "attn_varentropy": 3.0}
+    highest |= {"agreement_published": 0.2, "interaction_strength": 4.0}
+    names = Metrics.__dataclass_fields__
+    return {name: float(np.float32(rng.uniform(0, highest.get(name, 1.0)))) for name in names}
 
 
 # Values that keep every clip out of the way, so that each coefficient shows.
@@ -227,28 +175,23 @@ WIDE: Values = {
 
 
 def random_values(rng: np.random.Generator) -> dict[str, Any]:
-    """Settings with every real coefficient drawn at random."""
-    values: dict[str, Any] = {}
-    for key, number in scalars().items():
-        if number["low"] == -100.0:  # a coefficient
-            values[key] = float(rng.uniform(0.05, 1.5))
-    values["base.temperature"] = float(rng.uniform(0.1, 2))
-    values["base.top_k"] = int(rng.choice([0, 1, 27, 300]))
-    values["base.top_p"] = float(rng.uniform(0.2, 1))
-    values["base.min_p"] = float(rng.choice([0.0, 0.03, 0.4]))
-    values["adaptive.draws"] = int(rng.integers(1, 17))
-    values["branch.temperature"] = float(rng.uniform(0.1, 2))
-    values["branch.width"] = int(rng.integers(1, 9))
-    values["branch.top_p"] = float(rng.uniform(0.2, 1))
-    values["branch.min_p"] = float(rng.uniform(0, 1))
-    values["edt.base"] = float(rng.uniform(0.1, 1))
-    values["edt.theta"] = float(rng.choice([0.0, 0.1, 2.0]))
-    values["truncation.rule"] = str(rng.choice(RULES))
-    values["metrics.attn_entropy"] = str(rng.choice(["normalised", "raw"]))
-    values["metrics.agreement"] = str(rng.choice(["corrected", "published"]))
-    if rng.random() < 0.5:
-        values |= WIDE
-    return values
+    """Settings with every real coefficient drawn at random, and all that the arms take as it is."""
+    coefficients = [key for key, number in scalars().items() if number["low"] == -100.0]
+    return {
+        **{key: float(rng.uniform(0.05, 1.5)) for key in coefficients},
+        **{key: float(rng.uniform(0.2, 1)) for key in ("base.top_p", "branch.top_p", "edt.base")},
+        **{f"{arm}.temperature": float(rng.uniform(0.1, 2)) for arm in ("base", "branch")},
+        "base.top_k": int(rng.choice([0, 1, 27, 300])),
+        "base.min_p": float(rng.choice([0.0, 0.03, 0.4])),
+        "adaptive.draws": int(rng.integers(1, 17)),
+        "branch.width": int(rng.integers(1, 9)),
+        "branch.min_p": float(rng.uniform(0, 1)),
+        "edt.theta": float(rng.choice([0.0, 0.1, 2.0])),
+        "truncation.rule": str(rng.choice(RULES)),
+        "metrics.attn_entropy": str(rng.choice(["normalised", "raw"])),
+        "metrics.agreement": str(rng.choice(["corrected", "published"])),
+        **(WIDE if rng.random() < 0.5 else {}),
+    }
 
 
 @jax.jit
@@ -258,14 +201,6 @@ def propose_each(
 ) -> tuple[Proposal, jax.Array]:
     """Each row's proposal and confidence."""
     return proposal_at(arm, metrics, params, row), confidence(as_seen(metrics, params), params)
-
-
-def views(may: list[bool]) -> RowView:
-    return jax.tree.map(lambda *x: jnp.stack(x), *map(view, may))
-
-
-def stacked(points: list[dict[str, float]]) -> Metrics:
-    return jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
 
 
 def test_random_points() -> None:
@@ -280,7 +215,8 @@ def test_random_points() -> None:
     may = [bool(x) for x in rng.random(len(arms)) < 0.5]
     params = batch_of(*(params_of("entropix", s.values) for s in samplers))
     indices = jnp.asarray([ARMS.index(arm) for arm in arms], jnp.int32)
-    proposal, reported = propose_each(indices, stacked(points), params, views(may))
+    views = jax.tree.map(lambda *x: jnp.stack(x), *map(view, may))
+    proposal, reported = propose_each(indices, metrics_at(points), params, views)
     for row, arm in enumerate(arms):
         expected = oracle(arm, points[row], samplers[row].values, may[row])
         assert set(expected) == set(vars(proposal))
@@ -309,10 +245,7 @@ def test_each_permission_concerns_its_own_arm(name: str, instead: str) -> None:
 def test_extreme_metrics_stay_within_the_types() -> None:
     """No widening overflows the integer, no cooling makes a temperature negative."""
     params = params_of("entropix", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
-    wide = metrics_of(interaction_strength=1e30)
-    proposal = proposal_at("adaptive", wide, params)
+    proposal = proposal_at("adaptive", metrics_of(interaction_strength=1e30), params)
     assert int(proposal.top_k) == 2**30  # more than any vocabulary has, and a float32, too
     cold = params_of("entropix", {"adaptive.temperature_agreement": 100.0})
-    proposal = proposal_at("adaptive", metrics_of(agreement=1.0), cold)
-    assert float(proposal.temperature) == 0
-    assert 0 < float(proposal.top_p) <= 1
+    assert float(proposal_at("adaptive", metrics_of(agreement=1.0), cold).temperature) == 0

@@ -7,16 +7,25 @@ from typing import Any
 import pytest
 
 from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import load
 from entropix_jax.names import BOXES, REGIMES
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.state import MAX_ATTEMPTS
-from tests.support.model_folders import token_ids, write_model
+from tests.support.model_folders import token_ids
 from tests.support.runs import Spec, run_specs
-from tests.support.samplers import ARMS, BATCH, Job, params_of
-from tests.support.schedules import CAPACITY, Line, play
+from tests.support.samplers import (
+    ARMS,
+    BATCH,
+    CAPACITY,
+    Job,
+    Line,
+    generate,
+    params_of,
+    tiny_model,
+)
 
+MODEL = tiny_model()
 HUGE = 10**6
 ENDLESS: Mapping[str, Any] = {
     "inject.per_row": HUGE,
@@ -45,10 +54,8 @@ def run(jobs: Sequence[Job]) -> list[list[Line]]:
     """Rows ten by ten, each of which ends with all of its budget, every position counted."""
     rows: list[list[Line]] = []
     for first in range(0, len(jobs), BATCH):
-        some = [*jobs[first : first + BATCH]]
-        some += [jobs[0]] * (BATCH - len(some))  # one shape, one program
-        rows += play(some, (-1, -1), repeat(32))
-    for job, lines in zip(jobs, rows, strict=False):
+        rows += generate(MODEL, jobs[first : first + BATCH], chunks=repeat(32))
+    for job, lines in zip(jobs, rows, strict=True):
         retractions = [line.action for line in lines].count("backspace")
         assert len(lines) <= job.budget + retractions
         assert sum(len(line.tokens) for line in lines) == job.budget + retractions
@@ -57,7 +64,7 @@ def run(jobs: Sequence[Job]) -> list[list[Line]]:
         assert last.position + len(last.tokens) == len(job.prompt) + job.budget
         # One position is read in each step but the first, which reads the prompt's last.
         assert last.forwards == len(lines) - 1 + sum(line.rolled_out for line in lines)
-    return rows[: len(jobs)]
+    return rows
 
 
 def actions_of(lines: Sequence[Line]) -> list[str]:
@@ -83,28 +90,6 @@ def test_all_is_taken_back() -> None:
         for line in lines:
             tokens.setdefault(line.position, []).extend(line.tokens)
         assert all(len({*drawn}) == len(drawn) for drawn in tokens.values())
-
-
-def test_all_is_thought() -> None:
-    """Thoughts follow each other, a token apart; one that does not fit any more is not begun."""
-    cases = [*product(("a", "abc", "x" * 19, "x" * 20, "x" * 21, ""), (0, 2, HUGE), (0, HUGE))]
-    jobs = [
-        job_of("helv", inject__thought=thought, inject__per_row=row, inject__cooldown=cooldown)
-        for thought, row, cooldown in cases
-    ]
-    for (thought, row, cooldown), lines in zip(cases, run(jobs), strict=True):
-        expected: list[str] = []
-        thoughts = 0
-        while len(expected) < 20:
-            fits = 0 < len(thought) <= 20 - len(expected)
-            just_ended = expected[-1:] == ["inject"]
-            waits = cooldown > 0 and thoughts > 0
-            if fits and thoughts < row and not just_ended and not waits:
-                thoughts += 1
-                expected += ["inject"] * len(thought)
-            else:
-                expected.append("sample")
-        assert actions_of(lines) == expected, (thought, row, cooldown)
 
 
 def test_all_branches() -> None:
@@ -156,14 +141,9 @@ def test_any_arm_everywhere(regime: str) -> None:
 # With answers from the host
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(str(write_model(tmp_path_factory.mktemp("model"))))
-
-
 @pytest.mark.parametrize("thought", ["", "ab"])
 @pytest.mark.parametrize("text", ["", "x", "a text that does not fit " * 20])
-def test_a_hook_that_is_always_asked(model: LanguageModel, text: str, thought: str) -> None:
+def test_a_hook_that_is_always_asked(folder: str, text: str, thought: str) -> None:
     asked: list[str] = []
 
     def retrieve(said: str) -> str:
@@ -172,12 +152,8 @@ def test_a_hook_that_is_always_asked(model: LanguageModel, text: str, thought: s
 
     settings = {**ENDLESS, **everywhere("helv"), "inject.thought": thought}
     sampler = load_sampler("entropix").with_values({"thresholds.calibrated": False, **settings})
-    prompt = [token_ids()["<|begin_of_text|>"], 60, 61]
-    generation = run_specs(
-        model, [Spec(prompt, "0", 20)], sampler, ignore_eos=True, retrieve=retrieve
-    )
-    (row,) = generation.run()
-    assert len(row.tokens) == 20
-    assert row.finish_reason == "length"
+    wanted = Spec([token_ids()["<|begin_of_text|>"], 60, 61], "0", 20)
+    (row,) = run_specs(load(folder), [wanted], sampler, ignore_eos=True, retrieve=retrieve).run()
+    assert (len(row.tokens), row.finish_reason) == (20, "length")
     assert 5 <= len(asked) <= 20
     assert len({*asked}) == len(asked), "once at a position"

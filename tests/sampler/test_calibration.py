@@ -1,25 +1,21 @@
-"""Thresholds that are solved for: against brute force, on held-out text, and as files."""
+"""Thresholds that are solved for: against brute force, and on held-out text."""
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
-from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 from entropix_jax.sampler.boxes import Boxes, classify_points, occupancy, read_boxes
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.solver import solve
-from entropix_jax.sampler.thresholds import calibration_text, preset_text, write_text
-from tests.support.samplers import calibrated, metrics_of, params_of
+from tests.support.sampler_strategies import around
+from tests.support.samplers import metrics_of, params_of
 
 ENTROPIX = load_sampler("entropix")
 BOUNDS = {"h1": 0.5, "h2": 2.0, "u1": 1.0, "u2": 3.0}
@@ -57,96 +53,45 @@ def text(seed: int, count: int) -> np.ndarray:
     return np.exp(centre + 0.7 * rng.normal(size=(count, 2)))
 
 
-def regime_by_hand(h: float, u: float, kind: str, bounds: Mapping[str, float]) -> str:
-    """The regime of one point."""
-    h, u, h1, h2, u1, u2 = (
-        float(np.float32(x)) for x in (h, u, *(bounds[name] for name in THRESHOLDS))
-    )
-    helv = h > h1 and u < u2 if kind != "entropix" else h > h2 and u < u1
-    if kind == "overlapping":
-        inside = (h < h2 and u < u1, helv, u > u1, 1 < h < 4)
-    else:
-        inside = (h < h1 and u < u1, helv, h < h2 and u > u2, h > h2 and u > u2)
-    return next((box for box, is_in in zip(BOXES, inside, strict=True) if is_in), "mid")
-
-
 def largest_deviation(reached: Mapping[str, float], wanted: Mapping[str, float]) -> float:
     goal = {**wanted, "mid": 1 - sum(wanted.values())}
     return max(abs(reached[regime] - goal[regime]) for regime in REGIMES)
 
 
-def least_deviation(points: np.ndarray, wanted: Mapping[str, float], kind: str) -> float:
-    """The least largest deviation, by trying every gap of both axes for every threshold."""
-    points = np.asarray(points, np.float32)
-    goal = np.array([wanted[box] for box in BOXES])
+def reachable(points: np.ndarray, kind: str) -> list[dict[str, float]]:
+    """Every occupancy that thresholds can give, by trying every gap of both axes for each."""
+    own = {"overlapping": [0.0, 1.0, 4.0]}.get(kind, [0.0])  # numbers of boxes part a gap as well
     pairs = []
-    for values in points.T:
-        # The boxes' own numbers part a gap as well.
-        own = [0.0, 1.0, 4.0] if kind == "overlapping" else [0.0]
+    for values in np.asarray(points, np.float32).T:
         marks = np.unique(np.concatenate([values, np.array(own, np.float32)]))
-        middle = (marks[:-1] + marks[1:]) / 2
-        top = 2 * marks[-1] + 1
-        cuts = np.concatenate([[0.0], middle, [top, 2 * top]])
-        pairs.append([(a, b) for a in cuts for b in cuts if a <= b])
-    # Each box's condition on entropy for each pair (h1, h2), on varentropy for each (u1, u2).
-    h, u = points.T
-    h1, h2 = (np.array(x)[:, None] for x in zip(*pairs[0], strict=True))
-    u1, u2 = (np.array(x)[:, None] for x in zip(*pairs[1], strict=True))
-    every_h, every_u = np.ones((len(h1), len(h)), bool), np.ones((len(u1), len(h)), bool)
-    along_h = [h < h1, h > h2, h < h2, h > h2]
-    along_u = [u < u1, u < u1, u > u2, u > u2]
-    allowed = np.ones((len(h1), len(u1)), bool)
-    if kind != "entropix":
-        along_h[1], along_u[1] = h > h1, u < u2
-    if kind == "overlapping":
-        along_h = [h < h2, h > h1, every_h, every_h & (h > 1) & (h < 4)]
-        along_u = [u < u1, u < u2, u > u1, every_u]
-    if kind == "between":
-        along_h[1], along_u[1] = h > h2, u < u1
-        along_h[3], along_u[3] = (h > h1) & (h < h2), (u > u1) & (u < u2)
-        allowed = (h1 < h2) & (u1 < u2).T
-    free = np.ones((len(h1), len(u1), len(h)), bool)
-    deviation = np.zeros((len(h1), len(u1)))
-    for a, b, share in zip(along_h, along_u, goal, strict=True):
-        inside = a[:, None, :] & b[None, :, :] & free
-        free &= ~inside
-        deviation = np.maximum(deviation, np.abs(inside.mean(axis=2) - share))
-    deviation = np.maximum(deviation, np.abs(free.mean(axis=2) - (1 - goal.sum())))
-    return float(deviation[allowed].min())
+        cuts = [0.0, *((marks[:-1] + marks[1:]) / 2), 2 * marks[-1] + 1, 4 * marks[-1] + 2]
+        apart = kind == "between"  # its box has room between the two
+        pairs.append([(a, b) for a in cuts for b in cuts if a < b or (a == b and not apart)])
+    return [
+        occupancy(points, dict(zip(THRESHOLDS, (*h, *u), strict=True)), boxes(kind))
+        for h in pairs[0]
+        for u in pairs[1]
+    ]
 
 
 # Which regime a point is in
 
 
-@pytest.mark.parametrize("kind", ["entropix", "document-004", "overlapping"])
-def test_occupancy_by_hand(kind: str) -> None:
-    points = text(0, 500)
-    found = [regime_by_hand(h, u, kind, BOUNDS) for h, u in points]
-    assert [REGIMES[i] for i in classify_points(points, BOUNDS, boxes(kind))] == found
-    expected = {regime: found.count(regime) / 500 for regime in REGIMES}
-    assert occupancy(points, BOUNDS, boxes(kind)) == pytest.approx(expected, abs=1e-12)
-    assert min(expected[regime] for regime in ("lelv", "helv", "lehv")) > 0
-
-
 @pytest.mark.parametrize("kind", sorted(CHANGES))
-def test_points_on_and_beside_bounds_have_the_samplers_regime(kind: str) -> None:
+def test_points_have_the_samplers_regime(kind: str) -> None:
+    """Those of a text, and those on and beside every bound."""
     bounds = {"h1": 0.3, "h2": 2.7, "u1": 1.1, "u2": 2.3}  # none of them a float32
-
-    def around(*values: float) -> list[np.float32]:
-        inf = np.float32(np.inf)
-        middle = [np.float32(value) for value in values]
-        return [x for m in middle for x in (np.nextafter(m, -inf), m, np.nextafter(m, inf))]
-
-    points = np.array([(h, u) for h in around(0.3, 1.0, 2.7, 4.0) for u in around(1.1, 2.3)])
+    axes = ((0.3, 1.0, 2.7, 4.0), (1.1, 2.3))
+    h, u = ([x for bound in axis for x in around(bound)] for axis in axes)
+    points = np.concatenate([text(0, 500), [(x, y) for x in h for y in u]])
     changes = {**CHANGES[kind], **{f"thresholds.{name}": x for name, x in bounds.items()}}
-    params = params_of("entropix", changes)
-    metrics = metrics_of(entropy=0.0, varentropy=0.0)
-    rows = jax.tree.map(lambda x: jnp.repeat(x[None], len(points), axis=0), metrics).replace(
-        entropy=jnp.asarray(points[:, 0]), varentropy=jnp.asarray(points[:, 1])
-    )
-    by_sampler = jax.jit(jax.vmap(classify, in_axes=(0, None)))(rows, params)
-    assert classify_points(points, bounds, boxes(kind)).tolist() == by_sampler.tolist()
-    assert len(set(by_sampler.tolist())) >= 3
+    rows = metrics_of(entropy=points[:, 0], varentropy=points[:, 1])
+    found = jax.jit(jax.vmap(classify, in_axes=(0, None)))(rows, params_of("entropix", changes))
+    assert classify_points(points, bounds, boxes(kind)).tolist() == found.tolist()
+    assert len(set(found.tolist())) >= 3
+    counts = np.bincount(found, minlength=len(REGIMES)) / len(points)
+    reached = occupancy(points, bounds, boxes(kind))
+    assert reached == dict(zip(REGIMES, counts.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -171,21 +116,18 @@ def test_samplers_that_cannot_be_calibrated(changes: dict[str, Any], words: str)
 @pytest.mark.parametrize("ties", [False, True])
 def test_nothing_is_nearer_than_the_solution(kind: str, ties: bool) -> None:
     rng = np.random.default_rng(7)
-    count = 18
-    for seed in range(4):
+    count = 11
+    for seed in range(3):
         points = text(seed, count)
         points = np.round(points) if ties else points  # many zeros, and points on 1 and 4
-        for goal in (rng.dirichlet(np.ones(5))[:4], np.eye(4)[seed], [0.5, 0.5, 0.0, 0.0]):
+        all_of = reachable(points, kind)
+        for goal in (*rng.dirichlet(np.ones(5), 3)[:, :4], np.eye(4)[seed], [0.5, 0.5, 0.0, 0.0]):
             wanted = shares(*goal)
             solution = solve(points, wanted, boxes(kind), tolerance=1.0)
             assert solution.occupancy == occupancy(points, solution.thresholds, boxes(kind))
-            ENTROPIX.with_values(  # does not refuse them
-                {
-                    **CHANGES[kind],
-                    **{f"thresholds.{k}": v for k, v in solution.thresholds.items()},
-                }
-            )
-            best = least_deviation(points, wanted, kind)
+            found = {f"thresholds.{k}": v for k, v in solution.thresholds.items()}
+            ENTROPIX.with_values({**CHANGES[kind], **found})  # does not refuse them
+            best = min(largest_deviation(reached, wanted) for reached in all_of)
             # Half a token, a tenth of the standard error, and what may go to the other regimes.
             slack = 0.5 / count + 0.05 / np.sqrt(count) + 0.0224 * best
             assert largest_deviation(solution.occupancy, wanted) <= best + slack
@@ -220,9 +162,7 @@ def test_thresholds_take_the_widest_gaps() -> None:
 
 def test_thresholds_have_the_fewest_digits() -> None:
     points = text(9, 10_000)
-    thresholds = solve(points, SOME, boxes()).thresholds
-    assert sorted(thresholds) == list(THRESHOLDS)
-    for name, bound in thresholds.items():
+    for name, bound in solve(points, SOME, boxes()).thresholds.items():
         values = np.sort(points[:, THRESHOLDS.index(name) // 2].astype(np.float32))
         place = np.searchsorted(values, np.float32(bound))
         low, high = map(float, values[place - 1 : place + 1])
@@ -241,16 +181,12 @@ def test_the_nearest_occupancy_is_named() -> None:
     with pytest.raises(UserError) as caught:
         solve(points, wanted, boxes())
     line = str(caught.value)
-    assert "\n" not in line
     assert "does not allow lelv 25.0%, helv 25.0%, lehv 25.0%, hehv 25.0%" in line
     named = {k: float(v) / 100 for k, v in re.findall(r"(\w+) ([\d.]+)%", line.split("nearest")[1])}
     assert list(named) == list(REGIMES)
-    assert sum(named.values()) == pytest.approx(1, abs=0.0025)  # five rounded shares
-
+    # It can be reached, and nothing nearer can.
     distance = largest_deviation(named, wanted)
     assert distance > 0.01
-    reached = solve(points, {box: named[box] for box in BOXES}, boxes(), tolerance=0.002).occupancy
-    assert reached == pytest.approx(named, abs=0.002)
     assert solve(points, wanted, boxes(), tolerance=distance + 0.001)
     with pytest.raises(UserError):
         solve(points, wanted, boxes(), tolerance=distance - 0.001)
@@ -261,11 +197,8 @@ def test_the_nearest_occupancy_is_named() -> None:
     [
         (np.zeros((0, 2)), SOME, "no tokens"),
         (np.array([[0.0, np.nan]]), SOME, "not a finite number"),
-        (np.array([[np.inf, 0.0]]), SOME, "not a finite number"),
         (np.ones((9, 2)), shares(0.5, 0.3, 0.2, 0.1), "at most 1"),
         (np.ones((9, 2)), shares(0.5, -0.1, 0.2, 0.1), "at least 0"),
-        (np.ones((9, 2)), shares(0.5, np.nan, 0.2, 0.1), "at least 0"),
-        (np.ones((9, 2)), {"lelv": 0.5}, "lelv, helv, lehv, hehv"),
         (np.ones((9, 2)), {**SOME, "mid": 0.2}, "lelv, helv, lehv, hehv"),
     ],
 )
@@ -273,40 +206,3 @@ def test_invalid_requests(points: np.ndarray, wanted: dict[str, float], words: s
     with pytest.raises(UserError, match=words) as caught:
         solve(points, wanted, boxes())
     assert "\n" not in str(caught.value)
-
-
-# Files
-
-
-def test_a_written_preset_is_read_back(tmp_path: Path) -> None:
-    thresholds = {"h1": 0.1 + 0.2, "h2": 5e-05, "u1": 1 / 3, "u2": 20.0}
-    thresholds["h1"], thresholds["h2"] = sorted((thresholds["h1"], thresholds["h2"]))
-    description = 'calibrated on "a\\b"\n\ttext\x7f, 30 % — 😀'
-    path = tmp_path / "new" / "mine.toml"
-    write_text(path, preset_text("document-001", thresholds, description))
-    sampler = load_sampler(str(path))
-    assert sampler.description == description
-    assert {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS} == thresholds
-    assert sampler.values["thresholds.calibrated"] is False
-    rest = {k: v for k, v in load_sampler("document-001").values.items() if "thresholds." not in k}
-    assert {k: sampler.values[k] for k in rest} == rest
-    # A model's own thresholds do not take their place.
-    (tmp_path / CALIBRATION_FILE).write_text(calibration_text(BOUNDS, "elsewhere"))
-    assert calibrated(sampler, tmp_path).values["thresholds.u1"] == 1 / 3
-
-    # One that extends a file, by its path from the new one's folder.
-    write_text(tmp_path / "next.toml", preset_text("new/mine.toml", BOUNDS, ""))
-    assert load_sampler(str(tmp_path / "next.toml")).values["thresholds.u2"] == 3.0
-
-
-def test_a_written_calibration_is_read_back(tmp_path: Path) -> None:
-    thresholds = {"u2": 2.5, "u1": 1 / 3, "h2": 3.0, "h1": 5e-05}
-    write_text(tmp_path / CALIBRATION_FILE, calibration_text(thresholds, "a text"))
-    stored = json.loads((tmp_path / CALIBRATION_FILE).read_text())
-    assert list(stored["thresholds"]) == list(THRESHOLDS)
-    assert stored["source"] == "a text"
-    sampler = calibrated(ENTROPIX, tmp_path)
-    assert {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS} == thresholds
-
-
-# What is shown

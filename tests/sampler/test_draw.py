@@ -1,184 +1,190 @@
-"""The truncated draw against a float64 oracle that sorts, and against its own probabilities."""
+"""The truncated draw, under any rule and from any logits, against float64 oracles that sort."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from hypothesis import given
+from hypothesis import strategies as st
 
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import HEAD, Drawn
-from entropix_jax.sampler.proposal import Proposal
-from entropix_jax.sampler.settings import TruncationSettings
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
-    Oracle,
-    below_one,
-    one_against,
-    random_logits,
-    random_uniforms,
+    NUMBERS,
+    Kept,
+    nucleus_draw,
+    settings_of,
+    truncated_draw,
 )
+from tests.support.logit_strategies import VOCABULARIES, rows_of
+from tests.support.properties import examples
 from tests.support.samplers import proposal_of
 
-
-def nucleus_draw(logits: jax.Array, proposal: Proposal, uniforms: jax.Array) -> Drawn:
-    """The draw under min-p, top-k and top-p; all numbers of the other rules are NaN."""
-    nothing = jnp.full(logits.shape[0], jnp.nan, jnp.float32)
-    truncation = TruncationSettings(
-        **dict.fromkeys(TruncationSettings.__dataclass_fields__, nothing)
-    )
-    return draw.truncated_draw(logits, proposal, uniforms, truncation, nothing)
+DRAWS = 4
+MARGIN = 1e-5  # of min-p, within which a token may fall either way
+TINY = float(np.finfo(np.float32).tiny)
 
 
-truncated_draw = jax.jit(nucleus_draw)
+# Any rows, made up
 
 
-def check(
-    logits: np.ndarray, proposal: Proposal, uniforms: np.ndarray, drawn: Drawn | None = None
-) -> None:
-    """Compares each row of a batch with the oracle."""
-    drawn = drawn or truncated_draw(jnp.asarray(logits), proposal, jnp.asarray(uniforms))
-    for row in range(logits.shape[0]):
-        oracle = Oracle(logits[row], proposal, row)
-        number = int(proposal.draws[row])
-        ids = np.asarray(drawn.ids[row])[:number]
-        oracle.check(int(drawn.kept[row]), ids, uniforms[row, :number].astype(np.float64))
+@dataclass(frozen=True)
+class Setting:
+    """What a row is drawn by; `number` is that of a rule which is not `nucleus`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    rule: str
+    number: float
 
 
-@pytest.mark.parametrize(
-    ("vocab", "rows"),
-    [(2, 300), (50, 300), (HEAD, 300), (HEAD + 1, 300), (1000, 300), (LLAMA3, 24)],
+temperatures = st.sampled_from((0.0, 1e-3, 0.666, 1.0, 2.0, 100.0)) | st.floats(
+    0.0625, 100, width=32
 )
-def test_random_rows(vocab: int, rows: int) -> None:
-    rng = np.random.default_rng(vocab)
-    proposal = proposal_of(
-        temperature=rng.choice([0, 0.3, 0.666, 1, 2, 30], size=rows),
-        top_k=rng.choice(
-            [0, 1, 5, HEAD - 1, HEAD, HEAD + 1, 100, 700, vocab, 2**31 - 1], size=rows
-        ),
-        top_p=rng.choice([1e-6, 0.01, 0.5, 0.9, 0.99, 0.9999, 1], size=rows),
-        min_p=rng.choice([0, 1e-4, 0.03, 0.5, 1], size=rows, p=[0.4, 0.2, 0.2, 0.1, 0.1]),
-        draws=16,
+shares = st.sampled_from((1e-6, 0.5, 0.9, 0.999, 1.0)) | st.floats(2.0**-19, 1, width=32)
+few = st.sampled_from((0.0, 1e-30, 1e-4, 0.5, 1.0)) | st.floats(0, 1, width=32)
+uniform_numbers = st.sampled_from((0.0, 0.5, LAST)) | st.floats(0, LAST, width=32)
+
+
+def nucleus_settings(vocab: int) -> st.SearchStrategy[Setting]:
+    near = (0, 1, 2, HEAD - 1, HEAD, HEAD + 1, vocab - 1, vocab, vocab + 1, 2**31 - 1)
+    top_k = st.sampled_from(near) | st.integers(0, vocab)
+    return st.builds(Setting, temperatures, top_k, shares, few, st.just("nucleus"), st.just(0.0))
+
+
+@st.composite
+def rule_settings(draw: st.DrawFn) -> Setting:
+    rule = draw(st.sampled_from(sorted(NUMBERS)))
+    ranges = {"top_n_sigma": (0, 20), "typical": (2.0**-19, 1), "eta": (0, 1), "mirostat": (-8, 40)}
+    made_up = st.floats(*ranges[rule], width=32, allow_subnormal=False)
+    # Nothing else of the proposal counts: the rule stands in its place.
+    temperature = draw(st.sampled_from((0.0, 0.3, 1.0, 2.0)) | st.floats(0.25, 8, width=32))
+    number = draw(st.sampled_from(NUMBERS[rule]) | made_up)
+    return Setting(temperature, 5, 0.5, 0.5, rule, number)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with their settings and uniform numbers."""
+
+    logits: np.ndarray
+    settings: list[Setting]
+    uniforms: np.ndarray
+
+    def drawn(self) -> Drawn:
+        columns = {name: [vars(s)[name] for s in self.settings] for name in vars(self.settings[0])}
+        truncation = settings_of(columns["rule"], columns.pop("number"))
+        proposal = proposal_of(**columns, draws=DRAWS)
+        logits, uniforms = jnp.asarray(self.logits), jnp.asarray(self.uniforms)
+        return jax.device_get(truncated_draw(logits, proposal, uniforms, *truncation))
+
+
+@st.composite
+def batches(draw: st.DrawFn, vocab: int) -> Batch:
+    number = VOCABULARIES[vocab]
+    setting = nucleus_settings(vocab) | rule_settings()
+    numbers = st.lists(uniform_numbers, min_size=DRAWS, max_size=DRAWS)
+    return Batch(
+        np.stack([draw(rows_of(vocab)) for _ in range(number)]),
+        [draw(setting) for _ in range(number)],
+        np.array([draw(numbers) for _ in range(number)], np.float32),
     )
-    check(random_logits(rng, rows, vocab), proposal, random_uniforms(rng, rows, 16))
 
 
-@pytest.mark.parametrize("head", [3, HEAD])
-def test_every_setting_of_a_small_vocabulary(monkeypatch: pytest.MonkeyPatch, head: int) -> None:
-    """Every top-k with many top-p and min-p over ties. A short head sends nearly all rows deep."""
-    monkeypatch.setattr(draw, "HEAD", head)
-    values = np.log([0.3, 0.2, 0.2, 0.1, 0.1, 0.1]).astype(np.float32)
-    logits = np.append(values, -np.inf).astype(np.float32)[[3, 1, 6, 0, 4, 2, 5]]
-    grid = np.meshgrid(
-        [0, 0.5, 1, 2],
-        range(9),
-        [1e-6, 0.15, 0.31, 0.49, 0.51, 0.75, 0.95, 1],
-        [0, 0.2, 0.35, 0.6, 0.7, 1],
+def check_nucleus(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
+    """The row's set and draws are those of its min-p; of tokens that lie right at that bound any
+    number may have fallen either way."""
+
+    def oracle(**changes: float) -> Kept:
+        values = {**vars(setting), **changes}
+        names = ("temperature", "top_k", "top_p", "min_p")
+        return Kept.of_nucleus(logits, proposal_of(**{name: values[name] for name in names}))
+
+    try:
+        oracle().check(kept, ids, uniforms)
+        return
+    except AssertionError as error:
+        failure = error
+    fewest, most = (
+        oracle(min_p=setting.min_p * factor, top_p=1.0).most for factor in (1 + MARGIN, 1 - MARGIN)
     )
-    temperature, top_k, top_p, min_p = (axis.ravel() for axis in grid)
-    rows = temperature.size
-    rng = np.random.default_rng(1)
-    proposal = proposal_of(temperature, top_k, top_p, min_p, draws=6)
-    uniforms = random_uniforms(rng, rows, 6)
-    batch = np.tile(logits, (rows, 1))
-    drawn = jax.jit(lambda *args: nucleus_draw(*args))(
-        jnp.asarray(batch), proposal, jnp.asarray(uniforms)
-    )
-    check(batch, proposal, uniforms, drawn)
+    numbers = range(max(fewest, 1), most + 1)
+    # The more tokens pass min-p, the more of them top-p keeps.
+    place = bisect_left(numbers, kept, key=lambda number: oracle(min_p=0.0, top_k=number).most)
+    if place == len(numbers):
+        raise failure
+    oracle(min_p=0.0, top_k=numbers[place]).check(kept, ids, uniforms)
 
 
-ADVERSARIAL: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
-    "uniform": lambda rng: np.zeros(LLAMA3),
-    "uniform at 1e4": lambda rng: np.full(LLAMA3, 1e4),
-    "one token of probability 1": lambda rng: one_against(-200.0),
-    "one token of half the mass": lambda rng: one_against(-np.log(LLAMA3 - 1)),
-    "a tail of denormals": lambda rng: one_against(-95.0),
-    "a tail under float32's epsilon": lambda rng: one_against(-17.0),
-    "a long slope": lambda rng: -1e-4 * np.arange(LLAMA3),
-    "two levels": lambda rng: np.where(np.arange(LLAMA3) % 2 == 0, 0.0, -1.1),
-    "tiny differences": lambda rng: 1e-6 * rng.normal(size=LLAMA3),
-    "at +-1e4": lambda rng: rng.choice([-1e4, 1e4], size=LLAMA3),
-    "at +-3e38": lambda rng: rng.choice([-3e38, 3e38], size=LLAMA3),
-    "zeros of both signs": lambda rng: rng.choice([-0.0, 0.0], size=LLAMA3),
-    "mostly impossible": lambda rng: np.where(np.arange(LLAMA3) % 400 == 3, 0.3, -np.inf),
-}
+def check_row(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
+    assert 1 <= kept <= logits.size
+    assert np.all((ids >= 0) & (ids < logits.size))
+    assert np.all(logits[ids] > -np.inf)
+    if setting.rule == "nucleus" or setting.temperature == 0:
+        check_nucleus(logits, setting, kept, ids, uniforms)
+    else:
+        temperature, number = np.float32(setting.temperature), np.float32(setting.number)
+        oracle = Kept.of(setting.rule, logits, float(temperature), float(number))
+        oracle.check(kept, ids, uniforms)
 
 
-@pytest.mark.parametrize("name", ADVERSARIAL)
-def test_rounding(name: str) -> None:
-    rng = np.random.default_rng(5)
-    logits = ADVERSARIAL[name](rng).astype(np.float32)
-    proposal = proposal_of(
-        temperature=[1, 1, 0.3, 2, 1, 1, 1, 0],
-        top_k=[0, 0, 0, 0, 100_000, 1000, 300, 0],
-        top_p=[1, 0.5, 0.999, 0.1, 0.5, 1, 0.9, 0.5],
-        min_p=[0, 0, 0, 0, 0, 1e-4, 1e-38, 0],
-        draws=4,
-    )
-    check(np.tile(logits, (8, 1)), proposal, random_uniforms(rng, 8, 4))
+def check(batch: Batch) -> None:
+    drawn = batch.drawn()
+    # A denormal is a 0: a machine that knows none of them draws the same.
+    logits = np.where(np.abs(batch.logits) < TINY, np.float32(0), batch.logits)
+    for row, setting in enumerate(batch.settings):
+        kept, ids = int(drawn.kept[row]), np.asarray(drawn.ids[row])
+        try:
+            check_row(logits[row], setting, kept, ids, batch.uniforms[row].astype(np.float64))
+        except AssertionError as error:
+            values, counts = np.unique(logits[row], return_counts=True)
+            told = dict(zip(values[-9:].tolist(), counts[-9:].tolist(), strict=True))
+            error.add_note(f"row {row}: {setting}, kept {kept}: {ids}; highest logits: {told}")
+            raise
 
 
-def test_the_order_of_the_rules() -> None:
-    """min-p by the whole distribution, top-k next, top-p by the mass that these left."""
-    logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]))
-    uniforms = jnp.asarray([[LAST]])
-
-    def kept(**rules: float) -> int:
-        return int(truncated_draw(logits, proposal_of(**rules), uniforms).kept[0])
-
-    assert kept(top_p=0.55) == 2
-    assert kept(top_p=0.55, top_k=2) == 1  # 0.4 of 0.7 is 0.571
-    assert kept(top_p=0.75, top_k=3) == 2  # 0.7 of 0.9 is 0.778
-    assert kept(top_p=0.75, min_p=0.3) == 2  # the last one is less than 0.3 of the first
-    assert kept(top_p=0.75) == 3
-    assert kept(min_p=0.51) == 2
-    # A temperature comes before all of them: 0.4, 0.3, 0.2, 0.1 squared are 16, 9, 4, 1.
-    assert kept(min_p=0.51, temperature=0.5) == 2
-    assert kept(min_p=0.6, temperature=0.5) == 1
-    assert kept(top_p=0.55, temperature=0.5) == 2  # 16 of 30 is 0.533
-    assert kept(top_p=0.5, temperature=0.5) == 1
+@examples(150)
+@given(batches(2))
+def test_two_tokens(batch: Batch) -> None:
+    check(batch)
 
 
-@pytest.mark.parametrize(
-    ("vocab", "spread", "rules"),
-    [
-        (5, 1.0, {}),
-        (50, 1.0, {"temperature": 0.666, "top_k": 27, "top_p": 0.9, "min_p": 0.03}),
-        (50, 2.0, {"temperature": 2.0, "top_p": 0.5}),
-        (1000, 0.3, {}),
-        (1000, 0.3, {"top_p": 0.95}),
-        (1000, 0.3, {"top_k": 400, "temperature": 0.5}),
-        (1000, 1.0, {"min_p": 0.05, "top_k": 600, "top_p": 0.99}),
-        (1000, 0.0, {"top_k": 301}),
-    ],
-)
-def test_frequencies(vocab: int, spread: float, rules: dict[str, float]) -> None:
-    rng = np.random.default_rng(8)
-    number = 20_000
-    logits = (spread * rng.normal(size=vocab)).astype(np.float32)
-    uniforms = below_one(rng.random((1, number)))
-    proposal = proposal_of(**rules, draws=number)
-    drawn = truncated_draw(jnp.asarray(logits)[None], proposal, jnp.asarray(uniforms))
-    oracle = Oracle(logits, proposal)
-    expected = number * oracle.probabilities()
-    observed = np.bincount(drawn.ids[0], minlength=vocab)[oracle.order[: expected.size]]
-    assert observed.sum() == number
-    likely = expected >= 5  # rare tokens count together
-    observed = np.append(observed[likely], observed[~likely].sum())
-    expected = np.append(expected[likely], expected[~likely].sum())
-    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+@examples(100)
+@given(batches(HEAD + 1))
+def test_one_token_more_than_the_head(batch: Batch) -> None:
+    check(batch)
+
+
+@examples(40)
+@given(batches(LLAMA3))
+def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
+    check(batch)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_tokens_that_float32_ties(order: int) -> None:
+    """Either may come first: a difference of 1e-25 is none to their information content."""
+    logits = np.array([[1.1e-25, 0.0]], np.float32)[:, ::order]
+    setting = Setting(1.0, 0, 1.0, 0.0, "typical", 0.5)
+    for number in (0.3, 0.5, 1.0):
+        check(Batch(logits, [replace(setting, number=number)], np.array([[0.0, 0.4, 0.6, LAST]])))
 
 
 def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
     """Of equal tokens one half makes up p = 0.5, in the head and in the whole vocabulary."""
     for vocab in (40, 1000):
         logits = np.zeros((1, vocab), np.float32)
-        proposal = proposal_of(top_p=0.5)
-        drawn = truncated_draw(jnp.asarray(logits), proposal, jnp.zeros((1, 4), jnp.float32))
+        drawn = nucleus_draw(logits, proposal_of(top_p=0.5), np.zeros((1, 4), np.float32))
         assert int(drawn.kept[0]) == vocab // 2
     # Of 128 tokens and 256 that are half as likely, the first 128.
     half = np.float32(np.log(0.5))
@@ -186,8 +192,8 @@ def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
     logits = np.full((1, 1000), -np.inf, np.float32)
     logits[0, 100:484] = half
     logits[0, 300:428] = 0.0
-    numbers = jnp.asarray([[0.0, 0.5, LAST, LAST]], jnp.float32)
-    drawn = truncated_draw(jnp.asarray(logits), proposal_of(top_p=0.5, draws=4), numbers)
+    numbers = np.array([[0.0, 0.5, LAST, LAST]], np.float32)
+    drawn = nucleus_draw(logits, proposal_of(top_p=0.5, draws=4), numbers)
     assert int(drawn.kept[0]) == 128
     assert drawn.ids[0].tolist() == [300, 364, 427, 427]
 

@@ -1,8 +1,6 @@
 """A random number is a function of its name: seed, row, position, attempt, stream, index."""
 
 import hashlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -30,57 +28,6 @@ def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> n
     return np.asarray(uniforms_of(jnp.asarray(np.stack(keys)), *columns, number))
 
 
-def test_row_keys_are_a_plain_hash() -> None:
-    digest = hashlib.sha256(b"7:abc").digest()
-    expected = [int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big")]
-    assert row_key(7, "abc").tolist() == expected
-    assert row_key(7, "abc").dtype == np.uint32
-
-
-def test_row_keys_are_the_same_in_another_process() -> None:
-    code = "from entropix_jax.sampler.keys import row_key; print(*row_key(3, 'récord'))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == [str(x) for x in row_key(3, "récord")]
-
-
-def test_each_part_of_the_name_counts() -> None:
-    key = row_key(0, "0")
-    names = [
-        (row_key(seed, row_id), position, attempt, stream)
-        for seed, row_id in ((0, "0"), (1, "0"), (0, "1"))
-        for position in (0, 1, 5)
-        for attempt in (0, 1, 5)
-        for stream in STREAMS
-    ]
-    drawn = numbers(names)
-    # Of so many numbers with 24 bits two may be equal; two with the same index are not.
-    for column in drawn.T:
-        assert np.unique(column).size == len(names)
-    for row in drawn:
-        assert np.unique(row).size == row.size
-    # Once more, in another order, and alone.
-    np.testing.assert_array_equal(numbers(names[::-1])[::-1], drawn)
-    at = (2 * 3 + 1) * len(STREAMS) + STREAMS.index(STREAM_CANDIDATE)
-    np.testing.assert_array_equal(numbers([(key, 5, 1, STREAM_CANDIDATE)]), drawn[at : at + 1])
-
-
-def test_numbers_are_uniform_along_each_part() -> None:
-    """Neighbouring positions, attempts, rows and indices are as good as independent."""
-    n = 4000
-    key = row_key(0, "0")
-    series = {
-        "position": numbers([(key, i, 0, 0) for i in range(n)], 1)[:, 0],
-        "attempt": numbers([(key, 9, i, 0) for i in range(n)], 1)[:, 0],
-        "row": numbers([(row_key(0, str(i)), 9, 0, 0) for i in range(n)], 1)[:, 0],
-        "index": numbers([(key, 9, 0, 0)], n)[0],
-    }
-    for name, values in series.items():
-        assert values.dtype == np.float32
-        assert 0 <= values.min() <= values.max() < 1, name
-        assert stats.kstest(values, "uniform").pvalue > 1e-3, name
-        assert stats.pearsonr(values[1:], values[:-1]).pvalue > 1e-3, name
-
-
 def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011), in Python's integers."""
     mask = 0xFFFFFFFF
@@ -98,15 +45,48 @@ def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
 def test_the_numbers_stay_what_they_are() -> None:
     """A change of the generator would change every text that a seed stands for."""
     assert STREAMS == (0, 1, 2, 3)
-    names = [
-        (row_key(0, "0"), 0, 0, STREAM_DRAW),
-        (row_key(5, "x"), 9, 2, STREAM_CANDIDATE),
-        (row_key(-1, ""), 70_000, 1, STREAM_DRAW),
-    ]
-    drawn = numbers(names, 3)
-    for row, (words, *path) in enumerate(names):
+    rows = {(0, "0"): (0, 0, 0), (5, "récord"): (9, 2, 1), (-1, ""): (70_000, 1, 0)}
+    drawn = numbers([(row_key(*row), *path) for row, path in rows.items()], 3)
+    for (seed, row_id), path, found in zip(rows, rows.values(), drawn, strict=True):
+        digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
         for index in range(3):
-            key = (int(words[0]), int(words[1]))
+            key = (int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:8], "big"))
             for part in (*path, index):
                 key = threefry(key, (0, part))
-            assert drawn[row, index] == (key[0] >> 8) / 2**24
+            assert found[index] == (key[0] >> 8) / 2**24
+
+
+def test_each_part_of_the_name_counts() -> None:
+    names = [
+        (row_key(seed, row_id), position, attempt, stream)
+        for seed, row_id in ((0, "0"), (1, "0"), (0, "1"))
+        for position in (0, 1, 5)
+        for attempt in (0, 1, 5)
+        for stream in STREAMS
+    ]
+    drawn = numbers(names)
+    # Of so many numbers with 24 bits two may be equal; two with the same index are not.
+    for column in drawn.T:
+        assert np.unique(column).size == len(names)
+    for row in drawn:
+        assert np.unique(row).size == row.size
+    # Once more, in another order, and alone.
+    np.testing.assert_array_equal(numbers(names[::-1])[::-1], drawn)
+    np.testing.assert_array_equal(numbers(names[29:30]), drawn[29:30])
+
+
+def test_numbers_are_uniform_along_each_part() -> None:
+    """Neighbouring positions, attempts, rows and indices are as good as independent."""
+    n = 4000
+    key = row_key(0, "0")
+    series = {
+        "position": numbers([(key, i, 0, 0) for i in range(n)], 1)[:, 0],
+        "attempt": numbers([(key, 9, i, 0) for i in range(n)], 1)[:, 0],
+        "row": numbers([(row_key(0, str(i)), 9, 0, 0) for i in range(n)], 1)[:, 0],
+        "index": numbers([(key, 9, 0, 0)], n)[0],
+    }
+    for name, values in series.items():
+        assert values.dtype == np.float32
+        assert 0 <= values.min() <= values.max() < 1, name
+        assert stats.kstest(values, "uniform").pvalue > 1e-3, name
+        assert stats.pearsonr(values[1:], values[:-1]).pvalue > 1e-3, name

@@ -1,33 +1,30 @@
+"""Any distribution and any attention: the metrics against float64, and the ranges they lie in."""
+
 from __future__ import annotations
+
+from math import log2
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from entropix_jax.model.attention import attention_stats, join_layers
-from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, noise_floor
-from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
+from entropix_jax.sampler.metrics import apply_noise_floor, measure
+from entropix_jax.stats import entropy_and_varentropy, sum_last
 from tests.support import reference
+from tests.support.draw_oracles import LLAMA3
+from tests.support.logit_strategies import VOCABULARIES, rows_of
+from tests.support.properties import examples
 
-LLAMA_VOCAB = 128256
-NEVER = -np.inf
-
-
-def measured(logits: np.ndarray) -> tuple[float, float]:
-    """Entropy and varentropy of float32 logits, by the code under test."""
-    log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32), axis=-1)
-    h, u = jax.jit(entropy_and_varentropy)(log_probs)
-    return float(h), float(u)
+measured = jax.jit(lambda logits: entropy_and_varentropy(jax.nn.log_softmax(logits, axis=-1)))
+floored = jax.jit(apply_noise_floor)
 
 
-def logits_for(*probs: float) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.log(np.array(probs))
-
-
-@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 1000, LLAMA_VOCAB])
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 1000, LLAMA3])
 def test_sums(length: int) -> None:
     """Against float64, row by row, and whatever zeros follow: to the last digit."""
     x = np.random.default_rng(length).standard_normal((2, 3, length)).astype(np.float32)
@@ -44,110 +41,116 @@ def test_sums(length: int) -> None:
     [
         ((0.99, 0.01), 0.080793, 0.435089),
         ((0.12,) * 8 + (0.03, 0.01), 3.154743, 0.239332),  # document 004's ten outcomes
-        ((1.0, 0.0, 0.0), 0.0, 0.0),
         ((0.5, 0.5, 0.0), 1.0, 0.0),
     ],
 )
 def test_values_by_hand(probs: tuple[float, ...], h: float, u: float) -> None:
-    assert measured(logits_for(*probs)) == pytest.approx((h, u), abs=1e-6)
-    shifted = logits_for(*probs) + 40.0  # only differences of logits count
-    assert measured(shifted) == pytest.approx((h, u), abs=1e-4)
+    with np.errstate(divide="ignore"):
+        logits = jnp.log(jnp.asarray(probs))
+    assert tuple(map(float, measured(logits))) == pytest.approx((h, u), abs=1e-6)
+    # Only differences of logits count.
+    assert tuple(map(float, measured(logits + 40.0))) == pytest.approx((h, u), abs=1e-4)
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 5.0, 50.0])
-@pytest.mark.parametrize("vocab", [2, 17, 4096, LLAMA_VOCAB])
-def test_against_float64(vocab: int, scale: float) -> None:
-    rng = np.random.default_rng(vocab)
-    logits = (scale * rng.normal(size=(2, vocab))).astype(np.float32)
-    logits[1, vocab // 2 :] = NEVER
+@st.composite
+def distributions(draw: st.DrawFn) -> np.ndarray:
+    """Logits [B, V] of one of the vocabularies."""
+    vocab = draw(st.sampled_from(sorted(VOCABULARIES)))
+    return np.stack([draw(rows_of(vocab)) for _ in range(VOCABULARIES[vocab])])
+
+
+@examples(40)
+@given(distributions())
+def test_entropy_and_varentropy(logits: np.ndarray) -> None:
+    entropies, varentropies = jax.device_get(measured(jnp.asarray(logits)))
+    most = log2(logits.shape[1])
+    for row, h, u in zip(logits, entropies, varentropies, strict=True):
+        p = np.exp(reference.log_softmax(row))
+        # The variance is largest where one outcome has about half, and the others share the rest.
+        scale = (most + 3) ** 2 / 4
+        np.testing.assert_allclose(h, reference.entropy_bits(p), rtol=1e-5, atol=3e-6 * most)
+        np.testing.assert_allclose(u, reference.varentropy_bits(p), rtol=1e-4, atol=1e-5 * scale)
+        assert -1e-6 <= h <= most + 3e-5
+        assert 0 <= u <= scale
+
+
+@examples(40)
+@given(distributions(), st.sampled_from((0.0, 2.0**-7, 2.0**-23)))
+def test_the_noise_floor(logits: np.ndarray, epsilon: float) -> None:
+    """What lies under it is gone and the rest a distribution; where all does, nothing changes."""
     log_probs = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
-    h, u = jax.jit(entropy_and_varentropy)(log_probs)
-    assert h.dtype == u.dtype == jnp.float32
-    for row in range(2):
-        p = np.exp(reference.log_softmax(logits[row]))
-        assert float(h[row]) == pytest.approx(reference.entropy_bits(p), abs=3e-5)
-        assert float(u[row]) == pytest.approx(reference.varentropy_bits(p), abs=2e-4, rel=1e-5)
-
-
-@pytest.mark.parametrize("far", [-200.0, -1e30, float(np.finfo(np.float32).min), NEVER])
-def test_what_cannot_happen_adds_nothing(far: float) -> None:
-    """A probability that float32 rounds to 0 is one, however far down its logit lies."""
-    assert measured(np.array([0.0, 0.0, far])) == pytest.approx((1.0, 0.0), abs=1e-6)
-    assert measured(np.array([0.0, far])) == (0.0, 0.0)
-
-
-def test_noise_floor_values() -> None:
-    assert float(noise_floor(jnp.float32(2.0**-7), LLAMA_VOCAB)) == pytest.approx(-10.73, abs=5e-3)
-    want = np.log(2.0**-23) - np.log(np.sqrt(LLAMA_VOCAB))
-    assert float(noise_floor(jnp.float32(2.0**-23), LLAMA_VOCAB)) == pytest.approx(want, abs=1e-5)
-
-
-def test_noise_floor_silences_what_lies_under_it() -> None:
-    """The floor of V = 16 at epsilon 2^-7 is -6.24 nats: one of the three last tokens is above."""
-    p = np.full(16, 0.9925 / 13)
-    p[13:] = 0.0005, 0.001, 0.006
-    log_probs = jnp.log(jnp.asarray(np.stack([p, p]), jnp.float32))
-    got = np.asarray(apply_noise_floor(log_probs, jnp.asarray([2.0**-7, 0.0], jnp.float32)))
-    np.testing.assert_array_equal(got[1], log_probs[1])  # off: bit for bit
-    kept = p > np.exp(np.log(2.0**-7) - np.log(4))
-    assert kept.tolist() == [True] * 13 + [False, False, True]
-    np.testing.assert_array_equal(np.isfinite(got[0]), kept)
-    np.testing.assert_allclose(np.exp(got[0][kept]), p[kept] / p[kept].sum(), rtol=1e-5)
-
-
-def test_without_a_noise_floor_nothing_is_touched() -> None:
-    """Not even the last bits by which the probabilities miss a sum of 1, nor what is impossible."""
-    logits = np.random.default_rng(5).normal(size=(16, 1000)).astype(np.float32)
-    logits[:, :3] = -np.inf
-    log_probs = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
-    got = apply_noise_floor(log_probs, jnp.zeros(16, jnp.float32))
-    np.testing.assert_array_equal(got, log_probs)
-    sums = jax.nn.logsumexp(log_probs, axis=-1, keepdims=True)
-    assert not np.array_equal(log_probs - sums, log_probs)
-
-
-def test_noise_floor_never_silences_everything() -> None:
-    """All 128,256 about as likely, each under bfloat16's floor: no row becomes NaN, or certain."""
-    flat = np.zeros((2, LLAMA_VOCAB), np.float32)
-    flat[1, 5] = 1e-3
-    log_probs = jax.nn.log_softmax(jnp.asarray(flat), axis=-1)
-    got = apply_noise_floor(log_probs, jnp.full(2, 2.0**-7, jnp.float32))
-    np.testing.assert_array_equal(got, log_probs)
-
-
-def random_attention(
-    n: list[int], slots: int, junk: float, layers: int = 3, heads: int = 4, *, gaps: bool = False
-) -> tuple[AttnStats, list[reference.Attention]]:
-    """Statistics of rows with n[b] valid keys in `slots` slots, the first ones or, with gaps, any,
-    and what they are measured from."""
-    rng = np.random.default_rng(7)
-    true = [reference.Attention(2 * rng.normal(size=(layers, heads, m))) for m in n]
-    scores = np.full((layers, len(n), heads, slots), junk)
-    valid = np.zeros((len(n), slots), bool)
-    for b, m in enumerate(n):
-        keys = np.sort(rng.permutation(slots)[:m]) if gaps else np.arange(m)
-        valid[b, keys] = True
-        scores[:, b, :, keys] = true[b].scores.transpose(2, 0, 1)
-        true[b].scores = true[b].scores.astype(np.float32).astype(np.float64)
-    by_row = jnp.asarray(scores.swapaxes(0, 1), jnp.float32)
-    return attention_stats(by_row, jnp.asarray(valid)), true
-
-
-@pytest.mark.parametrize("junk", [0.0, 1e30, -np.inf, np.inf, np.nan])
-@pytest.mark.parametrize("slots", [40, 512])
-@pytest.mark.parametrize("gaps", [False, True])
-def test_attention_statistics_against_float64(junk: float, slots: int, gaps: bool) -> None:
-    """Each row over its own keys, wherever they lie, whatever the other slots hold and however many
-    there are."""
-    n = [1, 2, 7, 40]
-    stats, true = random_attention(n, slots, junk, gaps=gaps)
-    np.testing.assert_array_equal(stats.keys, n)
-    for b, attention in enumerate(true):
-        for field in ("entropy", "varentropy", "divergence", "interaction"):
-            got = np.asarray(getattr(stats, field)[b])
+    found = floored(log_probs, jnp.full(len(logits), epsilon, jnp.float32))
+    for row, was, got in zip(logits, np.asarray(log_probs), np.asarray(found), strict=True):
+        expected = reference.log_softmax(row)
+        floor = np.log(epsilon) - 0.5 * np.log(row.size) if epsilon else -np.inf
+        kept = expected >= floor
+        near = np.isclose(expected, floor, rtol=0, atol=1e-4)  # rounding decides
+        if not epsilon or not (kept | near).any():
+            np.testing.assert_array_equal(got, was)
+        elif (kept & ~near).any():
+            np.testing.assert_array_equal((got > -np.inf)[~near], kept[~near])
+            tolerance = 2e-5 + np.exp(expected[near]).sum()
+            rest = np.log(np.exp(expected[kept]).sum())
+            likely = kept & ~near & (expected - rest > -100)
             np.testing.assert_allclose(
-                got, getattr(attention, field), rtol=2e-5, atol=2e-5, err_msg=f"{field}[{b}]"
+                got[likely], expected[likely] - rest, rtol=1e-5, atol=tolerance
             )
+
+
+# Attention
+
+LAYERS, HEADS, SLOTS, ROWS = 2, 4, 24, 4
+measured_stats = jax.jit(attention_stats)
+measured_all = jax.jit(measure)
+scores_values = st.sampled_from((0.0, 1.0, -1.0, 1e4, -1e4, 1e-40, 30.0)) | st.floats(
+    -20, 20, width=32
+)
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Scaled scores [B, L, N, S] and which keys count, bool [B, S]."""
+    pool = np.array(draw(st.lists(scores_values, min_size=1, max_size=8)), np.float32)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scores = rng.choice(pool, size=(ROWS, LAYERS, HEADS, SLOTS)).astype(np.float64)
+    if draw(st.booleans()):
+        scores = scores + draw(st.sampled_from((1e-3, 1.0, 5.0))) * rng.normal(size=scores.shape)
+    if draw(st.booleans()):
+        scores[:, :, 1:] = scores[:, :, :1]  # heads that look at the same keys
+    valid = rng.random((ROWS, SLOTS)) < draw(st.sampled_from((0.05, 0.5, 1.0)))
+    valid[np.arange(ROWS), rng.integers(0, SLOTS, ROWS)] = True
+    return scores.astype(np.float32), valid
+
+
+weights = st.sampled_from((0.0, 1.0)) | st.floats(0.0625, 1e6, width=32)
+weights_of_layers = st.tuples(weights, st.just(1.0)).flatmap(st.permutations)
+
+
+@examples(60)
+@given(attentions(), weights_of_layers, st.sampled_from((np.nan, np.inf, -np.inf, 1e30, 0.0)))
+def test_attention(
+    attention: tuple[np.ndarray, np.ndarray], layer_weights: list[float], junk: float
+) -> None:
+    """Whatever the keys that do not count hold, and wherever they lie."""
+    scores, valid = attention
+    held = np.where(valid[:, None, None], scores, np.float32(junk))
+    stats = measured_stats(jnp.asarray(held), jnp.asarray(valid))
+    weights = np.broadcast_to(np.array(layer_weights, np.float32), (ROWS, LAYERS))
+    log_probs = jnp.full((ROWS, 2), -np.log(2), jnp.float32)
+    metrics = jax.device_get(measured_all(log_probs, stats, jnp.asarray(weights)))
+    stats = jax.device_get(stats)
+    for row in range(ROWS):
+        true = reference.Attention(scores[row][:, :, valid[row]].astype(np.float64))
+        assert stats.keys[row] == valid[row].sum()
+        for field in ("entropy", "varentropy", "divergence", "interaction"):
+            found, expected = getattr(stats, field)[row], getattr(true, field)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=field)
+        for name, expected in true.metrics(weights[row]).items():
+            found = getattr(metrics, name)[row]
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+        assert -1e-6 <= metrics.attn_entropy_norm[row] <= 1 + 1e-5
+        assert -1e-5 <= metrics.agreement[row] <= 1 + 1e-6
+        assert metrics.attn_varentropy[row] >= 0
 
 
 def test_interaction_of_large_scores() -> None:
@@ -170,34 +173,11 @@ def test_layers_may_be_measured_apart() -> None:
     chex.assert_trees_all_close(apart, attention_stats(scores, valid), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "layer_weights",
-    [[1, 1, 1], [0, 0, 1], [1, 0, 0], [1, 2, 5]],
-    ids=["all layers", "the last", "the first", "uneven"],
-)
-def test_attention_metrics_against_float64(layer_weights: list[int]) -> None:
-    n = [1, 2, 7, 40]
-    stats, true = random_attention(n, 64, np.nan)
-    log_probs = jnp.full((4, 8), -jnp.log(8.0), jnp.float32)
-    weights = jnp.broadcast_to(jnp.asarray(layer_weights, jnp.float32), (4, 3))
-    metrics = measure(log_probs, stats, weights)
-    for b, attention in enumerate(true):
-        for name, value in attention.metrics(np.array(layer_weights)).items():
-            assert float(getattr(metrics, name)[b]) == pytest.approx(value, abs=3e-5), (name, b)
-        assert float(metrics.entropy[b]) == pytest.approx(3.0, abs=1e-5)
-
-
-def one_layer(scores: list[list[float]]) -> Metrics:
-    """The metrics of one row, one layer and these scaled scores [N, n]."""
-    stats = attention_stats(
-        jnp.asarray([[scores]], jnp.float32), jnp.ones((1, len(scores[0])), bool)
-    )
-    return measure(jnp.zeros((1, 1), jnp.float32), stats, jnp.ones((1, 1), jnp.float32))
-
-
-def test_heads_that_look_at_one_key_each_do_not() -> None:
+def test_heads_that_look_at_one_key_each_do_not_agree() -> None:
     """Four heads, each on its own key: a_j is 1, the mean 1/4, so half the distance is 3/4."""
-    metrics = one_layer((100.0 * np.eye(4)).tolist())
+    scores = jnp.asarray(100.0 * np.eye(4)[None, None], jnp.float32)
+    stats = attention_stats(scores, jnp.ones((1, 4), bool))
+    metrics = measure(jnp.zeros((1, 1), jnp.float32), stats, jnp.ones((1, 1), jnp.float32))
     assert float(metrics.agreement[0]) == pytest.approx(0.25, abs=1e-6)
     assert float(metrics.agreement_published[0]) == pytest.approx(1.5 / 4, abs=1e-6)
     assert float(metrics.attn_entropy[0]) == pytest.approx(0.0, abs=1e-6)

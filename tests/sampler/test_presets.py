@@ -1,7 +1,12 @@
 """Sampler files: what loads, what is refused with which words, and where each value ends up."""
 
+from __future__ import annotations
+
 import json
+import math
 import re
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,52 +14,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.loading import CALIBRATION_FILE
-from entropix_jax.names import BOXES, REGIMES
+from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHT, MAX_THOUGHTS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import MAX_BANS, RULES, SamplerSettings
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, RULES, SamplerSettings
 from entropix_jax.sampler.step import propose
+from entropix_jax.sampler.thresholds import calibration_text, preset_text
+from tests.support.properties import examples
+from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import (
     ARMS,
     EPSILON,
+    NUM_LAYERS,
     calibrated,
     encode,
     metrics_of,
     other_value,
     params_of,
+    settings_of,
     view,
 )
 
 ENTROPIX = load_sampler("entropix")
-BASELINES = (
-    "greedy",
-    "temperature",
-    "top-k",
-    "top-p",
-    "min-p",
-    "top-n-sigma",
-    "typical",
-    "eta",
-    "edt",
-    "mirostat",
-)
 
 
 def write(folder: Path, text: str, name: str = "mine.toml") -> str:
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="utf-8")
     return str(folder / name)
 
 
 def refused(path: str) -> str:
     with pytest.raises(UserError) as caught:
         load_sampler(path)
+    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -68,40 +69,55 @@ def test_presets_load(name: str) -> None:
     assert sampler.description
     params = params_of(name)
     assert params.layer_weights.tolist() == [1.0, 1.0]  # every preset: all layers
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} <= {
-        np.dtype(kind) for kind in (bool, np.int32, np.float32)
-    }
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    assert kinds <= {"bool", "int32", "float32"}
 
 
-def test_preset_names_are_those_of_the_folder() -> None:
-    files = sorted(path.name for path in resource_folder("configs").iterdir() if path.is_file())
-    assert files == [f"{name}.toml" for name in preset_names()]
-    documents = {"document-000", "document-001", "document-004"}
-    assert {"entropix", *documents, *BASELINES} == {*preset_names()}
+PRINTED = {
+    "lelv": ["entropy < 0.1", "varentropy < 0.1"],
+    "helv": ["entropy > 3.0", "varentropy < 0.1"],
+    "lehv": ["entropy < 5.0", "varentropy > 5.0"],
+    "hehv": ["entropy > 5.0", "varentropy > 5.0"],
+}
+CALIBRATED = {
+    "lelv": ["entropy < h1", "varentropy < u1"],
+    "helv": ["entropy > h2", "varentropy < u1"],
+    "lehv": ["entropy < h2", "varentropy > u2"],
+    "hehv": ["entropy > h2", "varentropy > u2"],
+}
+OVERLAPPING = {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]}
+# Where the documents draw, `entropix` branches and takes back.
+DRAWING = ["argmax", "inject", "explore", "resample", "adaptive"]
+BRANCHING = ["argmax", "inject", "branch", "backspace"]
+
+
+def test_the_bounds_and_arms_of_the_presets() -> None:
+    for preset, boxes, arms in (
+        ("document-000", PRINTED, DRAWING),
+        ("document-001", PRINTED, DRAWING),
+        ("document-004", OVERLAPPING, [*BRANCHING, "sample"]),
+        ("entropix", CALIBRATED, [*BRANCHING, "adaptive"]),
+    ):
+        values = load_sampler(preset).values
+        assert {box: values[f"regimes.{box}"] for box in BOXES} == boxes
+        assert [values[f"arms.{regime}"] for regime in REGIMES] == arms
+        if boxes is not PRINTED:
+            assert [values[f"thresholds.{name}"] for name in THRESHOLDS] == [0.3, 2.5, 1.2, 2.5]
+            assert values["thresholds.calibrated"] is True
 
 
 def test_entropix_corrects_what_the_documents_print() -> None:
-    metrics = {"metrics.attn_entropy": ("normalised", "raw"), "metrics.agreement": ("corrected",)}
-    for key, (corrected, *_) in metrics.items():
-        assert ENTROPIX.values[key] == corrected
-    document = load_sampler("document-001").values
-    assert document["metrics.attn_entropy"] == "raw"
-    assert document["metrics.agreement"] == "published"
+    values, document = ENTROPIX.values, load_sampler("document-001").values
+    keys = ("metrics.attn_entropy", "metrics.agreement")
+    assert [values[key] for key in keys] == ["normalised", "corrected"]
+    assert [document[key] for key in keys] == ["raw", "published"]
     assert (document["inject.thought"], document["inject.cooldown"]) == (" ...", 1)
-    assert document["loop.max_period"] * document["loop.repeats"] == 0
-    base = [ENTROPIX.values[f"base.{k}"] for k in ("temperature", "top_p", "top_k", "min_p")]
+    base = [values[f"base.{key}"] for key in ("temperature", "top_p", "top_k", "min_p")]
     assert base == [0.666, 0.90, 27, 0.03]
-    # Where the documents draw, it branches and takes back.
-    arms = [ENTROPIX.values[f"arms.{regime}"] for regime in REGIMES]
-    assert arms == ["argmax", "inject", "branch", "backspace", "adaptive"]
-    arms = [document[f"arms.{regime}"] for regime in REGIMES]
-    assert arms == ["argmax", "inject", "explore", "resample", "adaptive"]
-    assert ENTROPIX.values["loop.max_period"] * ENTROPIX.values["loop.repeats"] > 0
-
-
-def test_document_000_is_001_with_five_candidates() -> None:
-    one, zero = load_sampler("document-001").values, load_sampler("document-000").values
-    assert {key for key in one if one[key] != zero[key]} == {"adaptive.draws"}
+    loops = [v["loop.max_period"] * v["loop.repeats"] > 0 for v in (values, document)]
+    assert loops == [True, False]
+    zero = load_sampler("document-000").values  # with five candidates
+    assert {key for key in zero if document[key] != zero[key]} == {"adaptive.draws"}
 
 
 # Where each value ends up
@@ -133,144 +149,81 @@ def test_all_else_reaches_its_place() -> None:
         "metrics.agreement": "published",
         "metrics.layers": [0, 2.5],
         "metrics.noise_floor": True,
-        "inject.thought": "abc",
         "truncation.rule": "eta",
         "draw.bans": [4, 0],
         "thresholds.h1": 0.5,
     }
-    params = params_of("entropix", changes)
+    params, plain = params_of("entropix", changes), params_of("entropix")
     inf = np.inf
-    np.testing.assert_array_equal(params.low[0], [-inf, -inf, -inf, 0.25])
-    np.testing.assert_array_equal(params.high[0], [0.5, inf, inf, inf])
-    np.testing.assert_array_equal(params.low[1], np.array([-inf, 1.2, -inf, -inf], np.float32))
-    np.testing.assert_array_equal(params.high[1], [inf, 5, inf, inf])
+    assert params.low[:2].tolist() == [
+        [-inf, -inf, -inf, 0.25],
+        [-inf, np.float32(1.2), -inf, -inf],
+    ]
+    assert params.high[:2].tolist() == [[0.5, inf, inf, inf], [inf, 5, inf, inf]]
     names = ["sample", "inject", "branch", "backspace", "explore"]
     assert [ARMS[i] for i in params.arms] == names
-    assert not params.attn_entropy_normalised
-    assert params.agreement_published
     assert params.layer_weights.tolist() == [0, 2.5]
-    assert params.noise_epsilon == EPSILON
-    assert params.truncation.rule == RULES.index("eta")
-    assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
-    plain = params_of("entropix")
-    assert plain.truncation.rule == RULES.index("nucleus")
-    assert plain.noise_epsilon == 0
-    assert plain.attn_entropy_normalised
-    assert not plain.agreement_published
     assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
-
-
-def nothing_for_x(text: str) -> list[int]:
-    """A tokenizer that has no token for "x"."""
-    return encode(text.replace("x", ""))
+    assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
+    for settings, rule, noise, published in (
+        (params, "eta", EPSILON, True),
+        (plain, RULES[0], 0, False),
+    ):
+        assert settings.truncation.rule == RULES.index(rule)
+        assert settings.noise_epsilon == noise
+        assert settings.agreement_published == published != settings.attn_entropy_normalised
 
 
 @pytest.mark.parametrize(
     ("thought", "encoded"),
     [
         ("abc", [b"abc"]),
-        ("", []),
         ([], []),
-        ([""], []),
         (["a", "bcd", "a", "e"], [b"a", b"bcd", b"a", b"e"]),
         (["", "a", "", "b"], [b"a", b"b"]),  # those that say nothing come last
-        ("x", []),
-        (["x", "a"], [b"a"]),
+        (["x", "a"], [b"a"]),  # the tokenizer has no token for "x"
         ("é" * 32, ["é".encode() * 32]),
     ],
 )
 def test_thoughts_reach_their_places(thought: Any, encoded: list[bytes]) -> None:
-    inject = params_of("entropix", {"inject.thought": thought}, encode=nothing_for_x).own["inject"]
-    assert inject.thought.shape == (MAX_THOUGHTS, MAX_THOUGHT)
-    assert inject.thought.dtype == np.int32
+    changes = {"inject.thought": thought}
+    params = params_of("entropix", changes, encode=lambda text: encode(text.replace("x", "")))
+    placed = params.own["inject"].thought
+    assert (placed.shape, placed.dtype) == ((MAX_THOUGHTS, MAX_THOUGHT), np.int32)
     padded = [*encoded, *[b""] * (MAX_THOUGHTS - len(encoded))]
-    for row, text in zip(inject.thought, padded, strict=True):
+    for row, text in zip(placed, padded, strict=True):
         assert row.tolist() == [*text, *[-1] * (MAX_THOUGHT - len(text))]
 
 
 # What is refused
 
 
-def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"base\.temprature.*did you mean 'base\.temperature'"):
-        ENTROPIX.with_values({"base.temprature": 1.0})
-    path = write(tmp_path, 'extends = "entropix"\n[expolre]\ntop_k_min = 3\n')
-    message = refused(path)
-    assert message.startswith(path)
-    assert "'expolre.top_k_min', did you mean 'explore.top_k_min'?" in message
-
-
-def test_unknown_presets_name_the_nearest() -> None:
-    assert "did you mean 'entropix'?" in refused("entropics")
-    assert "known: document-000" in refused("§§")
-
-
 PROBLEMS: list[tuple[str, Any, str]] = [
+    ("base.temprature", 1.0, r"did you mean 'base\.temperature'"),
     ("base.temperature", "hot", "must be a number"),
-    ("base.temperature", True, "must be a number"),
     ("base.temperature", float("nan"), "must be a number"),
-    ("base.temperature", -0.1, r"must lie in \[0.0, 100.0\]"),
-    ("base.temperature", float("inf"), "must lie in"),
-    ("base.top_k", 1.0, "must be an integer"),
     ("base.top_k", True, "must be an integer"),
-    ("base.top_k", -1, "must lie in"),
-    ("base.top_k", 2**31, "must lie in"),
-    ("base.top_p", 0, "must lie in"),
-    ("base.top_p", 1.01, "must lie in"),
     ("inject.until_confident", 1, "must be true or false"),
-    ("inject.until_confident", "yes", "must be true or false"),
     ("inject.thought", 5, "must be text, or a list of at most 4 texts"),
-    ("inject.thought", True, "must be text"),
-    ("inject.thought", ["a", 5], "must be text"),
-    ("inject.thought", [["a"]], "must be text"),
-    ("inject.thought", {"a": 1}, "must be text"),
     ("inject.thought", ["a"] * 5, "at most 4 texts"),
     ("truncation.rule", "nucelus", "must be one of nucleus, top_n_sigma, typical, eta, mirostat"),
-    ("truncation.rule", 0, "must be one of nucleus"),
-    ("truncation.rule", ["eta"], "must be one of nucleus"),
-    ("truncation.mirostat_target", "low", "must be a number"),
-    ("branch.commit_all", 1, "must be true or false"),
-    ("loop.max_period", 33, "must lie in"),
     ("loop.repeats", 17, "at most 256"),  # times 16
     ("arms.mid", "branc", "must be one of argmax, "),
-    ("arms.mid", ["argmax"], "must be one of"),
-    ("metrics.agreement", "raw", "must be one of corrected, published"),
-    ("metrics.noise_floor", 1, "must be true or false"),
     ("metrics.layers", "first", 'must be "all", "last" or a list of weights'),
     ("metrics.layers", [], "one that counts"),
-    ("metrics.layers", [0, 0], "one that counts"),
-    ("metrics.layers", [1, -1], "list of weights"),
-    ("metrics.layers", [1, "1"], "list of weights"),
-    ("metrics.layers", [1, float("inf")], "list of weights"),
-    ("metrics.layers", [1, 1e39], "list of weights"),
     ("metrics.layers", [1e-50, 0], "one that counts"),
+    ("metrics.layers", [1, "1"], "list of weights"),
     ("metrics.layers", [10**400, 1], "list of weights"),
-    ("draw.bans", 3, "token ids"),
-    ("draw.bans", [-1], "token ids"),
     ("draw.bans", [1.0], "token ids"),
-    ("draw.bans", [2**31], "token ids"),
     ("draw.bans", [*range(MAX_BANS + 1)], f"at most {MAX_BANS} token ids"),
-    ("thresholds.calibrated", 1, "must be true or false"),
     ("thresholds.h1", -1, "must lie in"),
-    ("thresholds.h1", "low", "must be a number"),
     ("thresholds.h1", 2.6, r"thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
-    ("thresholds.u2", 1.1, r"thresholds.u1 = 1.2 is above thresholds.u2 = 1.1"),
-    ("thresholds.h2", float("inf"), "must lie in"),
     ("thresholds.h2", 10**400, "must lie in"),
     ("regimes.lelv", "entropy < 1", "must be a list of conditions"),
-    ("regimes.lelv", [1], "must be a list of conditions"),
     ("regimes.lelv", ["entropy <= 1"], "expected QUANTITY < NUMBER or QUANTITY > NUMBER"),
-    ("regimes.lelv", ["entropy"], "expected QUANTITY"),
-    ("regimes.lelv", ["0.1 < entropy"], "expected|no quantity"),
     ("regimes.lelv", ["entropi < 1"], "no quantity 'entropi', did you mean 'entropy'"),
-    ("regimes.lelv", ["interaction_strength < 1"], "no quantity"),
-    (
-        "regimes.lelv",
-        ["entropy < h3"],
-        r"'h3' is neither a number up to 1e\+06 nor one of h1, h2, u1, u2",
-    ),
+    ("regimes.lelv", ["entropy < h3"], r"'h3' is neither a number up to 1e\+06 nor one of h1, h2"),
     ("regimes.lelv", ["entropy < nan"], "'nan' is neither"),
-    ("regimes.lelv", ["entropy < 1e39"], "'1e39' is neither"),
     ("regimes.lelv", ["entropy > 1", "entropy < 1"], "no entropy is above 1 and below 1"),
     ("regimes.hehv", ["varentropy > u2", "varentropy < u1"], "no varentropy is above 2.5"),
 ]
@@ -284,9 +237,6 @@ def test_wrong_values(key: str, value: Any, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# What each scalar may be, both ends included. What is not here is a coefficient.
-
-
 @pytest.mark.parametrize("key", scalars())
 def test_a_range_is_what_it_is(key: str) -> None:
     """Both ends are allowed, and nothing past them is; a whole number stays one."""
@@ -296,14 +246,14 @@ def test_a_range_is_what_it_is(key: str) -> None:
     sampler = ENTROPIX.with_values(beside.get(key, {}))
     for end in (low, high):
         assert sampler.with_values({key: end}).values[key] == end
-    if kind is bool:
-        return
-    past = (
-        (low - 1, high + 1) if kind is int else (np.nextafter(low, -1e9), np.nextafter(high, 1e9))
-    )
-    for value in past:
+    beyond = {
+        bool: [],
+        int: [low - 1, high + 1],
+        float: [float(np.nextafter(low, -1e9)), float(np.nextafter(high, 1e9))],
+    }
+    for value in beyond[kind]:
         with pytest.raises(UserError, match="must lie in"):
-            sampler.with_values({key: kind(value)})
+            sampler.with_values({key: value})
     if kind is int:
         with pytest.raises(UserError, match="must be an integer"):
             sampler.with_values({key: low + 0.5})
@@ -322,58 +272,41 @@ def test_the_model_decides_about_layers_and_thoughts() -> None:
 def test_missing_keys(tmp_path: Path) -> None:
     file = resource_folder("configs") / "entropix.toml"
     text = re.sub(r" *#.*", "", file.read_text(encoding="utf-8"))
-    assert load_sampler(write(tmp_path, text)).values == ENTROPIX.values
-    for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n", "noise_floor = false\n"):
+    for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n"):
         assert line in text
         message = refused(write(tmp_path, text.replace(line, "")))
-        assert line.split(" =")[0] in message
-        assert "is missing; 'extends'" in message
+        assert f"{line.split(' =')[0]}' is missing; 'extends'" in message
     # A threshold is only needed where a condition names it.
     without = text.replace("h2 = 2.5\n", "")
     assert "thresholds.h2 is not given" in refused(write(tmp_path, without))
-    path = write(tmp_path, without.replace("h2", "2.75"))
-    assert params_of_file(path).high[BOXES.index("lehv"), 0] == 2.75
+    sampler = load_sampler(write(tmp_path, without.replace("h2", "2.75")))
+    assert settings_of(sampler).high[BOXES.index("lehv"), 0] == 2.75
 
 
-def params_of_file(path: str) -> Any:
-    return load_sampler(path).settings(num_layers=2, epsilon=EPSILON, encode=encode)
+EXTENDS = 'extends = "entropix"\n'
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("base = ", "not valid TOML"),
-        ("base = 1\nbase = 2", "not valid TOML"),
         ("x = " + "[" * 5000, "not valid TOML"),
-        ("x = " + "1" * 5000, "not valid TOML"),
-        (
-            'extends = "entropix"\n[base]\ntop_k = 0x' + "f" * 5000,
-            "not valid TOML: Exceeds the limit",
-        ),
-        ('extends = "entropix"\nbase = 3', "no sampler key 'base'"),
-        ('extends = "entropix"\nentropy = 3', "no sampler key 'entropy'"),
-        ('extends = "entropix"\n[base.top_k]\nx = 3', r"no sampler key 'base.top_k.x'"),
-        ('extends = "entropix"\n[base.top_k]', r"'base.top_k' is missing"),
-        ('extends = "entropix"\n[[base]]\ntop_k = 1', "no sampler key 'base'"),
-        ('extends = "entropix"\ndescription = 3', "'description' must be text"),
+        (EXTENDS + "[base]\ntop_k = 0x" + "f" * 5000, "not valid TOML: Exceeds the limit"),
+        (EXTENDS + "[expolre]\ntop_k_min = 3", "'expolre.top_k_min', did you mean 'explore.top_k"),
+        (EXTENDS + "[base.top_k]\nx = 3", "no sampler key 'base.top_k.x'"),
+        (EXTENDS + "description = 3", "'description' must be text"),
         ("extends = 3", "'extends' must be the name of a preset, not 3"),
-        (
-            'extends = "entropics"',
-            r"no sampler preset 'entropics' \(.*\), did you mean 'entropix'",
-        ),
+        ('extends = "entropics"', "no sampler preset 'entropics'"),
         ('extends = "other.toml"', "other.toml: no such file"),
-        ('extends = "mine.toml"', "extends itself"),
         ("", "is missing; 'extends'"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught:
-        load_sampler(write(tmp_path, text))
-    assert "\n" not in str(caught.value)
+    assert words in refused(write(tmp_path, text))
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    assert "no.toml: no such file" in refused(str(tmp_path / "no.toml"))
+    assert "did you mean 'entropix'?" in refused("entropics")
     (tmp_path / "folder.toml").mkdir()
     assert "cannot be read" in refused(str(tmp_path / "folder.toml"))
     (tmp_path / "latin.toml").write_bytes(b'description = "\xe9"')
@@ -393,8 +326,7 @@ def test_an_arm_of_ones_own() -> None:
     sampler = ENTROPIX.with_arm("cautious", cautious).with_values({"arms.mid": "cautious"})
     assert [mechanism.name for mechanism in sampler.mechanisms] == [*ARMS, "cautious"]
     assert calibrated(sampler, Path("nowhere")).mechanisms == sampler.mechanisms
-    options: Any = {"num_layers": 2, "epsilon": EPSILON, "encode": encode}
-    settings, plain = sampler.settings(**options), params_of("entropix")
+    settings, plain = settings_of(sampler), params_of("entropix")
     assert settings.arms.tolist() == [*plain.arms[:-1], len(ARMS)]
     point = metrics_of(entropy=3.0)
     own = propose(settings.arms[-1], point, settings, view())
@@ -402,21 +334,14 @@ def test_an_arm_of_ones_own() -> None:
     for arm in map(jnp.int32, range(len(ARMS))):  # the others are where they were
         one, other = (propose(arm, point, given, view()) for given in (plain, settings))
         assert jax.tree.leaves(one) == jax.tree.leaves(other)
-    two = sampler.with_arm("bold", cautious).with_values({"arms.lelv": "bold"}).settings(**options)
-    assert [two.arms[0], two.arms[-1]] == [len(ARMS) + 1, len(ARMS)]
-
-
-def test_arms_are_told_apart_by_their_names() -> None:
-    own = ENTROPIX.with_arm("cautious", cautious)
-    for name in ("argmax", "edt", "cautious"):
+    for name in ("argmax", "cautious"):
         with pytest.raises(UserError, match=f"'entropix': there is an arm '{name}' already"):
-            own.with_arm(name, cautious)
-    with pytest.raises(UserError, match=r"arms.mid = 'cauti': must be one of argmax, .*, cautious"):
-        own.with_values({"arms.mid": "cauti"})
+            sampler.with_arm(name, cautious)
     # A sampler knows its own arms, and nobody else's.
     with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*edt$"):
         ENTROPIX.with_values({"arms.mid": "cautious"})
-    assert "cautious" not in ARMS
+    with pytest.raises(TypeError):  # it cannot be changed behind its checks
+        ENTROPIX.values["base.temperature"] = 50.0  # type: ignore[index]
 
 
 # Files that extend others
@@ -443,44 +368,168 @@ def test_cycles(tmp_path: Path, second: str) -> None:
     path = write(tmp_path, 'extends = "b.toml"', "a.toml")
     write(tmp_path, f'extends = "{second.format(folder=tmp_path.name)}"', "b.toml")
     assert refused(path).endswith("extends itself")
-
-
-def test_a_file_may_bear_the_name_of_a_preset(tmp_path: Path) -> None:
-    path = write(tmp_path, 'extends = "entropix"\n[base]\ntop_k = 4', "entropix.toml")
+    # A file may bear the name of a preset.
+    path = write(tmp_path, EXTENDS + "[base]\ntop_k = 4", "entropix.toml")
     assert load_sampler(path).values["base.top_k"] == 4
 
 
-# The command line's settings
+# Any values, as a file and back and on a command line
+
+
+# Text that TOML can hold: anything but lone surrogates.
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+def scalar(field: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """A value within the range of a scalar parameter; its ends are frequent."""
+    low, high, kind = field["low"], field["high"], field["type"]
+    if kind is bool:
+        return st.booleans()
+    ends = st.sampled_from((low, high))
+    if kind is int:
+        return ends | st.integers(low, min(high, low + 300))
+    return ends | st.floats(low, high) | st.integers(math.ceil(low), math.floor(high))
+
+
+SCALARS = {key: scalar(field) for key, field in scalars().items()}
+OTHERS: dict[str, st.SearchStrategy[Any]] = {
+    **{f"arms.{regime}": st.sampled_from(sorted(ARMS)) for regime in REGIMES},
+    "truncation.rule": st.sampled_from(RULES),
+    "metrics.attn_entropy": st.sampled_from(("normalised", "raw")),
+    "metrics.agreement": st.sampled_from(("corrected", "published")),
+    "metrics.layers": st.sampled_from(("all", "last"))
+    | st.lists(numbers(0, 1e6), min_size=1, max_size=4).filter(lambda all_: max(all_) > 1e-6),
+    "metrics.noise_floor": st.booleans(),
+    "thresholds.calibrated": st.booleans(),
+    "inject.thought": texts | st.lists(texts, max_size=MAX_THOUGHTS),
+    "draw.bans": st.lists(st.integers(0, 2**31 - 1), max_size=MAX_BANS),
+}
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Valid values of some keys or of all of them."""
+    some = draw(st.sets(st.sampled_from(sorted({**SCALARS, **OTHERS})), max_size=8))
+    if draw(st.integers(0, 9)) == 0:
+        some = {*SCALARS, *OTHERS}
+    values = {key: draw({**SCALARS, **OTHERS}[key]) for key in sorted(some)}
+    if draw(st.booleans()):
+        boxes = draw(samplers()).values
+        values |= {f"regimes.{box}": boxes[f"regimes.{box}"] for box in BOXES}
+        values |= {f"thresholds.{name}": boxes[f"thresholds.{name}"] for name in THRESHOLDS}
+    period, repeats = values.get("loop.max_period", 32), values.get("loop.repeats", 4)
+    if period * repeats > LOOP_WINDOW:
+        values |= {"loop.max_period": 32, "loop.repeats": 8}
+    return values
+
+
+def toml_of(value: Any) -> str:
+    """A value as TOML, which writes all of these as JSON does, but for DEL and infinity."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def file_of(values: Mapping[str, Any], base: str | None, dotted: bool) -> str:
+    """A sampler's file: keys with dots, or a table for each section."""
+    lines = [] if base is None else [f"extends = {toml_of(base)}"]
+    for key in sorted(values):
+        section, name = key.split(".")
+        if not dotted and f"[{section}]" not in lines:
+            lines.append(f"[{section}]")
+        lines.append(f"{key if dotted else name} = {toml_of(values[key])}")
+    return "\n".join(lines)
+
+
+def loaded(text: str) -> Sampler:
+    with tempfile.TemporaryDirectory() as folder:
+        return load_sampler(write(Path(folder), text))
+
+
+def leaves_of(sampler: Sampler) -> list[Any]:
+    layers = sampler.values["metrics.layers"]
+    number = len(layers) if isinstance(layers, list) else NUM_LAYERS
+    return jax.tree.leaves(settings_of(sampler, num_layers=number))
+
+
+bases = st.sampled_from(preset_names())
+
+
+@examples(80)
+@given(settings(), bases, st.booleans(), st.booleans())
+def test_values_survive_a_file(
+    values: dict[str, Any], base: str, dotted: bool, whole: bool
+) -> None:
+    """Dumped and loaded they are the same, by themselves or beside those of a preset."""
+    set_in_python = load_sampler(base).with_values(values)
+    in_full = set_in_python.values, None, dotted  # a file that extends nothing
+    sampler = loaded(file_of(*in_full) if whole else file_of(values, base, dotted))
+    expected = dict(set_in_python.values)
+    if not whole and "thresholds.h1" in values and "thresholds.calibrated" not in values:
+        expected["thresholds.calibrated"] = False  # who sets thresholds means them
+    assert dict(sampler.values) == expected
+    assert {key: type(value) for key, value in sampler.values.items()} == {
+        key: type(value) for key, value in expected.items()
+    }
+    for one, other in zip(leaves_of(sampler), leaves_of(set_in_python), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@examples(80)
+@given(settings())
+def test_values_survive_a_command_line(values: dict[str, Any]) -> None:
+    given_values = dict(parse_setting(f"sampler.{key}={toml_of(v)}") for key, v in values.items())
+    assert given_values == values
+
+
+@examples(60)
+@given(bases, st.tuples(*[numbers(0, 1e6)] * 4), texts)
+def test_what_calibrate_writes_is_read(
+    base: str, found: tuple[float, float, float, float], description: str
+) -> None:
+    h1, h2 = sorted(found[:2])
+    u1, u2 = sorted(found[2:])
+    thresholds = {"h1": h1, "h2": h2, "u1": u1, "u2": u2}
+    changes: dict[str, Any] = {f"thresholds.{name}": value for name, value in thresholds.items()}
+    text = preset_text(base, thresholds, description)
+    try:
+        expected = load_sampler(base).with_values({**changes, "thresholds.calibrated": False})
+    except UserError:  # nothing lies between such bounds
+        with pytest.raises(UserError, match="is above"):
+            loaded(text)
+        return
+    sampler = loaded(text)
+    assert sampler.description == description
+    assert dict(sampler.values) == dict(expected.values)
+
+
+def test_a_preset_may_extend_a_file(tmp_path: Path) -> None:
+    """By its path from the new one's folder. What a text holds that TOML cannot is escaped."""
+    description = 'calibrated on "a\\b"\n\ttext\x7f, 30 % — 😀'
+    write(tmp_path, preset_text("document-001", CALIBRATION, description), "first.toml")
+    path = write(tmp_path, preset_text("first.toml", {**CALIBRATION, "u2": 5}, description))
+    sampler = load_sampler(path)
+    assert sampler.description == description
+    assert [sampler.values[f"thresholds.{name}"] for name in THRESHOLDS] == [0.5, 3.5, 0.75, 5]
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("0.5", 0.5),
-        ("5", 5),
         ("-1e3", -1000.0),
-        ("true", True),
-        ("[1, 2]", [1, 2]),
-        ('["entropy < 1"]', ["entropy < 1"]),
-        ('"5"', "5"),
-        ('["a", "b"]', ["a", "b"]),
         ("argmax", "argmax"),
         (" Wait...", " Wait..."),
         ("", ""),
-        ("a=b", "a=b"),
         ("5\nx = 3", "5\nx = 3"),
         ("1" * 5000, "1" * 5000),
         ("[" * 5000, "[" * 5000),
     ],
 )
 def test_settings(text: str, value: Any) -> None:
-    key, parsed = parse_setting(f"sampler.base.x={text}")
-    assert key == "base.x"
-    assert parsed == value
-    assert type(parsed) is type(value)
+    """What is no value of TOML is text."""
+    assert repr(parse_setting(f"sampler.base.x={text}")) == repr(("base.x", value))
 
 
-@pytest.mark.parametrize("text", ["base.top_k=3", "sampler.base.top_k", "sampler", "", "=3"])
+@pytest.mark.parametrize("text", ["base.top_k=3", "sampler.base.top_k", "", "=3"])
 def test_settings_of_another_form(text: str) -> None:
     with pytest.raises(UserError, match=r"expected sampler\.KEY=VALUE"):
         parse_setting(text)
@@ -489,72 +538,48 @@ def test_settings_of_another_form(text: str) -> None:
 # A model's own thresholds
 
 
-def calibrate(folder: Path, content: Any) -> Sampler:
-    text = content if isinstance(content, str) else json.dumps(content)
+CALIBRATION = {"h1": 0.5, "h2": 3.5, "u1": 0.75, "u2": 4}
+
+
+def with_calibration(folder: Path, content: Any = None) -> Path:
+    text = calibration_text(CALIBRATION, "a text") if content is None else json.dumps(content)
     (folder / CALIBRATION_FILE).write_text(text)
-    return calibrated(ENTROPIX, folder)
-
-
-THRESHOLDS = {"h1": 0.5, "h2": 3.5, "u1": 0.75, "u2": 4}
+    return folder
 
 
 def test_calibrated_thresholds(tmp_path: Path) -> None:
-    sampler = calibrate(tmp_path, {"thresholds": THRESHOLDS, "model": "any"})
+    assert calibrated(ENTROPIX, tmp_path).notes != ()
+    sampler = calibrated(ENTROPIX, with_calibration(tmp_path))
     assert sampler.notes == ()
-    params = sampler.settings(num_layers=2, epsilon=EPSILON, encode=encode)
-    inf = np.inf
-    assert params.high[:, 0].tolist() == [0.5, inf, 3.5, inf]
-    assert params.low[:, 0].tolist() == [-inf, 3.5, -inf, 3.5]
-    assert params.high[:, 1].tolist() == [0.75, 0.75, inf, inf]
-    assert params.low[:, 1].tolist() == [-inf, -inf, 4, 4]
-
-
-def test_a_documents_own_bounds_stay(tmp_path: Path) -> None:
-    calibrate(tmp_path, {"thresholds": THRESHOLDS})
-    document = load_sampler("document-001")
-    assert calibrated(document, tmp_path) == document
+    assert {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS} == CALIBRATION
+    params, inf = settings_of(sampler), np.inf
+    assert params.high[:, :2].tolist() == [[0.5, 0.75], [inf, 0.75], [3.5, inf], [inf, inf]]
+    assert params.low[:, :2].tolist() == [[-inf, -inf], [3.5, -inf], [-inf, 4], [3.5, 4]]
+    assert json.loads((tmp_path / CALIBRATION_FILE).read_text())["source"] == "a text"
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        "{",
-        "[]",
+        [],
         {},
-        {"thresholds": []},
         {"thresholds": {"h1": 1}},
-        {"thresholds": THRESHOLDS | {"h3": 1}},
-        {"thresholds": THRESHOLDS | {"h1": "1"}},
-        {"thresholds": THRESHOLDS | {"h1": None}},
-        {"thresholds": THRESHOLDS | {"h1": -1}},
-        {"thresholds": THRESHOLDS | {"h1": 9}},
-        {"thresholds": THRESHOLDS | {"u2": float("nan")}},
-        {"thresholds": THRESHOLDS | {"u2": float("inf")}},
-        {"thresholds": THRESHOLDS | {"u2": 10**400}},
+        {"thresholds": CALIBRATION | {"h1": "1"}},
+        {"thresholds": CALIBRATION | {"h1": 9}},
+        {"thresholds": CALIBRATION | {"u2": float("nan")}},
+        {"thresholds": CALIBRATION | {"u2": 10**400}},
     ],
 )
 def test_damaged_calibrations(tmp_path: Path, content: Any) -> None:
     with pytest.raises(UserError) as caught:
-        calibrate(tmp_path, content)
+        calibrated(ENTROPIX, with_calibration(tmp_path, content))
     assert str(tmp_path / CALIBRATION_FILE) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_thresholds_of_ones_own_are_not_calibrated_away(tmp_path: Path) -> None:
-    (tmp_path / "calibration.json").write_text(
-        '{"thresholds": {"h1": 9, "h2": 9, "u1": 9, "u2": 9}}', encoding="utf-8"
-    )
-    own = tmp_path / "own.toml"
-    own.write_text('extends = "entropix"\n[thresholds]\nh1 = 0.2\n', encoding="utf-8")
-    sampler = calibrated(load_sampler(str(own)), tmp_path)
-    assert sampler.values["thresholds.h1"] == 0.2
-    assert sampler.notes == ()
-
-
 def test_what_a_user_changed_stands_above_the_calibration(tmp_path: Path) -> None:
     """Whether it was changed before or after, and even where it fits beside no published bound."""
-    calibrate(tmp_path, {"thresholds": THRESHOLDS})
-    folder = tmp_path
+    folder = with_calibration(tmp_path)
     before = calibrated(ENTROPIX.with_values({"thresholds.h1": 3.0}), folder)
     after = calibrated(ENTROPIX, folder).with_values({"thresholds.h1": 3.0})
     for sampler in (before, after, calibrated(after, folder)):
@@ -564,22 +589,13 @@ def test_what_a_user_changed_stands_above_the_calibration(tmp_path: Path) -> Non
         calibrated(ENTROPIX.with_values({"thresholds.h1": 4.0}), folder)
 
 
-def test_calibration_can_be_switched_off_and_on(tmp_path: Path) -> None:
-    calibrate(tmp_path, {"thresholds": THRESHOLDS})
-    folder = tmp_path
-    off = calibrated(ENTROPIX.with_values({"thresholds.calibrated": False}), folder)
-    assert off.values["thresholds.h2"] == 2.5
-    assert off.notes == ()
-    on = load_sampler("document-001").with_values({"thresholds.calibrated": True})
+def test_who_asks_for_no_calibration_gets_none(tmp_path: Path) -> None:
+    """A file with thresholds or bounds of its own, and a user who switches it off."""
+    folder = with_calibration(tmp_path)
+    off = ENTROPIX.with_values({"thresholds.calibrated": False})
+    own = load_sampler(write(tmp_path, EXTENDS + "[thresholds]\nh1 = 0.2\n"))
+    document = load_sampler("document-001")
+    for sampler in (off, own, document):
+        assert calibrated(sampler, folder) == sampler
+    on = document.with_values({"thresholds.calibrated": True})
     assert calibrated(on, folder).values["thresholds.h2"] == 3.5
-
-
-def test_no_note_where_all_thresholds_are_given(tmp_path: Path) -> None:
-    given = {"thresholds.h1": 0.1, "thresholds.h2": 1.0, "thresholds.u1": 0.1, "thresholds.u2": 1.0}
-    assert calibrated(ENTROPIX.with_values(given), tmp_path).notes == ()
-    assert calibrated(ENTROPIX, tmp_path).notes != ()
-
-
-def test_a_sampler_cannot_be_changed_behind_its_checks() -> None:
-    with pytest.raises(TypeError):
-        ENTROPIX.values["base.temperature"] = 50.0  # type: ignore[index]

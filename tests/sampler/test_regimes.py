@@ -1,193 +1,120 @@
-"""The regime table at and around every bound, and the loop guard against a plain Python oracle."""
+"""Any four boxes and any point, and any history: the regime and the loop guard against oracles."""
 
-import itertools
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from entropix_jax.names import QUANTITIES, REGIMES
-from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
-from tests.support.regime_oracles import (
-    SLOTS,
-    around,
-    box_by_hand,
-    classify_each,
-    is_loop,
-    looping_each,
-)
-from tests.support.samplers import batch_of, metrics_of, params_of
+from entropix_jax.names import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.regimes import classify, is_looping
+from entropix_jax.sampler.sampler import Sampler
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings
+from tests.support import reference_branch
+from tests.support.properties import examples
+from tests.support.sampler_strategies import around, numbers, samplers
+from tests.support.samplers import batch_of, metrics_at, settings_of
 
+ROWS, SLOTS = 8, 300
+TINY = float(np.finfo(np.float32).tiny)
 
-def regimes_of(params: SamplerSettings, points: Sequence[dict[str, float]]) -> list[str]:
-    """The regimes of many points under one sampler."""
-    metrics = jax.tree.map(lambda *x: jnp.stack(x), *(metrics_of(**point) for point in points))
-    rows = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * len(points)), params)
-    return [REGIMES[i] for i in classify_each(metrics, rows)]
+classify_each = jax.jit(jax.vmap(classify))
+looping_each = jax.jit(jax.vmap(is_looping, in_axes=(0, 0, 0, None)))
 
 
-def test_conditions_on_attention() -> None:
-    """Document 002: heads that look at few keys and agree are a reason to trust the argmax."""
-    params = params_of(
-        "entropix",
-        {
-            "regimes.lelv": ["entropy < 1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
-            "regimes.hehv": ["agreement < 0.3", "varentropy > u2", "varentropy < 9"],
-        },
-    )
-    trusted = {"entropy": 0.5, "attn_entropy_norm": 0.3, "agreement": 0.9, "varentropy": 2.0}
-    divided = {"entropy": 4.0, "agreement": 0.2, "varentropy": 8.0}
-    assert regimes_of(
-        params,
-        [
-            trusted,
-            trusted | {"attn_entropy_norm": 0.5},
-            trusted | {"agreement": 0.7},
-            # The corrected one counts, also where the arms see the published one.
-            trusted | {"agreement": 0.7, "agreement_published": 0.9},
-            divided,
-            divided | {"agreement": 0.4},
-            divided | {"varentropy": 9.5},
-        ],
-    ) == ["lelv", "mid", "mid", "mid", "hehv", "mid", "mid"]
+def bound_of(sampler: Sampler, condition: str) -> np.float32:
+    bound = condition.split()[2]
+    return np.float32(sampler.values.get(f"thresholds.{bound}", bound))
 
 
-def bounds_of(values: Mapping[str, Any], quantity: str) -> list[float]:
-    conditions = [c.split() for box in REGIMES[:-1] for c in values[f"regimes.{box}"]]
-    bounds = {values.get(f"thresholds.{b}", b) for q, _, b in conditions if q == quantity}
-    return sorted(map(float, bounds))
+def regime_by_hand(sampler: Sampler, point: Mapping[str, float]) -> str:
+    """The first box all of whose written conditions hold, in float32. Boxes are open, at infinity
+    too: what is not a finite number is in none."""
+
+    def holds(condition: str) -> bool:
+        quantity, sign, _ = condition.split()
+        x, bound = np.float32(point[quantity]), bound_of(sampler, condition)
+        return bool(x < bound if sign == "<" else x > bound)
+
+    finite = all(np.isfinite(x) for x in point.values())
+    inside = (box for box in BOXES if all(map(holds, sampler.values[f"regimes.{box}"])))
+    return next(inside, "mid") if finite else "mid"
 
 
-PRINTED = {
-    "lelv": ["entropy < 0.1", "varentropy < 0.1"],
-    "helv": ["entropy > 3", "varentropy < 0.1"],
-    "lehv": ["entropy < 5", "varentropy > 5"],
-    "hehv": ["entropy > 5", "varentropy > 5"],
-}
-CALIBRATED = {
-    "lelv": ["entropy < h1", "varentropy < u1"],
-    "helv": ["entropy > h2", "varentropy < u1"],
-    "lehv": ["entropy < h2", "varentropy > u2"],
-    "hehv": ["entropy > h2", "varentropy > u2"],
-}
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Sampler], list[dict[str, float]]]:
+    """Rows with a sampler and a point each; the points are often at a bound, or next to it."""
+    chosen = [draw(samplers()) for _ in range(2)] * (ROWS // 2)
+    points = []
+    for sampler in chosen:
+        conditions = [text for box in BOXES for text in sampler.values[f"regimes.{box}"]]
+        beside = [x for text in conditions for x in around(bound_of(sampler, text))]
+        beside = [x for x in beside if x == 0 or abs(x) >= TINY]
+        values = numbers(-10, 20) | st.sampled_from((*beside, 0.0, np.inf, -np.inf, np.nan))
+        points.append({quantity: draw(values) for quantity in QUANTITIES})
+    return chosen, points
 
 
-@pytest.mark.parametrize(
-    ("preset", "boxes", "arms"),
-    [
-        ("document-000", PRINTED, ["argmax", "inject", "explore", "resample", "adaptive"]),
-        ("document-001", PRINTED, ["argmax", "inject", "explore", "resample", "adaptive"]),
-        (
-            "document-004",
-            {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]},
-            ["argmax", "inject", "branch", "backspace", "sample"],
-        ),
-        ("entropix", CALIBRATED, ["argmax", "inject", "branch", "backspace", "adaptive"]),
-    ],
-)
-def test_the_bounds_and_arms_of_the_presets(
-    preset: str, boxes: dict[str, list[str]], arms: list[str]
+@examples(100)
+@given(cases())
+def test_the_first_box_that_holds_the_point(
+    case: tuple[list[Sampler], list[dict[str, float]]],
 ) -> None:
-    values = load_sampler(preset).values
-    numbers = {
-        box: [(*c.split()[:2], _number(c.split()[2])) for c in conditions]
-        for box, conditions in boxes.items()
-    }
-    found = {
-        box: [(*c.split()[:2], _number(c.split()[2])) for c in values[f"regimes.{box}"]]
-        for box in boxes
-    }
-    assert found == numbers
-    assert [values[f"arms.{regime}"] for regime in REGIMES] == arms
-    if boxes is not PRINTED:
-        bounds = [values[f"thresholds.{name}"] for name in ("h1", "h2", "u1", "u2")]
-        assert bounds == [0.3, 2.5, 1.2, 2.5]
-        assert values["thresholds.calibrated"] is True
-
-
-def _number(bound: str) -> float | str:
-    return bound if bound.isidentifier() else float(bound)
-
-
-WITH_ATTENTION = {
-    "regimes.lelv": ["entropy < h1", "attn_entropy_norm < 0.4", "agreement > 0.8"],
-    "regimes.helv": ["entropy > h2", "varentropy < u1", "attn_entropy_norm > 0.4"],
-    "regimes.lehv": ["varentropy > u2", "agreement < 0.3", "agreement > 0.1"],
-    "regimes.hehv": ["entropy > 1", "entropy < 4", "varentropy > u1"],
-}
-
-
-def test_every_bound_of_every_row() -> None:
-    """All four quantities on, just below and just above every bound, in every combination, each
-    row of one batch by its own bounds."""
-    samplers = [
-        load_sampler("entropix"),
-        load_sampler("document-001"),
-        load_sampler("document-004").with_values({"thresholds.h1": 1.0, "thresholds.u2": 3.5}),
-        load_sampler("entropix").with_values(WITH_ATTENTION),
-        load_sampler("entropix").with_values({**WITH_ATTENTION, "thresholds.h2": 3.75}),
-    ]
-    whose, points, expected = [], [], []
-    for i, sampler in enumerate(samplers):
-        values = [
-            [*itertools.chain(*map(around, bounds_of(sampler.values, q)))] or [0.5]
-            for q in QUANTITIES
-        ]
-        for numbers in itertools.product(*values):
-            point = dict(zip(QUANTITIES, numbers, strict=True))
-            whose.append(i)
-            points.append(point)
-            expected.append(box_by_hand(sampler.values, point))
-    order = np.random.default_rng(0).permutation(len(points))
-    params = batch_of(*(params_of(sampler.name, sampler.values) for sampler in samplers))
-    rows = jax.tree.map(lambda x: x[np.array(whose)[order]], params)
-    columns = {q: np.array([p[q] for p in points], np.float32)[order] for q in QUANTITIES}
-    metrics = metrics_of()
-    metrics = replace(metrics, **dict.fromkeys(vars(metrics), jnp.zeros(len(points))))
-    metrics = replace(metrics, **{q: jnp.asarray(x) for q, x in columns.items()})
-    found = [REGIMES[i] for i in classify_each(metrics, rows).tolist()]
-    assert found == [expected[i] for i in order]
-    for i in range(len(samplers)):
-        assert {e for w, e in zip(whose, expected, strict=True) if w == i} == {*REGIMES}
+    """Each row of a batch by its own bounds."""
+    chosen, points = case
+    params = batch_of(*map(settings_of, chosen))
+    found = [REGIMES[i] for i in classify_each(metrics_at(points), params)]
+    assert found == [regime_by_hand(*pair) for pair in zip(chosen, points, strict=True)]
 
 
 # The loop guard
 
 
-def looping(rows: Sequence[tuple[Sequence[int], int]], max_period: int, repeats: int) -> list[bool]:
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Tokens, and how many of the last of them were generated; they often end in copies."""
+    few = st.integers(0, draw(st.sampled_from((1, 2, 300))))
+    start = draw(st.lists(few, min_size=1, max_size=20))
+    stretch = draw(st.lists(few, min_size=1, max_size=MAX_PERIOD + 2))
+    copies = draw(st.integers(0, (SLOTS - 64) // len(stretch)))
+    tokens = start + stretch * copies + stretch[: draw(st.integers(0, len(stretch)))]
+    if draw(st.booleans()):
+        tokens[draw(st.integers(0, len(tokens) - 1))] ^= 1
+    return tokens, draw(st.integers(0, len(tokens)))
+
+
+limits = st.integers(0, MAX_PERIOD).flatmap(
+    lambda period: st.tuples(st.just(period), st.integers(0, LOOP_WINDOW // max(period, 1)))
+)
+
+
+def looping(
+    rows: Sequence[tuple[list[int], int]], limit: tuple[int, int], junk: int = 7
+) -> list[bool]:
     """Whether each of (tokens, how many of them were generated) loops. Junk follows the tokens."""
-    history = np.full((len(rows), SLOTS), 7, np.int32)
-    for row, (tokens, _) in enumerate(rows):
-        history[row, : len(tokens)] = tokens
-    params = LoopSettings(max_period=jnp.int32(max_period), repeats=jnp.int32(repeats))
+    history = np.full((len(rows), SLOTS), junk, np.int32)
+    for row, (tokens, _) in zip(history, rows, strict=True):
+        row[: len(tokens)] = tokens
     length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
-    return [bool(x) for x in looping_each(jnp.asarray(history), length, generated, params)]
+    settings = LoopSettings(*map(jnp.int32, limit))
+    found: list[bool] = looping_each(jnp.asarray(history), length, generated, settings).tolist()
+    return found
 
 
-@pytest.mark.parametrize(("max_period", "repeats"), [(1, 2), (4, 3), (16, 4), (32, 2), (3, 85)])
-def test_loops_against_the_oracle(max_period: int, repeats: int) -> None:
-    rng = np.random.default_rng(max_period)
-    rows: list[tuple[list[int], int]] = []
-    for _ in range(400):
-        prompt = rng.integers(0, 3, rng.integers(1, 20)).tolist()
-        noise = rng.integers(0, 3, rng.integers(0, 12)).tolist()
-        period = int(rng.integers(1, min(MAX_PERIOD, max_period + 2) + 1))
-        stretch = rng.integers(0, 3, period).tolist()
-        copies = min(repeats + int(rng.integers(-1, 2)), 250 // period)
-        part = stretch[: rng.integers(0, period)]
-        text = noise + stretch * copies + part
-        if rng.random() < 0.2 and text:
-            text[int(rng.integers(0, len(text)))] ^= 1
-        rows.append((prompt + text, len(text)))
-    expected = [is_loop(tokens, number, max_period, repeats) for tokens, number in rows]
-    assert looping(rows, max_period, repeats) == expected
-    assert 20 < sum(expected) < 380
+@examples(100)
+@given(st.lists(histories(), min_size=ROWS, max_size=ROWS), limits, st.integers(0, 3))
+def test_the_loop_guard(
+    rows: list[tuple[list[int], int]], limit: tuple[int, int], junk: int
+) -> None:
+    expected = [
+        reference_branch.is_looping(tokens[len(tokens) - n :], *limit) for tokens, n in rows
+    ]
+    assert looping(rows, limit, junk) == expected
 
 
 def test_the_longest_loop() -> None:
@@ -195,4 +122,4 @@ def test_the_longest_loop() -> None:
     repeats = LOOP_WINDOW // MAX_PERIOD
     tokens = [*range(MAX_PERIOD)] * repeats
     rows = [(tokens, len(tokens)), ([99, *tokens[1:]], len(tokens))]
-    assert looping(rows, MAX_PERIOD, repeats) == [True, False]
+    assert looping(rows, (MAX_PERIOD, repeats)) == [True, False]

@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from entropix_jax.engine.decode import answer, decode, prefill
-from entropix_jax.engine.state import Recording
 from entropix_jax.names import QUANTITIES, REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import scalars
-from entropix_jax.sampler.settings import RULES, SamplerSettings
+from entropix_jax.sampler.settings import RULES
 from tests.support.samplers import (
     ARMS,
     Job,
-    batch_of,
     generate,
     other_value,
     params_of,
@@ -28,21 +26,20 @@ MODEL = tiny_model()
 BASE = Job([5, 6, 7], params_of("entropix"), budget=12)
 
 
-def programs() -> tuple[int, int]:
-    """How many programs there are for the step, and for the prompt."""
-    jitted: tuple[Any, Any] = (decode, prefill)
-    return jitted[0]._cache_size(), jitted[1]._cache_size()
+def programs(*functions: Any) -> list[int]:
+    """How many programs there are for the step, and for the prompt; or for other functions."""
+    return [function._cache_size() for function in functions or (decode, prefill)]
 
 
-@pytest.fixture(scope="module")
-def compiled() -> tuple[int, int]:
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> list[int]:
     """One program for the step and one for the prompt."""
     generate(MODEL, [BASE], rows=1)
     return programs()
 
 
-def test_nothing_is_compiled_for_another_row(compiled: tuple[int, int]) -> None:
-    """Nor for another preset, other chunks and end tokens."""
+def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
+    """Nor for another preset, other chunks and end tokens. What is static does compile."""
     deep = {"branch.depth": 32, "branch.noise": 1.0}
     for job in (
         *(replace(BASE, sampler=params_of(name)) for name in ("document-001", "mirostat")),
@@ -52,6 +49,8 @@ def test_nothing_is_compiled_for_another_row(compiled: tuple[int, int]) -> None:
     ):
         generate(MODEL, [job], chunks=(3, 1, 8), eos_ids=(17, 4), rows=1)
         assert programs() == compiled
+    start(*MODEL, [BASE], capacity=32)
+    assert programs() == [compiled[0], compiled[1] + 1]
 
 
 ENTROPIX = load_sampler("entropix").values
@@ -64,10 +63,7 @@ OTHER: dict[str, list[Any]] = {
         f"regimes.{box}": [[], [f"{quantity} > 0.5" for quantity in QUANTITIES]]
         for box in REGIMES[:-1]
     },
-    "thresholds.h1": [0.01],
-    "thresholds.h2": [3.0],
-    "thresholds.u1": [0.5],
-    "thresholds.u2": [5.0],
+    **{f"thresholds.{name}": [x] for name, x in (("h1", 0.01), ("h2", 3), ("u1", 0.5), ("u2", 5))},
     "thresholds.calibrated": [False],
     "metrics.attn_entropy": ["raw"],
     "metrics.agreement": ["published"],
@@ -79,51 +75,27 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_nothing_is_compiled_for_any_setting(compiled: tuple[int, int]) -> None:
-    """Every key that a sampler has, one after the other in the same compiled step."""
+def kinds_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), tree)
+
+
+def test_no_setting_has_a_shape_or_type_of_its_own() -> None:
+    """Every key that a sampler has: so none of them needs another program."""
     assert set(OTHER) == set(ENTROPIX)
-    config, params = MODEL
-    base = jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), params_of("entropix"))
-
-    def step(sampler: SamplerSettings) -> None:
-        decode(
-            params,
-            batch_of(sampler),
-            jnp.asarray((-1, -1), jnp.int32),
-            start(config, params, [BASE], 64),
-            jnp.int32(1),
-            config=config,
-            window=64,
-            max_steps=32,
-            recording=Recording(),
-        )
-
     for key, values in OTHER.items():
         for value in values:
             sampler = params_of("entropix", {key: value})
-            kinds = jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), sampler)
-            assert kinds == base, (key, value)
-            step(sampler)
-            assert programs() == compiled, (key, value)
-
-
-def test_the_guard_would_notice(compiled: tuple[int, int]) -> None:
-    """What is static does compile."""
-    start(*MODEL, [BASE], capacity=32)
-    assert programs() == (compiled[0], compiled[1] + 1)
+            assert kinds_of(sampler) == kinds_of(BASE.sampler), (key, value)
 
 
 def test_nothing_is_compiled_for_an_answer() -> None:
     """Whichever row waits, whatever it is told."""
-    config, params = MODEL
-    jitted: Any = answer
-    jobs = [BASE, replace(BASE, row_id="1")]
-    state = start(config, params, jobs, 64)
-    before = None
+    state = start(*MODEL, [BASE, replace(BASE, row_id="1")], 64)
+    seen = set()
     inject, branch = ARMS.index("inject"), ARMS.index("branch")
     for row, number, action, cooldown in ((0, 0, inject, 1), (1, 5, branch, 8), (0, 64, inject, 0)):
         tokens = jnp.arange(64, dtype=jnp.int32)
         values = (jnp.int32(x) for x in (number, action, cooldown))
         state = answer(state, jnp.int32(row), tokens, *values)
-        assert before in (None, jitted._cache_size())
-        before = jitted._cache_size()
+        seen.add(*programs(answer))
+    assert len(seen) == 1

@@ -11,70 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.sampler import draw
+from entropix_jax.sampler.draw import Drawn
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import TruncationSettings
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
-
-
+SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
 LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
-
-
 LLAMA3 = 128_256
 
+truncated_draw = jax.jit(draw.truncated_draw)
 
-class Oracle:
-    """What one row may draw, in float64, by sorting the vocabulary."""
 
-    def __init__(self, logits: np.ndarray, proposal: Proposal, row: int = 0) -> None:
-        # Of the proposal's own float32 numbers.
-        temperature, top_p, min_p = (
-            float(x[row]) for x in (proposal.temperature, proposal.top_p, proposal.min_p)
-        )
-        top_k = int(proposal.top_k[row])
-        logits = logits.astype(np.float64)
-        if temperature == 0:
-            temperature, top_k = 1.0, 1
-        self.order = np.lexsort((np.arange(logits.size), -logits))  # ties to the lower id
-        descending = logits[self.order]
-        mass = np.exp((descending - descending[0]) / temperature)
-        number = int(np.sum((mass >= min_p) & (descending > -np.inf)))
-        number = min(number, top_k) if top_k > 0 else number
-        self.cumulated = np.cumsum(mass[:number])
-        self.mass = mass[:number]
-        self.fewest = self.most = number
-        if top_p < 1:
-            shares = self.cumulated / self.cumulated[-1]
-            self.fewest = min(number, 1 + int(np.sum(shares < top_p - TOLERANCE)))
-            self.most = min(number, 1 + int(np.sum(shares < top_p + TOLERANCE)))
-
-    def probabilities(self) -> np.ndarray:
-        """Of the kept tokens, in order, where rounding leaves no doubt about which they are."""
-        assert self.fewest == self.most
-        return self.mass[: self.fewest] / self.cumulated[self.fewest - 1]
-
-    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> None:
-        """Raises where a row kept another set, or drew what it should not."""
-        assert self.fewest <= kept <= self.most
-        rank = np.empty(self.order.size, np.int64)
-        rank[self.order] = np.arange(rank.size)
-        drawn = rank[ids]
-        assert drawn.max() < kept
-        shares = np.concatenate([[0.0], self.cumulated[:kept] / self.cumulated[kept - 1]])
-        assert np.all(shares[drawn] <= uniforms + TOLERANCE)
-        assert np.all(shares[drawn + 1] >= uniforms - TOLERANCE)
+# Rows
 
 
 def below_one(uniforms: np.ndarray) -> np.ndarray:
     """Uniform numbers as float32, none of them rounded up to 1."""
     return np.minimum(uniforms.astype(np.float32), np.float32(LAST))
-
-
-def random_uniforms(rng: np.random.Generator, rows: int, number: int) -> np.ndarray:
-    """Uniform numbers, of which the first two of each row are the extreme ones."""
-    uniforms = below_one(rng.random((rows, number)))
-    uniforms[:, 0], uniforms[:, 1] = 0.0, LAST
-    return uniforms
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -87,22 +41,36 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
     return np.where(holes, -np.inf, logits).astype(np.float32)
 
 
-def one_against(rest: float, vocab: int = LLAMA3) -> np.ndarray:
-    """One token at 0, all others at `rest`."""
-    logits = np.full(vocab, rest)
-    logits[7] = 0.0
-    return logits
-
-
-SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
-
-
 # What a row's rule is set to: the field of its number. For mirostat it is mu, no field.
 NUMBER = {"top_n_sigma": "sigmas", "typical": "typical_mass", "eta": "eta_epsilon"}
 
 
-truncated_draw = jax.jit(draw.truncated_draw)
+def settings_of(rules: Any, numbers: Any) -> tuple[TruncationSettings, jax.Array]:
+    """`truncation` and `mu` of rows with these rules and numbers; what is not the row's is NaN."""
+    rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
 
+    def column(rule: str) -> jax.Array:
+        return jnp.asarray(np.where(rules == rule, numbers, np.nan), jnp.float32)
+
+    unused = column("none")
+    truncation = TruncationSettings(
+        rule=jnp.full(rules.size, -1, jnp.int32),  # the proposal's counts
+        **{field: column(rule) for rule, field in NUMBER.items()},
+        mirostat_target=unused,
+        mirostat_rate=unused,
+    )
+    return truncation, column("mirostat")
+
+
+def nucleus_draw(logits: Any, proposal: Proposal, uniforms: Any) -> Drawn:
+    """The draw under min-p, top-k and top-p."""
+    truncation = settings_of(["nucleus"] * logits.shape[0], np.nan)
+    return truncated_draw(jnp.asarray(logits), proposal, jnp.asarray(uniforms), *truncation)
+
+
+# Oracles. Each is given the logits of the tokens that are possible, the temperature and the rule's
+# number, and returns the key that the tokens are ordered by, lowest first, and the fewest and the
+# most that may be kept, which differ where rounding decides.
 
 Outcome = tuple[np.ndarray, int, int]
 
@@ -182,8 +150,6 @@ ORACLES: dict[str, Callable[[np.ndarray, float, float], Outcome]] = {
     "eta": eta,
     "mirostat": mirostat,
 }
-
-
 NUMBERS: dict[str, list[float]] = {
     "top_n_sigma": [0, 0.3, 1, 2.5, 10],
     "typical": [1e-6, 0.2, 0.5, 0.9, 0.95, 0.999, 1],
@@ -192,65 +158,85 @@ NUMBERS: dict[str, list[float]] = {
 }
 
 
+def nucleus(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Outcome:
+    mass = np.exp((np.sort(logits)[::-1] - logits.max()) / temperature)
+    number = int(np.sum(mass >= min_p))
+    number = min(number, top_k) if top_k > 0 else number
+    if top_p >= 1:
+        return -logits, number, number
+    cumulated = np.cumsum(mass[:number])
+    shares = cumulated / cumulated[-1]
+    fewest, most = (1 + int(np.sum(shares < top_p + e)) for e in (-TOLERANCE, TOLERANCE))
+    return -logits, min(number, fewest), min(number, most)
+
+
 @dataclass
 class Kept:
     """What one row may draw: the possible tokens in the rule's order, and how many it keeps."""
 
-    order: np.ndarray  # their ids
+    rank: np.ndarray  # of each token of the vocabulary
     key: np.ndarray
+    logits: np.ndarray
     mass: np.ndarray
     fewest: int
     most: int
-    slack: float  # tokens whose keys are this close may stand either way
+    slack: float = 0.0  # tokens whose keys are this close may stand either way
 
     @classmethod
     def of(cls, rule: str, logits: np.ndarray, temperature: float, number: float) -> Kept:
+        possible = logits[logits > -np.inf].astype(np.float64)
+        slack = 2 * SLACK if rule == "typical" else 0.0
+        outcome = ORACLES[rule](possible, temperature, number)
+        return cls._ordered(logits, temperature, outcome, slack)
+
+    @classmethod
+    def of_nucleus(cls, logits: np.ndarray, proposal: Proposal, row: int = 0) -> Kept:
+        """By the proposal's own float32 numbers."""
+        top_k = int(proposal.top_k[row])
+        temperature, top_p, min_p = (
+            float(x[row]) for x in (proposal.temperature, proposal.top_p, proposal.min_p)
+        )
+        if temperature == 0:
+            temperature, top_k = 1.0, 1
+        possible = logits[logits > -np.inf].astype(np.float64)
+        outcome = nucleus(possible, temperature, top_k, top_p, min_p)
+        return cls._ordered(logits, temperature, outcome)
+
+    @classmethod
+    def _ordered(
+        cls, logits: np.ndarray, temperature: float, outcome: Outcome, slack: float = 0.0
+    ) -> Kept:
+        key, fewest, most = outcome
         ids = np.flatnonzero(logits > -np.inf)
         possible = logits[ids].astype(np.float64)
-        key, fewest, most = ORACLES[rule](possible, temperature, number)
-        places = np.lexsort((ids, -possible, key))
+        places = np.lexsort((ids, -possible, key))  # of a tie the likelier, then the lower id
+        rank = np.full(logits.size, ids.size)
+        rank[ids[places]] = np.arange(ids.size)
         mass = softmax(possible, temperature)[places]
-        slack = 2 * SLACK if rule == "typical" else 0.0
-        return cls(ids[places], key[places], mass, fewest, most, slack)
+        return cls(rank, key[places], possible[places], mass, fewest, most, slack)
 
     def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
         """Raises where a row kept another set, or drew what it should not. False: the last token
         that is kept and the first that is not may change places, so nothing is said of draws."""
         assert self.fewest <= kept <= self.most
-        if kept < self.key.size:
-            last, beyond = self.key[kept - 1], self.key[kept]
-            near = self.key[(self.key >= last - self.slack) & (self.key <= beyond + self.slack)]
-            if 0 < beyond - last <= self.slack or (beyond == last and np.unique(near).size > 1):
+        if kept < self.key.size and self.key[kept] - self.key[kept - 1] <= self.slack:
+            low, high = self.key[kept - 1] - self.slack, self.key[kept] + self.slack
+            if np.unique(self.logits[(self.key >= low) & (self.key <= high)]).size > 1:
                 return False
-        rank = np.full(self.order.max() + 1, self.order.size)
-        rank[self.order] = np.arange(self.order.size)
-        drawn = rank[ids]
+        drawn = self.rank[ids]
         assert drawn.max() < kept
         cumulated = np.concatenate([[0.0], np.cumsum(self.mass)])
         key = self.key[drawn]
-        # Certainly before a token: clearly lower keys, and of its own key the lower ids.
-        own = np.searchsorted(self.key, key, "left"), np.searchsorted(self.key, key, "right")
+        # Certainly before a token: clearly lower keys, and of equal logits the lower ids.
+        changes = np.flatnonzero(np.diff(self.logits)) + 1
+        starts = np.concatenate([[0], changes, [self.key.size]])
+        own = np.searchsorted(starts, drawn, "right")
         before = cumulated[np.searchsorted(self.key, key - self.slack, "left")]
-        before = before + (drawn - own[0]) * self.mass[drawn]
+        before = before + (drawn - starts[own - 1]) * self.mass[drawn]
         through = cumulated[np.searchsorted(self.key, key + self.slack, "right")]
-        through = through - (own[1] - 1 - drawn) * self.mass[drawn]
+        through = through - (starts[own] - 1 - drawn) * self.mass[drawn]
         assert np.all(before / cumulated[kept] <= uniforms + TOLERANCE)
         assert np.all(through / cumulated[kept] >= uniforms - TOLERANCE)
         return True
-
-
-def settings_of(rules: Any, numbers: Any) -> tuple[TruncationSettings, jax.Array]:
-    """`truncation` and `mu` of rows with these rules and numbers; what is not the row's is NaN."""
-    rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
-
-    def column(rule: str) -> jax.Array:
-        return jnp.asarray(np.where(rules == rule, numbers, np.nan), jnp.float32)
-
-    unused = column("none")
-    truncation = TruncationSettings(
-        rule=jnp.full(rules.size, -1, jnp.int32),  # the proposal's counts
-        **{field: column(rule) for rule, field in NUMBER.items()},
-        mirostat_target=unused,
-        mirostat_rate=unused,
-    )
-    return truncation, column("mirostat")

@@ -6,16 +6,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from entropix_jax.sampler.draw import HEAD
-from tests.support.draw_oracles import LLAMA3, one_against
+from tests.support.draw_oracles import LLAMA3
 
 # Few shapes, so that few programs are compiled: the smallest, one just longer than the head, and
 # that of Llama 3.
 VOCABULARIES = {2: 8, HEAD + 1: 8, LLAMA3: 2}  # and so many rows side by side
 
-
 LEAST = 1e-30
-
-
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e4, -1e4, 3e38, -3e38, 1e-30, -1e-30, 1e-40, -1e-45, -np.inf)
 
 
@@ -42,23 +39,22 @@ def short_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
 def long_rows(draw: st.DrawFn, vocab: int) -> np.ndarray:
     """Logits of a kind: levels with ties, slopes, noise of any width, nearly all impossible."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(("levels", "slope", "noise", "one", "sparse", "far")))
     width = draw(st.sampled_from((1e-6, 1e-3, 0.1, 1.0, 4.0, 30.0)))
-    if kind == "levels":
-        levels = np.array(draw(st.lists(numbers(-20, 20), min_size=1, max_size=6)))
-        row = rng.choice(levels, size=vocab)
-    elif kind == "slope":
-        row = -width * rng.permutation(vocab) / vocab
-    elif kind == "one":
-        row = rng.permutation(
-            one_against(-draw(st.sampled_from((0.0, 1e-3, 5.0, 17.0, 95.0, 1e4))))
-        )
-        row = row if vocab == LLAMA3 else row[np.argsort(-row)][rng.permutation(vocab)]
-    else:
-        row = width * rng.normal(size=vocab)
-    if kind == "far":
-        row = row + draw(st.sampled_from((-1e4, 1e4)))
-    if kind == "sparse" or draw(st.booleans()):
+    levels = numbers(-20, 20) | st.sampled_from((0.0, -0.0, 1e4, -1e4, 3e38, -3e38))
+    kinds = {
+        "levels": lambda: rng.choice(draw(st.lists(levels, min_size=1, max_size=6)), size=vocab),
+        "slope": lambda: -width * rng.permutation(vocab) / vocab,
+        "noise": lambda: width * rng.normal(size=vocab),
+        "far": lambda: width * rng.normal(size=vocab) + draw(st.sampled_from((-1e4, 1e4))),
+        # One token at 0, all others far below it, or half of the mass.
+        "one": lambda: np.where(
+            np.arange(vocab) == rng.integers(vocab),
+            0.0,
+            -draw(st.sampled_from((0.0, 1e-3, 5.0, np.log(vocab - 1), 17.0, 95.0, 1e4))),
+        ),
+    }
+    row = kinds[draw(st.sampled_from(sorted(kinds)))]()
+    if draw(st.booleans()):
         holes = rng.random(vocab) < draw(st.sampled_from((0.1, 0.9, 0.9999, 1.0)))
         holes[rng.integers(vocab)] = False
         row = np.where(holes, -np.inf, row)

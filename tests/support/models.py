@@ -17,7 +17,7 @@ from entropix_jax.engine.state import DecodeState, Recording, StepRecord, init_s
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
-from entropix_jax.model.params import Params, param_specs
+from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.sampler.metrics import Metrics, measure
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import SamplerSettings
@@ -45,34 +45,9 @@ TINY = ModelConfig(
 )
 
 # What the published Llama-3.2-1B says of itself, value by value.
-LLAMA_3_2_1B: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_3_2_1B: Mapping[str, Any] = json.loads(
+    Path(__file__).with_name("llama_3_2_1b.json").read_text(encoding="utf-8")
+)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -82,17 +57,14 @@ def tiny_config(**changes: Any) -> ModelConfig:
 def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
     """Weights at which everything matters: unit activations, uneven norms, picky attention."""
     rng = np.random.default_rng(seed)
-    specs, tree = jax.tree.flatten(param_specs(config))
 
-    def leaf(name: str, shape: tuple[int, ...]) -> jax.Array:
-        if len(shape) == 1:
-            values = rng.uniform(0.5, 1.5, shape)
-        else:
-            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-            values = gain * rng.normal(size=shape) / np.sqrt(shape[1])
-        return jnp.asarray(values, dtype)
+    def leaf(spec: ParamSpec) -> jax.Array:
+        if len(spec.shape) == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), dtype)
+        gain = 2.0 if "q_proj" in spec.name or "k_proj" in spec.name else 1.0
+        return jnp.asarray(gain * rng.normal(size=spec.shape) / np.sqrt(spec.shape[1]), dtype)
 
-    return jax.tree.unflatten(tree, [leaf(spec.name, spec.shape) for spec in specs])
+    return jax.tree.map(leaf, param_specs(config))
 
 
 def random_tokens(config: ModelConfig, number: int, seed: int = 0) -> np.ndarray:
@@ -102,8 +74,8 @@ def random_tokens(config: ModelConfig, number: int, seed: int = 0) -> np.ndarray
 def write_config(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
     """The published file with some values changed; a value of `...` removes its key."""
     raw = {**LLAMA_3_2_1B, **(changes or {})}
-    raw = {key: value for key, value in raw.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(raw))
+    kept = {key: value for key, value in raw.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
     return folder
 
 
@@ -147,9 +119,7 @@ def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> S
     params = load_sampler(preset).settings(
         num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: list(text.encode())
     )
-    return jax.tree.map(
-        lambda leaf: jnp.broadcast_to(jnp.asarray(leaf)[None], (batch, *jnp.shape(leaf))), params
-    )
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * batch), params)
 
 
 def start(

@@ -22,16 +22,13 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 def entropy_bits(p: np.ndarray) -> float:
     """Of one distribution, over the outcomes that are possible."""
-    p = np.asarray(p, np.float64)
-    p = p[p > 0]
+    p = np.asarray(p, np.float64)[np.asarray(p) > 0]
     return float(-(p * np.log2(p)).sum())
 
 
 def varentropy_bits(p: np.ndarray) -> float:
-    p = np.asarray(p, np.float64)
-    p = p[p > 0]
-    information = -np.log2(p)
-    return float((p * (information - (p * information).sum()) ** 2).sum())
+    p = np.asarray(p, np.float64)[np.asarray(p) > 0]
+    return float((p * (-np.log2(p) - entropy_bits(p)) ** 2).sum())
 
 
 @dataclass
@@ -44,16 +41,13 @@ class Attention:
     def weights(self) -> np.ndarray:
         return np.exp(log_softmax(self.scores))
 
-    def _per_head(self, measure) -> np.ndarray:
-        return np.array([[measure(a) for a in layer] for layer in self.weights])
-
     @property
     def entropy(self) -> np.ndarray:
-        return self._per_head(entropy_bits)
+        return np.apply_along_axis(entropy_bits, -1, self.weights)
 
     @property
     def varentropy(self) -> np.ndarray:
-        return self._per_head(varentropy_bits)
+        return np.apply_along_axis(varentropy_bits, -1, self.weights)
 
     @property
     def divergence(self) -> np.ndarray:
@@ -66,24 +60,17 @@ class Attention:
 
     def metrics(self, layer_weights: np.ndarray) -> dict[str, float]:
         """The six metrics of attention, each from its definition."""
-        layers, _, n = self.scores.shape
+        n = self.scores.shape[-1]
         w = np.asarray(layer_weights, np.float64) / np.sum(layer_weights)
-        a = self.weights
+        a, e = self.weights, self.entropy
         away = np.abs(a - a.mean(axis=1, keepdims=True))  # [L, N, n]
-        e = self.entropy
         return {
-            "attn_entropy": sum(w[i] * e[i].mean() for i in range(layers)),
-            "attn_entropy_norm": sum(
-                w[i] * (e[i] / np.log2(max(n, 2))).mean() for i in range(layers)
-            ),
-            "attn_varentropy": sum(
-                w[i] * ((e[i] - e[i].mean()) ** 2).mean() for i in range(layers)
-            ),
-            "agreement": 1 - sum(w[i] * (away[i].sum(-1) / 2).mean() for i in range(layers)),
-            "agreement_published": sum(w[i] * away[i].mean() for i in range(layers)),
-            "interaction_strength": sum(
-                w[i] * np.abs(self.scores[i]).mean() for i in range(layers)
-            ),
+            "attn_entropy": w @ e.mean(axis=1),
+            "attn_entropy_norm": w @ (e / np.log2(max(n, 2))).mean(axis=1),
+            "attn_varentropy": w @ ((e - e.mean(axis=1, keepdims=True)) ** 2).mean(axis=1),
+            "agreement": 1 - w @ (away.sum(axis=2) / 2).mean(axis=1),
+            "agreement_published": w @ away.mean(axis=(1, 2)),
+            "interaction_strength": w @ self.interaction,
         }
 
 

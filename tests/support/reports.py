@@ -10,57 +10,50 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.names import REGIMES, TRACE_FORMAT
 from entropix_jax.report import page, reading
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.traces import Trace
+from tests.support.traces import Trace, record
 
 Json = dict[str, Any]
-
-
 NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
-
-
 STATIC = Path(page.__file__).parent / "static"
 
 
 def header(**changes: Any) -> Json:
-    fields: Json = {
+    return {
         "type": "header",
         "format_version": TRACE_FORMAT,
         "model": "weights/tiny",
+        "seed": 0,
         "sampler": "entropix",
         "sampler_parameters": dict(load_sampler("entropix").values),
-        "seed": 0,
         "versions": {"entropix_jax": "0.1.0", "jax": "0.10.2"},
         "backend": "cpu",
         "prompt": "Once",
         "prompt_tokens": [1, 2, 3],
+        **changes,
     }
-    return fields | changes
 
 
 def token(position: int, *, retracted: bool = False, **changes: Any) -> Json:
     """A token whose every number differs from that of any other position."""
     draw = random.Random(position * 2 + retracted)
-    numbers = {name: round(draw.uniform(0.0, 6.0), 6) for name in reading.METRICS}
     fields: Json = {
-        "row": 0,
+        **{name: round(draw.uniform(0.0, 6.0), 6) for name in reading.METRICS},
         "position": position,
-        "token_id": draw.randrange(1000),
+        "forwards": position,
         "text": f" word{position}",
+        "token_id": draw.randrange(1000),
         "regime": "mid",
         "action": "sample",
-        "top_k": 27,
-        "forwards": position,
-        "loop": False,
-        **numbers,
         "top": [(7, " word", 0.5), (8, NASTY, 0.25)],
         "layers": [[0.5, 1.5], [0.25, 2.0]],
+        "top_k": 27,
+        "loop": False,
     }
     branches = {"branches": changes.pop("branches")} if "branches" in changes else {}
-    return TokenRecord(**fields | changes).to_json(retracted=retracted) | branches
+    return record(**fields | changes).to_json(retracted=retracted) | branches
 
 
 def branching(position: int, **changes: Any) -> Json:
@@ -73,21 +66,22 @@ def branching(position: int, **changes: Any) -> Json:
 
 
 def footer(records: list[Json], **changes: Any) -> Json:
-    rows = sorted({record["row"] for record in records})
-    counts = {row: [r for r in records if r["row"] == row and r["type"] == "token"] for row in rows}
-    fields = [
+    rows: dict[int, list[Json]] = {}
+    for one in records:
+        rows.setdefault(one["row"], []).extend([one] * (one["type"] == "token"))
+    ended = [
         {
             "row": row,
-            "text": "".join(record["text"] for record in counts[row]),
+            "text": "".join(one["text"] for one in tokens),
+            "tokens": len(tokens),
             "finish_reason": "length",
-            "tokens": len(counts[row]),
             "retracted": 0,
             "forwards": 99,
         }
-        for row in rows
+        for row, tokens in sorted(rows.items())
     ]
     timings = {"first_token": 1.0, "total": 3.0}
-    return {"type": "footer", "rows": fields, "timings": timings} | changes
+    return {"type": "footer", "rows": ended, "timings": timings} | changes
 
 
 def run_of(count: int = 12, row: int = 0) -> list[Json]:

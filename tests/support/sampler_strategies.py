@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from entropix_jax.errors import UserError
@@ -20,9 +21,13 @@ def numbers(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(low, high, width=32, allow_subnormal=False)
 
 
+def around(bound: float) -> list[float]:
+    """A float32 bound and its two neighbours."""
+    middle, inf = np.float32(bound), np.float32(np.inf)
+    return [float(x) for x in (np.nextafter(middle, -inf), middle, np.nextafter(middle, inf))]
+
+
 bounds = st.sampled_from(("h1", "h2", "u1", "u2", "0", "1", "2.5")) | numbers(-1e6, 1e6).map(repr)
-
-
 conditions = st.builds(
     "{} {} {}".format, st.sampled_from(QUANTITIES), st.sampled_from("<>"), bounds
 )

@@ -1,7 +1,7 @@
 """What the tests of the sampler share: parameters, metrics, proposals, and a tiny random model."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,14 @@ import numpy as np
 
 from entropix_jax.engine.calibrated import fit_thresholds
 from entropix_jax.engine.decode import decode, prefill
-from entropix_jax.engine.state import BranchLog, DecodeState, Recording, StepRecord, init_state
+from entropix_jax.engine.state import (
+    RUNNING,
+    BranchLog,
+    DecodeState,
+    Recording,
+    StepRecord,
+    init_state,
+)
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.model.params import Params
@@ -30,15 +37,10 @@ from tests.support.models import random_params, tiny_config
 
 ARMS = [mechanism.name for mechanism in MECHANISMS]
 BATCH = 10  # rows
+CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
 EPSILON = 2.0**-7
-
-
-def calibrated(sampler: Sampler, folder: Path) -> Sampler:
-    """The sampler as it is for a model of that folder, with the thresholds that lie there alone."""
-    model: Any = SimpleNamespace(calibration_file=folder / CALIBRATION_FILE)
-    return fit_thresholds(sampler, model, "read")
 
 
 # No box holds anything: every step is MID, and MID a plain draw.
@@ -49,17 +51,28 @@ PLAIN: Mapping[str, Any] = {
 }
 
 
+def calibrated(sampler: Sampler, folder: Path) -> Sampler:
+    """The sampler as it is for a model of that folder, with the thresholds that lie there alone."""
+    model: Any = SimpleNamespace(calibration_file=folder / CALIBRATION_FILE)
+    return fit_thresholds(sampler, model, "read")
+
+
 def encode(text: str) -> list[int]:
     """A tokenizer of bytes."""
     return list(text.encode())
+
+
+def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
+    """The parameters of one row."""
+    options = {"num_layers": NUM_LAYERS, "epsilon": EPSILON, "encode": encode, **options}
+    return sampler.settings(**options)
 
 
 def params_of(
     preset: str, changes: Mapping[str, Any] | None = None, **options: Any
 ) -> SamplerSettings:
     """The parameters of one row: a preset with changes."""
-    options = {"num_layers": NUM_LAYERS, "epsilon": EPSILON, "encode": encode, **options}
-    return load_sampler(preset).with_values(changes or {}).settings(**options)
+    return settings_of(load_sampler(preset).with_values(changes or {}), **options)
 
 
 def batch_of(*rows: SamplerSettings) -> SamplerSettings:
@@ -67,25 +80,23 @@ def batch_of(*rows: SamplerSettings) -> SamplerSettings:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
-def metrics_of(**values: float) -> Metrics:
-    """One row's metrics; what is not named is 0."""
-    fields = dict.fromkeys(Metrics.__dataclass_fields__, 0.0) | values
-    return Metrics(**{name: jnp.float32(value) for name, value in fields.items()})
+def metrics_of(**values: Any) -> Metrics:
+    """One row's metrics, or those of many from equally long lists; what is not named is 0."""
+    names = [*Metrics.__dataclass_fields__]
+    columns = np.broadcast_arrays(*(values.get(name, 0.0) for name in names))
+    return Metrics(**{n: jnp.asarray(x, jnp.float32) for n, x in zip(names, columns, strict=True)})
+
+
+def metrics_at(points: Sequence[Mapping[str, float]]) -> Metrics:
+    """The metrics of a batch, from each row's."""
+    names = {name for point in points for name in point}
+    return metrics_of(**{name: [point.get(name, 0.0) for point in points] for name in names})
 
 
 def view(may: bool = True, **changes: bool) -> RowView:
     """A row that may take every action, or none, but for the changes."""
     actions = {"inject": may, "branch": may, "backspace": may} | changes
     return RowView(may={name: jnp.asarray(may) for name, may in actions.items()}, own={})
-
-
-def changed(settings: SamplerSettings, name: str, **values: Any) -> SamplerSettings:
-    """One row's settings with other values in a mechanism's section."""
-    section = settings.own[name]
-    arrays = {
-        key: np.asarray(v, np.asarray(getattr(section, key)).dtype) for key, v in values.items()
-    }
-    return replace(settings, own={**settings.own, name: replace(section, **arrays)})
 
 
 def fresh_state(batch: int, vocab_size: int) -> SamplerState:
@@ -108,19 +119,12 @@ def proposal_of(
     rule: Any = "nucleus",
 ) -> Proposal:
     """A batch of proposals from scalars and equally long lists; a rule goes by its name."""
-    rules = np.vectorize(RULES.index)(rule)
-    columns = np.broadcast_arrays(
-        *map(np.atleast_1d, (temperature, top_k, top_p, min_p, draws, rules))
-    )
-    rows = columns[0].shape[0]
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    ints = {"top_k": top_k, "draws": draws, "rule": np.vectorize(RULES.index)(rule), "action": 0}
+    rows = np.broadcast_shapes((1,), *map(np.shape, [*floats.values(), *ints.values()]))
     return Proposal(
-        action=jnp.zeros(rows, jnp.int32),
-        temperature=jnp.asarray(columns[0], jnp.float32),
-        top_k=jnp.asarray(columns[1], jnp.int32),
-        top_p=jnp.asarray(columns[2], jnp.float32),
-        min_p=jnp.asarray(columns[3], jnp.float32),
-        draws=jnp.asarray(columns[4], jnp.int32),
-        rule=jnp.asarray(columns[5], jnp.int32),
+        **{name: jnp.asarray(np.broadcast_to(x, rows), jnp.float32) for name, x in floats.items()},
+        **{name: jnp.asarray(np.broadcast_to(x, rows), jnp.int32) for name, x in ints.items()},
     )
 
 
@@ -156,21 +160,25 @@ class Job:
 
 
 @dataclass
-class Step:
-    """What was recorded of one step of one row, as plain values."""
+class Line:
+    """What one step did to one row."""
 
-    token: int
-    position: int
-    regime: str
     action: str
-    finish: int
+    regime: str
+    entropy: float
+    tokens: list[int]  # one, or a branch's
+    logprobs: list[float]
+    position: int
     forwards: int
-    record: StepRecord = field(repr=False)
+    rolled_out: int
+    finish: int
+    branching: int  # rows that branched in the same step
+    exact: tuple[Any, ...]  # all that must be the same wherever the row runs
+    numbers: np.ndarray  # and all that may differ by rounding
 
-    def numbers(self) -> np.ndarray:
-        """All floats of the record in one row."""
-        leaves = jax.tree.leaves(self.record)
-        return np.concatenate([np.ravel(x) for x in leaves if x.dtype == np.float32])
+    @property
+    def token(self) -> int:
+        return self.tokens[0]
 
 
 def start(config: ModelConfig, params: Params, jobs: Sequence[Job], capacity: int) -> DecodeState:
@@ -194,20 +202,20 @@ def generate(
     jobs: Sequence[Job],
     *,
     eos_ids: Sequence[int] = (-1, -1),
-    chunks: Sequence[int] = (32,),
-    capacity: int = 64,
-    max_steps: int = 32,
+    chunks: Iterable[int] = (32,) * 9,
     rows: int = BATCH,
-) -> list[list[Step]]:
-    """Runs a batch, `chunks` steps at a time, and returns each row's steps. Other rows fill it up
-    to `rows`: one shape, one program for all tests."""
+    look: Callable[[DecodeState], None] = lambda state: None,
+) -> list[list[Line]]:
+    """Runs rows to their ends, so many steps at a time, and looks at the state in between. Others
+    fill the batch up to `rows`: one shape, one program for all tests."""
     config, params = model
     number = len(jobs)
     jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
-    state = start(config, params, jobs, capacity)
+    state = start(config, params, jobs, CAPACITY)
     sampler = batch_of(*(job.sampler for job in jobs))
     actions = [mechanism.name for mechanism in sampler.mechanisms]
-    steps: list[list[Step]] = [[] for _ in jobs]
+    lines: list[list[Line]] = [[] for _ in jobs]
+    look(state)
     for chunk in chunks:
         state, records, log = decode(
             params,
@@ -216,59 +224,63 @@ def generate(
             state,
             jnp.int32(chunk),
             config=config,
-            window=capacity,
-            max_steps=max_steps,
+            window=CAPACITY,
+            max_steps=32,
             recording=Recording(),
         )
-        host, entries = jax.tree.map(np.asarray, (records, log))
-        for i in range(max_steps):
-            for row, taken in enumerate(steps):
-                one = jax.tree.map(lambda x, i=i, row=row: x[i, row], host)
-                if one.live:
-                    taken += _steps(one, entries, actions)
-    return steps[:number]
+        records, log = jax.device_get((records, log))
+        look(state)
+        for step, row in zip(*np.nonzero(records.live), strict=True):
+            one = jax.tree.map(lambda x, at=(step, row): x[at], records)
+            branching = int(np.sum(records.branch[step] >= 0))
+            lines[row].append(line_of(one, log, branching, actions))
+        if not np.any(state.finish == RUNNING):
+            break
+    return lines[:number]
 
 
-def tokens_of(steps: Sequence[Step]) -> list[int]:
+def line_of(
+    record: StepRecord, log: BranchLog, branching: int = 0, actions: Sequence[str] = ARMS
+) -> Line:
+    choice = record.choice
+    tokens, logprobs, rolled_out = [int(choice.token)], [float(choice.logprob)], 0
+    exact = [record.may_backspace, choice.observation.looping, choice.proposal.top_k]
+    floats = jax.tree.leaves(choice)
+    if record.branch >= 0:
+        branches, count = log.branches, int(log.committed[record.branch])
+        entry = jax.tree.map(lambda x: x[record.branch], branches)
+        rolled_out = int(entry.length.sum())
+        tokens = entry.tokens[entry.best, :count].tolist()
+        logprobs = entry.logprobs[:count].tolist()
+        exact += [entry.best, entry.ambiguous]
+        exact += [path[:n].tolist() for path, n in zip(entry.tokens, entry.length, strict=True)]
+        exact += entry.observation.regime[:count].tolist()
+        told = (entry.observation, entry.logprobs, log.sequence_varentropy[record.branch])
+        floats += [x[:count] for x in jax.tree.leaves(told)] + [entry.score]
+    action = actions[choice.proposal.action]
+    regime = REGIMES[choice.observation.regime]
+    return Line(
+        action=action,
+        regime=regime,
+        entropy=float(choice.observation.metrics.entropy),
+        tokens=tokens,
+        logprobs=logprobs,
+        position=int(record.position),
+        forwards=int(record.forwards),
+        rolled_out=rolled_out,
+        finish=int(record.finish),
+        branching=branching,
+        exact=(action, regime, tokens, record.position, record.forwards, record.finish, *exact),
+        numbers=np.concatenate([np.ravel(x) for x in floats if x.dtype == np.float32]),
+    )
+
+
+def tokens_of(lines: Sequence[Line]) -> list[int]:
     """The tokens that a row kept: one in another's place stands in it."""
     tokens: dict[int, int] = {}
-    for step in steps:
-        tokens[step.position] = step.token
+    for line in lines:
+        tokens |= dict(enumerate(line.tokens, line.position))
     return list(tokens.values())
-
-
-def _steps(record: StepRecord, log: BranchLog, actions: Sequence[str]) -> list[Step]:
-    """The token of a step, or the tokens of the branch that it committed."""
-    if record.branch < 0:
-        return [_step(record, actions)]
-    entry = jax.tree.map(lambda x: x[record.branch], replace(log, count=log.committed))
-    steps = []
-    for depth in range(int(entry.committed)):
-        branches = entry.branches
-        observation = jax.tree.map(lambda x, depth=depth: x[depth], branches.observation)
-        choice = replace(
-            record.choice,
-            token=branches.tokens[branches.best, depth],
-            logprob=branches.logprobs[depth],
-            sequence_varentropy=entry.sequence_varentropy[depth],
-            observation=observation,
-        )
-        one = replace(record, choice=choice, position=record.position + depth)
-        steps.append(_step(one, actions))
-    return steps
-
-
-def _step(record: StepRecord, actions: Sequence[str]) -> Step:
-    choice = record.choice
-    return Step(
-        token=int(choice.token),
-        position=int(record.position),
-        regime=REGIMES[choice.observation.regime],
-        action=actions[int(choice.proposal.action)],
-        finish=int(record.finish),
-        forwards=int(record.forwards),
-        record=record,
-    )
 
 
 def other_value(key: str, old: Any) -> Any:

@@ -1,36 +1,19 @@
-"""Random rows of a random model, played to their ends."""
+"""Random rows of a random model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import decode
-from entropix_jax.engine.state import RUNNING, BranchLog, DecodeState, Recording, StepRecord
-from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.settings import RULES
-from tests.support.samplers import ARMS, Job, batch_of, params_of, start, tiny_model
+from tests.support.samplers import ARMS, CAPACITY, Job, params_of, tiny_model
 
-CAPACITY = 64
-
-
-CONFIG, PARAMS = tiny_model()
+CONFIG, PARAMS = MODEL = tiny_model()
 
 
-NATURAL = {
-    "lelv": "argmax",
-    "helv": "inject",
-    "lehv": "branch",
-    "hehv": "backspace",
-    "mid": "adaptive",
-}
+NATURAL = ("argmax", "inject", "branch", "backspace", "adaptive")  # by regime
 
 
 def random_job(rng: np.random.Generator, row_id: str) -> Job:
@@ -38,17 +21,14 @@ def random_job(rng: np.random.Generator, row_id: str) -> Job:
     prompt = rng.integers(0, CONFIG.vocab_size, rng.integers(1, 26)).tolist()
     longest = CAPACITY - len(prompt)
     budget = longest if rng.random() < 0.1 else int(rng.integers(1, min(longest, 32) + 1))
-    return Job(
-        prompt,
-        params_of(
-            "entropix",
-            {**random_bounds(rng), **random_settings(rng)},
-            encode=lambda text: [int(token) for token in text.split()],
-        ),
-        budget=budget,
-        seed=int(rng.integers(3)),
-        row_id=row_id,
-    )
+    changes = {**random_bounds(rng), **random_settings(rng)}
+    sampler = params_of("entropix", changes, encode=encode_numbers)
+    return Job(prompt, sampler, budget=budget, seed=int(rng.integers(3)), row_id=row_id)
+
+
+def encode_numbers(text: str) -> list[int]:
+    """A text of token ids."""
+    return [int(token) for token in text.split()]
 
 
 def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
@@ -61,14 +41,11 @@ def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
         "hehv": [f"entropy > {h2}", f"varentropy > {u1}"],
     }
     if rng.random() < 0.3:
-        quantity, bound = (
-            ("agreement", rng.uniform(0.3, 0.7)),
-            ("attn_entropy_norm", rng.uniform(0.2, 0.8)),
-        )[int(rng.integers(2))]
-        bounds[str(rng.choice([*bounds]))].append(f"{quantity} > {bound:.3f}")
+        quantity = str(rng.choice(["agreement", "attn_entropy_norm"]))
+        bounds[str(rng.choice([*bounds]))].append(f"{quantity} > {rng.uniform(0.3, 0.7):.3f}")
     arms = {
         f"arms.{regime}": arm if rng.random() < 0.7 else str(rng.choice(ARMS))
-        for regime, arm in NATURAL.items()
+        for regime, arm in zip(REGIMES, NATURAL, strict=True)
     }
     return {f"regimes.{box}": bound for box, bound in bounds.items()} | arms
 
@@ -112,86 +89,3 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "backspace.per_position": often(2, number(0, 8)),
         "backspace.per_row": often(1000, number(0, 6)),
     }
-
-
-@dataclass
-class Line:
-    """What one step did to one row."""
-
-    action: str
-    entropy: float
-    tokens: list[int]  # one, or a branch's
-    logprobs: list[float]
-    position: int
-    forwards: int
-    rolled_out: int
-    finish: int
-    branching: int  # rows that branched in the same step
-    exact: tuple[Any, ...]  # all that must be the same wherever the row runs
-    numbers: np.ndarray  # and all that may differ by rounding
-
-
-def play(
-    jobs: Sequence[Job],
-    ends: Sequence[int],
-    chunks: Iterator[int],
-    look: Callable[[DecodeState], None] = lambda state: None,
-    params: Params = PARAMS,
-) -> list[list[Line]]:
-    """Runs rows to their ends, some steps at a time, and looks at the state in between."""
-    state = start(CONFIG, params, jobs, CAPACITY)
-    sampler = batch_of(*(job.sampler for job in jobs))
-    lines: list[list[Line]] = [[] for _ in jobs]
-    look(state)
-    while np.any(state.finish == RUNNING):
-        state, records, log = decode(
-            params,
-            sampler,
-            jnp.asarray(ends, jnp.int32),
-            state,
-            jnp.int32(next(chunks)),
-            config=CONFIG,
-            window=CAPACITY,
-            max_steps=32,
-            recording=Recording(),
-        )
-        records, log = jax.device_get((records, log))
-        look(state)
-        for step, row in zip(*np.nonzero(records.live), strict=True):
-            one = jax.tree.map(lambda x, at=(step, row): x[at], records)
-            branching = int(np.sum(records.branch[step] >= 0))
-            lines[row].append(line_of(one, log, branching))
-    return lines
-
-
-def line_of(record: StepRecord, log: BranchLog, branching: int) -> Line:
-    choice = record.choice
-    tokens, logprobs, rolled_out = [int(choice.token)], [float(choice.logprob)], 0
-    exact = [record.may_backspace, choice.observation.looping, choice.proposal.top_k]
-    floats = jax.tree.leaves(choice)
-    if record.branch >= 0:
-        branches, count = log.branches, int(log.committed[record.branch])
-        entry = jax.tree.map(lambda x: x[record.branch], branches)
-        rolled_out = int(entry.length.sum())
-        tokens = entry.tokens[entry.best, :count].tolist()
-        logprobs = entry.logprobs[:count].tolist()
-        exact += [entry.best, entry.ambiguous]
-        exact += [path[:n].tolist() for path, n in zip(entry.tokens, entry.length, strict=True)]
-        exact += entry.observation.regime[:count].tolist()
-        told = (entry.observation, entry.logprobs, log.sequence_varentropy[record.branch])
-        floats += [x[:count] for x in jax.tree.leaves(told)] + [entry.score]
-    action = ACTIONS[choice.proposal.action]
-    regime = REGIMES[choice.observation.regime]
-    return Line(
-        action=action,
-        entropy=float(choice.observation.metrics.entropy),
-        tokens=tokens,
-        logprobs=logprobs,
-        position=int(record.position),
-        forwards=int(record.forwards),
-        rolled_out=rolled_out,
-        finish=int(record.finish),
-        branching=branching,
-        exact=(action, regime, tokens, record.position, record.forwards, record.finish, *exact),
-        numbers=np.concatenate([np.ravel(x) for x in floats if x.dtype == np.float32]),
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,38 +13,33 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.state import Rows
-from entropix_jax.sampler.step import Choice, choose
+from entropix_jax.sampler.step import choose
 from tests.support.samplers import attn_stats, batch_of, fresh_state, params_of
 
 VOCAB = 128
-
-
 SLOTS = 96
-
-
 PROMPT = 4
-
 
 choose_jit = jax.jit(choose)
 
 
 def rows_of(
-    batch: int,
-    history: Sequence[int] = (1, 2, 3, 4),
-    *,
+    *histories: Sequence[int],
     generated: int = 0,
     remaining: int = 50,
-    seed: int = 0,
     asks: bool = False,
+    ahead: Sequence[int] = (),
 ) -> Rows:
-    """Rows that hold the same tokens under different ids. Junk follows the tokens."""
+    """Rows that hold these tokens under different ids. Tokens that are ahead follow, then junk."""
+    batch = len(histories)
     slots = np.full((batch, SLOTS), VOCAB - 1, np.int32)
-    slots[:, : len(history)] = history
+    for row, history in zip(slots, histories, strict=True):
+        row[: len(history) + len(ahead)] = [*history, *ahead]
     return Rows(
         running=jnp.ones(batch, bool),
-        keys=jnp.asarray(np.stack([row_key(seed, str(i)) for i in range(batch)])),
+        keys=jnp.asarray(np.stack([row_key(0, str(i)) for i in range(batch)])),
         history=jnp.asarray(slots),
-        length=jnp.full(batch, len(history), jnp.int32),
+        length=jnp.asarray([len(history) for history in histories], jnp.int32),
         generated=jnp.full(batch, generated, jnp.int32),
         remaining=jnp.full(batch, remaining, jnp.int32),
         asks=jnp.full(batch, asks),
@@ -73,12 +67,8 @@ def logits_for(regime: str, top: int = 9) -> np.ndarray:
     elif regime == "hehv":
         logits[:], logits[top] = 0, 3.0
     else:
-        logits[[top, top + 1, top + 2, top + 3]] = 0
+        logits[top : top + 4] = 0
     return logits
-
-
-# The arms of documents 000 and 001: what follows is about thoughts.
-DRAWING: Mapping[str, Any] = {"arms.lehv": "explore", "arms.hehv": "resample"}
 
 
 class Play:
@@ -86,39 +76,33 @@ class Play:
 
     def __init__(self, *, budget: int = 60, **changes: Any) -> None:
         settings = {key.replace("__", "."): value for key, value in changes.items()}
-        settings = {**BOUNDS, **DRAWING, "loop.max_period": 0, **settings}
-        self.sampler = batch_of(params_of("entropix", settings))
+        # The arms of documents 000 and 001: it is about thoughts.
+        drawing = {"arms.lehv": "explore", "arms.hehv": "resample", "loop.max_period": 0}
+        self.sampler = batch_of(params_of("entropix", {**BOUNDS, **drawing, **settings}))
         self.budget = budget
         self.tokens = list(range(1, 1 + PROMPT))
         self.ahead: list[int] = []  # what stands in the history past the tokens
         self.state = fresh_state(1, VOCAB)
-        self.actions: list[str] = []
-        self.regimes: list[str] = []
-        self.choices: list[Choice] = []
 
-    def play(self, script: str, top: int = 9) -> str:
+    def play(self, script: str) -> str:
         """Steps in the regimes of a script (l LELV, h HELV, e LEHV, r HEHV, m MID). Returns the
         actions: i inject, a argmax, s sample, and so on by first letters (d: adaptive)."""
-        names = {"l": "lelv", "h": "helv", "e": "lehv", "r": "hehv", "m": "mid"}
-        before = len(self.actions)
-        for letter in script:
-            generated = len(self.tokens) - PROMPT
-            history = [*self.tokens, *self.ahead]
-            rows = rows_of(1, history, generated=generated, remaining=self.budget - generated)
-            rows = replace(rows, length=jnp.full_like(rows.length, len(self.tokens)))
-            logits = jnp.asarray(logits_for(names[letter], top))[None]
-            # Attention statistics with E = 2 bits over 16 keys: normalised 0.5.
+        actions = ""
+        for regime in (REGIMES["lherm".index(letter)] for letter in script):
+            done = len(self.tokens) - PROMPT
+            rows = rows_of(
+                self.tokens, generated=done, remaining=self.budget - done, ahead=self.ahead
+            )
+            logits = jnp.asarray(logits_for(regime))[None]
             choice, step, self.state = choose_jit(
-                logits, attn_stats(1, entropy=2.0), self.sampler, self.state, rows
+                logits, attn_stats(1), self.sampler, self.state, rows
             )
             self.tokens.append(int(choice.token[0]))
             queued, length = int(self.state.tally.queued[0]), len(self.tokens)
             self.ahead = step.rows.history[0, length : length + queued].tolist()
-            self.actions.append(ACTIONS[int(choice.proposal.action[0])])
-            self.regimes.append(REGIMES[int(choice.observation.regime[0])])
-            self.choices.append(choice)
-        letters = {"adaptive": "d"}
-        return "".join(letters.get(action, action[0]) for action in self.actions[before:])
+            action = ACTIONS[int(choice.proposal.action[0])]
+            actions += "d" if action == "adaptive" else action[0]
+        return actions
 
     @property
     def generated(self) -> list[int]:

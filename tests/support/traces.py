@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ def load_trace(path: Path) -> Trace:
     return Trace(reader.header, tokens, reader.footer, reader.torn)
 
 
+Json = dict[str, Any]
 OPTIONAL = {"top", "branches", "layers", "ambiguous"}
 
 
@@ -37,10 +38,7 @@ def record(**changes: object) -> TokenRecord:
 
 
 def token(regime: str, action: str = "sample") -> TokenRecord:
-    return replace(record(), regime=regime, action=action)
-
-
-Json = dict[str, Any]
+    return record(regime=regime, action=action)
 
 
 def read_trace(path: Path) -> list[Json]:
