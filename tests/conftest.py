@@ -287,3 +287,11 @@ def forget_programs() -> Iterator[None]:
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The embedded model."""
+    from entropix_jax.model.loading import load
+
+    return load("tiny")

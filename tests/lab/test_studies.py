@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import platform
 import re
-import shutil
 import signal
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -30,10 +26,10 @@ from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import encode_prompt
-from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
-from entropix_jax.lab import ablate, command, evaluate, study, trials
+from entropix_jax.lab import ablate, command, evaluate, study
 from entropix_jax.lab.plots import draw_plots
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tables import COLUMNS
@@ -117,11 +113,6 @@ def write_sweep(folder: Path, text: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> LanguageModel:
-    return load("tiny")
-
-
-@pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model") / "small"))
 
@@ -136,6 +127,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.out == (output / "summary.md").read_text().partition("\n![")[0] + "\n"
     assert "tuning: 6 rows" in result.err.splitlines()
     return output
+
+
+def item_of(row: dict[str, str]) -> tuple[Task, Item]:
+    task = find_task(row["task"])
+    (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
+    return task, item
 
 
 def chosen_samplers(done: Path) -> dict[str, Any]:
@@ -166,7 +163,7 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
         for seed in SEEDS
     ]
     assert {row["sampler"] for row in rows} == {"temperature", "entropix", "top-p"}
-    assert len({row["text"] for row in rows}) > 4
+    assert {float(row["score"]) for row in rows} == {0.0, 1.0}
     table = parquet.read_table(done / "results.parquet")
     assert {name: str(table.schema.field(name).type) for name in table.column_names} == {
         name: kind.replace("float64", "double") for name, kind in COLUMNS.items()
@@ -177,41 +174,22 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
     ]
 
 
-def test_counts_add_up_and_scores_are_the_tasks(done: Path) -> None:
-    scores = set()
-    for row in read_rows(done):
-        task = find_task(row["task"])
-        (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
-        answer = task.extract(item, row["text"])
-        assert (row["answer"], row["expected"]) == (answer or "", item.answer)
-        assert float(row["score"]) == task.score(item, answer)
-        scores.add(float(row["score"]))
-        tokens = int(row["tokens"])
-        assert 0 < tokens <= 14
-        assert tokens == sum(int(row[f"regime_{regime}"]) for regime in REGIMES)
-        assert tokens == sum(int(row[f"action_{action}"]) for action in ACTIONS)
-        assert int(row["forwards"]) >= tokens - 1
-        if row["sampler"] != "entropix":
-            assert (int(row["forwards"]), row["retracted"]) == (tokens - 1, "0")
-    assert scores == {0.0, 1.0}
-
-
 def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -> None:
     samplers = chosen_samplers(done)
     for row in read_rows(done)[::2]:
-        task = find_task(row["task"])
-        (item,) = (one for one in task.items("test", chat=True) if one.id == row["item"])
+        task, item = item_of(row)
         request = Spec(encode_prompt(tiny, item.prompt, chat=True), f"{task.name}/{item.id}", 14)
         sampler, seed = samplers[row["setting"]], int(row["seed"])
         (alone,) = run_specs(tiny, [request], sampler, seed=seed, turn_end=True).run()
+        answer = task.extract(item, alone.text)
+        assert (row["answer"], row["expected"]) == (answer or "", item.answer)
+        assert float(row["score"]) == task.score(item, answer)
         expected = alone.to_json()
-        assert (row["text"], row["finish_reason"]) == (expected["text"], expected["finish_reason"])
-        for name in ("tokens", "forwards", "retracted"):
-            assert int(row[name]) == expected[name]
-        for regime in REGIMES:
-            assert int(row[f"regime_{regime}"]) == expected["regimes"][regime]
-        for action in ACTIONS:
-            assert int(row[f"action_{action}"]) == expected["actions"].get(action, 0)
+        wanted = {name: expected[name] for name in ("tokens", "forwards", "retracted")}
+        wanted |= {f"regime_{regime}": expected["regimes"][regime] for regime in REGIMES}
+        wanted |= {f"action_{action}": expected["actions"].get(action, 0) for action in ACTIONS}
+        assert {name: int(row[name]) for name in wanted} == wanted
+        assert (row["text"], row["finish_reason"]) == (alone.text, alone.finish_reason)
         # Other shapes round differently in the last digits.
         for column, value in (
             ("mean_entropy", np.mean([token.entropy for token in alone.tokens])),
@@ -310,31 +288,26 @@ def test_shares_of_the_summary(done: Path) -> None:
     actions = sorted(a for a in ACTIONS if any(row[f"action_{a}"] != "0" for row in table.rows))
     reasons = sorted({row["finish_reason"] for row in table.rows})
     regimes, acts = section(done, "Regimes"), section(done, "Actions")
+    texts = section(done, "Texts")
     for name, regime_line, action_line, text_line in zip(
-        SETTINGS, regimes, acts, section(done, "Texts"), strict=True
+        SETTINGS, regimes, acts, texts, strict=True
     ):
         own = table.of(name)
-        totals = {key: table.array(name, key).sum() for key in ("tokens", "forwards")}
+        tokens, forwards = (table.array(name, key).sum() for key in ("tokens", "forwards"))
 
-        def share(column: str, name: str = name, tokens: float = totals["tokens"]) -> str:
+        def share(column: str, name: str = name, tokens: float = tokens) -> str:
             return f"{100 * table.array(name, column).sum() / tokens:.1f} %"
 
-        assert regime_line == [
-            name,
-            f"{totals['tokens']:.0f}",
-            *(share(f"regime_{r}") for r in REGIMES),
-        ]
-        cost = f"{totals['forwards'] / totals['tokens']:.2f}"
+        assert regime_line == [name, f"{tokens:.0f}", *(share(f"regime_{r}") for r in REGIMES)]
         shares = [share(f"action_{action}") for action in actions]
-        assert action_line == [name, *shares, share("retracted"), cost]
+        assert action_line == [name, *shares, share("retracted"), f"{forwards / tokens:.2f}"]
         ends = [sum(row["finish_reason"] == reason for row in own) for reason in reasons]
         measures = [
             f"{np.mean([float(row[column]) for row in own if row[column]]):.3f}"
             for column in ("perplexity", "distinct_1", "distinct_2", "repetition")
         ]
-        length = f"{totals['tokens'] / len(own):.1f}"
         shares = [f"{100 * number / len(own):.1f} %" for number in ends]
-        assert text_line == [name, length, *shares, *measures]
+        assert text_line == [name, f"{tokens / len(own):.1f}", *shares, *measures]
 
 
 def test_predictors_of_the_summary(done: Path) -> None:
@@ -379,19 +352,14 @@ def test_the_tuned_candidate_is_the_best_one(done: Path) -> None:
 def test_the_environment_and_the_samplers_are_recorded(done: Path, tiny: LanguageModel) -> None:
     about = json.loads((done / "study.json").read_text())
     assert about["versions"]["jax"] == jax.__version__
-    assert about["versions"]["python"] == platform.python_version()
-    assert platform.machine() in about["hardware"]
-    assert (about["seeds"], about["rows"]) == ([*SEEDS], len(read_rows(done)) == 36 and 36)
-    assert {*about} >= {"commit", "model", "precision", "split", "tasks", "description"}
+    assert (about["seeds"], about["rows"]) == ([*SEEDS], 36)
+    keys = {"commit", "model", "precision", "split", "tasks", "description", "hardware"}
+    assert {*about} >= keys
     assert [*about["settings"]] == [*SETTINGS]
     for name, sampler in chosen_samplers(done).items():
         values = dict(calibrate_sampler(sampler, tiny).values)
         assert about["settings"][name]["parameters"] == json.loads(json.dumps(values))
         assert about["settings"][name]["sampler"] == sampler.name
-    # A user's task code is part of the identity, the package's own is not.
-    identity = json.loads((done / "test.jsonl.run.json").read_text())["identity"]
-    assert identity["tasks"] == ["sums", "facts"]
-    assert "task_code" not in identity
 
 
 # Plots
@@ -401,10 +369,6 @@ def test_plots(done: Path, tmp_path: Path) -> None:
     names = {"scores", "regimes", "reliability", "truth"}
     files = {path.name for path in (done / "plots").iterdir()}
     assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
-    for name in names:
-        png, svg = (done / "plots" / f"{name}.{suffix}" for suffix in ("png", "svg"))
-        assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     page = (done / "summary.md").read_text()
     assert {*re.findall(r"!\[.*?\]\(plots/(.*?)\.png\)", page)} == names
     (tmp_path / "plots").write_text("not a folder")
@@ -595,15 +559,19 @@ def test_a_folder_belongs_to_one_study(small: str, words: Path, tmp_path: Path) 
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
-def test_the_documented_task(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_documented_task_and_the_name_of_the_model(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub snapshot's folder is named by a hash: results have the name that was given."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     blocks = [re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages]
     (code,) = (block for page in blocks for block in page if "CAPITALS" in block)
     (tmp_path / "my_task.py").write_text(code)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "resolve_model", lambda model: Path(small))
     succeed(
         *(evaluate, "--task", "my_task.py:CAPITALS", "--tune", 2, "--seeds", 1),
-        *("--sampler", "greedy", "top-p", "--model", small, "--output", "out"),
+        *("--sampler", "greedy", "top-p", "--model", "owner/Model-1B", "--output", "out"),
     )
     found = [(row["item"], row["setting"], row["expected"]) for row in read_rows(tmp_path / "out")]
     assert found == [
@@ -613,83 +581,30 @@ def test_the_documented_task(small: str, tmp_path: Path, monkeypatch: pytest.Mon
     ]
     tuning = section(tmp_path / "out", "Tuning")
     assert [line[:2] for line in tuning] == [["greedy", "1"], ["top-p", "2"]]
-
-
-@pytest.mark.parametrize(("given", "name"), [("owner/Model-1B", "owner/Model-1B"), (".", "small")])
-def test_results_name_the_model_as_given(
-    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
-) -> None:
-    """A hub snapshot's folder is named by a hash."""
-    monkeypatch.chdir(small)
-    monkeypatch.setattr(command, "resolve_model", lambda model: Path(small))
-    succeed(
-        *(evaluate, "--task", "sums", "--sampler", "greedy", "--items", 1, "--seeds", 1),
-        *("--max-new-tokens", 2, "--model", given, "--output", tmp_path / "out"),
-    )
     about = json.loads((tmp_path / "out" / "study.json").read_text())
-    assert about["model"] == f"{name} ({fingerprint(Path(small))})"
-
-
-def test_a_rows_time_starts_with_its_slot(
-    tiny: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Waiting:
-        steps, used = 1, 1.0
-
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def check(self, request: Request) -> None: ...
-
-        def run(self, requests: Iterable[Request]) -> Iterator[Event]:
-            waiting = list(requests)
-            time.sleep(0.2)
-            for request in waiting:
-                row = Row(request, finish_reason="eos", started=time.perf_counter())
-                yield Event(row, None, (), retracted=False)
-
-    monkeypatch.setattr(trials, "Engine", Waiting)
-    output = tmp_path / "out"
-    succeed(evaluate, "--task", "sums", "--sampler", "greedy", "--items", 2, "--output", output)
-    assert max(float(row["seconds"]) for row in read_rows(output)) < 0.2
+    assert about["model"] == f"owner/Model-1B ({fingerprint(Path(small))})"
 
 
 # Bad input
 
 MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
-    (evaluate, {"--task": "sum"}, "no task 'sum', did you mean 'sums'"),
-    (evaluate, {"--task": "own.py:NO"}, "own.py has no 'NO'"),
     (evaluate, {"--task": "own.py:RAISES"}, "item 'test 0': extract failed: ValueError: one two"),
     (evaluate, {"--task": ("own.py:WORDS", "own.py:LONG")}, "two tasks are called 'words'"),
     (evaluate, {"--task": "gsm8k:g.jsonl", "--tune": 2}, "tuning needs a second file"),
-    (evaluate, {"--sampler": "gredy"}, "no sampler preset 'gredy'"),
     (evaluate, {"--sampler": ("own.toml", "./own.toml")}, "two settings are called 'own'"),
     (evaluate, {"--sampler": ("own.toml", "./own.toml"), "--tune": 2}, "two are called 'own'"),
     (evaluate, {"--sampler": "long.toml"}, "setting 'long': sampler 'long': metrics.layers has 7"),
     (evaluate, {"--items": -1}, "--items must be at least 0, not -1"),
-    (evaluate, {"--seeds": 0}, "--seeds must be at least 1, not 0"),
-    (evaluate, {"--tune": -1}, "--tune must be at least 0, not -1"),
-    (evaluate, {"--tune-items": 0}, "--tune-items must be at least 1, not 0"),
-    (evaluate, {"--max-new-tokens": 0}, "--max-new-tokens must be at least 1, not 0"),
-    (evaluate, {"--slots": 0}, "--slots must be at least 1, not 0"),
     (evaluate, {"--output": "own.py"}, "own.py: the folder cannot be created: File exists"),
     (evaluate, {"--output": "taken"}, "taken/test.jsonl: "),
-    (evaluate, {"--model": "no/such/model/folder"}, "no/such/model/folder"),
     (ablate, {"": "own"}, "no sweep 'own'"),
-    (ablate, {"": "own.toml"}, "own.toml: no key 'extends'"),
     (ablate, {"--items": 3}, "--items"),
 ]
 
 
-@pytest.mark.parametrize(("module", "changes", "reason"), MISTAKES, ids=[m[2] for m in MISTAKES])
-def test_mistakes_are_one_line(
-    small: str,
-    words: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType,
-    changes: dict[str, Any],
-    reason: str,
-) -> None:
+@pytest.fixture
+def scene(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, with what the mistakes name."""
     (tmp_path / "own.toml").write_text('extends = "greedy"\n')
     layers = "metrics.layers = [1, 1, 1, 1, 1, 1, 1]"
     (tmp_path / "long.toml").write_text(f'extends = "greedy"\n{layers}\n')
@@ -697,6 +612,12 @@ def test_mistakes_are_one_line(
     (tmp_path / "taken" / "test.jsonl").mkdir(parents=True)
     write_sweep(tmp_path, "tasks = ['own.py:WORDS']\nbase = 'greedy'\n")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("module", "changes", "reason"), MISTAKES, ids=[m[2] for m in MISTAKES])
+def test_mistakes_are_one_line(
+    small: str, scene: None, module: ModuleType, changes: dict[str, Any], reason: str
+) -> None:
     given: dict[str, Any] = {"--output": "out", "--model": small, "--slots": 4}
     if module is evaluate:
         given |= {"--task": "own.py:WORDS", "--sampler": "greedy", "--items": 2, "--seeds": 1}
@@ -710,30 +631,14 @@ def test_mistakes_are_one_line(
         if word != ""
     ]
     assert reason in refusal(run(module, *arguments))
-    assert not (tmp_path / "out" / "summary.md").exists()
+    assert not Path("out/summary.md").exists()
 
 
-def fail(error: BaseException) -> Any:
-    raise error
-
-
-def invalid_task(**members: Any) -> Task:
-    """A task of one item, with some members replaced."""
-    plain: dict[str, Any] = {
-        "name": "words",
-        "chat": False,
-        "items": lambda self, split, *, chat: iter([Item("a", "Berlin", "Berlin")]),
-        "extract": lambda self, item, text: text,
-    }
-    task: Task = type("Words", (Task,), plain | members)()
-    return task
-
-
-def yields(*items: Any) -> dict[str, Any]:
+def made(*items: Any) -> dict[str, Any]:
     return {"items": lambda self, split, *, chat: iter(items)}
 
 
-def breaks(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
+def failing(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
     yield Item("a", "Berlin", "")
     raise KeyError("gone")
 
@@ -742,37 +647,37 @@ def breaks(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
     ("members", "reason"),
     [
         ({"items": lambda self, split, *, chat: None}, "items failed: TypeError: 'NoneType'"),
-        ({"items": breaks}, "item 2 of 'test': items failed: KeyError: 'gone'"),
-        (yields(), "no items in its split 'test'"),
-        (yields(("a", "Berlin", "")), "items returned ('a', 'Berlin', ''), not an Item"),
-        (yields(Item("a", "1 +", 2)), "item 'a': the answer must be text, not 2"),  # type: ignore[arg-type]
-        (yields(Item("a", 5, "")), "item 'a': the prompt must be text or messages, not 5"),  # type: ignore[arg-type]
-        (yields(Item(1, "Rome", "")), "item 1: an item's id must be text"),  # type: ignore[arg-type]
-        (yields(*2 * [Item("a", "Rome", "")]), "item 'a': an item's id must be text and unique"),
-        (yields(Item("b", "", "")), "item 'b': the prompt is empty"),
+        ({"items": failing}, "item 2 of 'test': items failed: KeyError: 'gone'"),
+        (made(), "no items in its split 'test'"),
+        (made(("a", "Berlin", "")), "items returned ('a', 'Berlin', ''), not an Item"),
+        (made(Item("a", "1 +", 2)), "item 'a': the answer must be text, not 2"),  # type: ignore[arg-type]
+        (made(Item("a", 5, "")), "item 'a': the prompt must be text or messages, not 5"),  # type: ignore[arg-type]
+        (made(Item(1, "Rome", "")), "item 1: an item's id must be text"),  # type: ignore[arg-type]
+        (made(*2 * [Item("a", "Rome", "")]), "item 'a': an item's id must be text and unique"),
+        (made(Item("b", "", "")), "item 'b': the prompt is empty"),
         ({"stop": "end"}, "stop = 'end': must be a tuple of texts"),
         *(
             ({"max_new_tokens": n}, f"max_new_tokens = {n!r}: must be an integer > 0")
-            for n in (None, "20", -3, 2.5, True)
+            for n in (None, -3, 2.5, True)
         ),
         ({"extract": lambda *_: 5}, "item 'a': extract returned 5, not text or None"),
         ({"score": lambda *_: float("inf")}, "item 'a': score returned inf, not a finite number"),
-        ({"score": lambda *_: None}, "item 'a': score returned None, not a finite"),
         ({"score": lambda *_: "0.5"}, "item 'a': score returned '0.5', not a finite number"),
         ({"score": lambda *_: float("nan")}, "score returned nan: samplers cannot be tuned by it"),
-        ({"score": lambda *_: fail(ZeroDivisionError())}, "item 'a': score failed: ZeroDivision"),
+        ({"score": lambda *_: 1 / 0}, "item 'a': score failed: ZeroDivision"),
     ],
 )
 def test_errors_of_a_users_task_are_one_line(
     tiny: LanguageModel, members: dict[str, Any], reason: str
 ) -> None:
-    task = invalid_task(**members)
-    setting, request = Setting("greedy", load_sampler("greedy")), unrun()
+    plain = {"name": "words", "chat": False, "extract": lambda self, item, text: text}
+    plain |= made(Item("a", "Berlin", "Berlin"))
+    task: Task = type("Words", (Task,), plain | members)()
+    setting, row = Setting("greedy", load_sampler("greedy")), Row(unrun(), text="x")
 
     def score_all() -> None:
         for question in read_questions(tiny, task, "test", 0):
-            trial = Trial(0, TUNING, question, setting, 0)
-            make_result(trial, Row(request, text="x", finish_reason="eos"), 0.0)
+            make_result(Trial(0, TUNING, question, setting, 0), row, 0.0)
 
     with pytest.raises(UserError) as caught:
         score_all()
@@ -785,16 +690,8 @@ def test_errors_of_a_users_task_are_one_line(
 # Resuming
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
-)
 def test_an_interrupted_study_continues(
-    small: str,
-    words: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    status: int,
+    small: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted once in each phase, it ends with the results of an uninterrupted one."""
     text = "tasks = ['own.py:WORDS']\nitems = 0\nseeds = [0, 1]\nmax_new_tokens = 6\n"
@@ -804,17 +701,18 @@ def test_an_interrupted_study_continues(
     options = ("--model", small, "--slots", 4)
     succeed(ablate, sweep, "--output", whole, *options)
     write, written = Store.write, 0
+    signals = {5: signal.SIGINT, 30: signal.SIGTERM}  # after how many rows
 
     def interrupt(*arguments: Any) -> None:
         nonlocal written
         write(*arguments)
         written += 1
-        if written in (5, 30):
-            signal.raise_signal(number)
+        if written in signals:
+            signal.raise_signal(signals[written])
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "write", interrupt)
-        for phase in ("tuning", "test"):
+        for phase, status in (("tuning", 130), ("test", 143)):
             result = run(ablate, sweep, "--output", output, *options)
             assert (result.status, result.out) == (status, "")
             assert f"{phase}: " in result.err
@@ -867,20 +765,17 @@ def test_entropy_against_the_truth(tiny: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram"])
-def test_other_vocabularies_have_no_truth(small: str, tmp_path: Path, kind: str) -> None:
-    foreign = tmp_path / "foreign"
-    shutil.copytree(small, foreign)
-    path = foreign / "tokenizer.json"
+def test_other_vocabularies_have_no_truth(tmp_path: Path, kind: str) -> None:
+    folder = write_model(tmp_path / "foreign")
+    path = folder / "tokenizer.json"
     raw = json.loads(path.read_text())
-    vocabulary = raw["model"]["vocab"]
+    words = [f"x{word}" for word in raw["model"]["vocab"]]
     if kind == "BPE":
-        others = {f"x{word}": number for word, number in vocabulary.items()}
-        raw["model"] |= {"vocab": others, "merges": []}
+        raw["model"] |= {"vocab": {word: i for i, word in enumerate(words)}, "merges": []}
     else:
-        pieces = [[word, -1.0] for word in sorted(vocabulary, key=vocabulary.__getitem__)]
-        raw["model"] = {"type": kind, "unk_id": 0, "vocab": pieces}
+        raw["model"] = {"type": kind, "unk_id": 0, "vocab": [[word, -1.0] for word in words]}
     path.write_text(json.dumps(raw))
-    model = load(str(foreign))
-    with pytest.raises(UserError, match=f"{foreign}: not a model of the tiny world"):
+    model = load(str(folder))
+    with pytest.raises(UserError, match=f"{folder}: not a model of the tiny world"):
         compare_with_truth(model, calibrated(model), texts=1)
     assert not has_world_vocabulary(model)
