@@ -31,6 +31,7 @@ from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
 from entropix_jax.lab import ablate, command, evaluate, study
 from entropix_jax.lab.plots import draw_plots
+from entropix_jax.lab.statistics import Bootstrap, Interval
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tables import COLUMNS
 from entropix_jax.lab.tasks.registry import find_task
@@ -199,7 +200,7 @@ def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -
             assert float(row[column]) == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
-# The summary, computed again from the table in float64
+# The summary, computed again from the table
 
 
 class Table:
@@ -211,12 +212,7 @@ class Table:
         items = list(dict.fromkeys((row["task"], row["item"]) for row in self.rows))
         self.strata = np.array([self.tasks.index(task) for task, _ in items])
         self.shape = (len(items), len(SEEDS))
-        rng, parts = np.random.default_rng(0), []
-        for task in range(len(self.tasks)):
-            size = int((self.strata == task).sum())
-            drawn = rng.multinomial(size, [1 / size] * size, 10_000)
-            parts.append(drawn / size / len(self.tasks))
-        self.weights = np.concatenate(parts, axis=1)  # of the study's resamples, [10,000, items]
+        self.bootstrap = Bootstrap(self.strata.tolist())
 
     def of(self, setting: str) -> list[dict[str, str]]:
         return [row for row in self.rows if row["setting"] == setting]
@@ -237,50 +233,30 @@ class Table:
             scores.append(np.mean(found))
         return np.array(scores)
 
-    def interval(self, values: np.ndarray, sign: str = "") -> str:
-        mean = np.mean([values[self.strata == task].mean() for task in set(self.strata)])
-        return show(float(mean), self.weights @ values, sign)
 
-
-def show(value: float, resampled: np.ndarray, sign: str = "") -> str:
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return f"{value:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
-
-
-def verdict(text: str) -> str:
-    low, high = map(float, re.findall(r"[-+][\d.]+", text)[1:])
-    return "higher" if low > 0 else "lower" if high < 0 else "no difference seen"
+def signed(found: Interval) -> str:
+    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
 
 def test_scores_and_votes_of_the_summary(done: Path) -> None:
     table = Table(done)
+    estimate, over_curve = table.bootstrap.estimate, table.bootstrap.over_curve
     base, base_cost = table.array("hot", "score").mean(1), table.array("hot", "forwards").mean(1)
+    costs, curve = np.array([base_cost, 3 * base_cost]), np.array([base, table.vote("hot")])
     lines = section(done, "Scores")
     assert [line[0] for line in lines] == [*SETTINGS]
-    for name, score, sums, facts, forwards, over, seen, equal, seen_equal in lines:
+    for name, score, sums, facts, forwards, *differences in lines:
         own, cost = table.array(name, "score").mean(1), table.array(name, "forwards").mean(1)
-        assert score == table.interval(own)
+        assert score == str(estimate(own))
         assert [sums, facts] == [f"{own[table.strata == t].mean():.3f}" for t in (0, 1)]
         assert forwards == f"{cost.mean():.1f}"
-        if name == "hot":
-            assert (over, seen, equal, seen_equal) == ("",) * 4
-            continue
-        assert over == table.interval(own - base, "+")
-        assert seen == verdict(over)
-
-        def above(weight: np.ndarray, own: np.ndarray = own, cost: np.ndarray = cost) -> float:
-            xs = [weight @ base_cost, weight @ (3 * base_cost)]
-            at = np.clip((weight @ cost - xs[0]) / (xs[1] - xs[0]), 0, 1)
-            ys = [weight @ base, weight @ table.vote("hot")]
-            return float(weight @ own - (ys[0] + at * (ys[1] - ys[0])))
-
-        resampled = np.array([above(weight) for weight in table.weights])
-        assert equal == show(above(np.full(4, 1 / 4)), resampled, "+")
-        assert seen_equal == verdict(equal)
+        over, equal = estimate(own - base), over_curve(costs, curve, cost, own)
+        wanted = [signed(over), over.verdict, signed(equal), equal.verdict]
+        assert differences == ([""] * 4 if name == "hot" else wanted)
     for name, one, three in section(done, "Self-consistency"):
         forwards = table.array(name, "forwards").mean()
-        assert one == f"{table.interval(table.array(name, 'score').mean(1))} ({forwards:.0f})"
-        assert three == f"{table.interval(table.vote(name))} ({3 * forwards:.0f})"
+        assert one == f"{estimate(table.array(name, 'score').mean(1))} ({forwards:.0f})"
+        assert three == f"{estimate(table.vote(name))} ({3 * forwards:.0f})"
 
 
 def test_shares_of_the_summary(done: Path) -> None:

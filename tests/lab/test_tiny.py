@@ -3,25 +3,17 @@
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
 
-import entropix_jax
 from entropix_jax.engine import engine
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.models import teacher_forced
 from tests.support.runs import Spec, run_specs
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def tiny() -> LanguageModel:
-    return entropix_jax.load("tiny")
 
 
 def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
@@ -40,32 +32,6 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     assert set(actions) == {*served}
 
 
-OFF = {
-    "branch": {"arms.lehv": "explore"},
-    "backspace": {"arms.hehv": "resample"},
-    "inject": {"inject.thought": ""},
-    "adaptive": {"arms.mid": "sample"},
-    "argmax": {"arms.lelv": "sample"},
-}
-
-
-@pytest.mark.parametrize("action", OFF)
-def test_each_action_can_be_switched_off(tiny: LanguageModel, action: str) -> None:
-    sampler = load_sampler("entropix")
-    start = tiny.tokenizer.encode("", add_bos=True)
-    requests = [Spec(start, str(i), 100) for i in range(4)]
-    kept, without = (
-        Counter(token.action for row in rows for token in row.tokens)
-        for rows in (
-            run_specs(tiny, requests, sampler, ignore_eos=True).run(),
-            run_specs(tiny, requests, sampler.with_values(OFF[action]), ignore_eos=True).run(),
-        )
-    )
-    assert kept[action]
-    assert not without[action]
-
-
-@pytest.mark.slow
 def test_the_same_run_whenever_the_host_looks(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +44,9 @@ def test_the_same_run_whenever_the_host_looks(
     ]
     runs = []
     for steps in (1, 7, 32):
-        monkeypatch.setattr(Engine, "_pace", lambda self, waited, n=steps: _set(self, n))
+        monkeypatch.setattr(
+            Engine, "_pace", lambda self, _, n=steps: setattr(self, "_chunk_steps", n)
+        )
         generation = run_specs(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
         runs.append([[token.to_json() for token in row.tokens] for row in generation.run()])
     assert max(len(row) for row in runs[0]) > 128
@@ -86,38 +54,11 @@ def test_the_same_run_whenever_the_host_looks(
     assert runs[2] == runs[0]
 
 
-def _set(engine: Engine, steps: int) -> None:
-    engine._chunk_steps = steps
-
-
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
     thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
     sampler = calibrate_sampler(load_sampler("entropix"), tiny)
     assert sampler.notes == ()
     assert {k: sampler.values[f"thresholds.{k}"] for k in thresholds} == thresholds
-
-
-def test_transformers_gives_the_same_logits(tiny: LanguageModel, torch, transformers) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.folder, local_files_only=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.folder, local_files_only=True)
-    text = "Guests: Anna, Bob and Carl. Once upon a time"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == tiny.tokenizer.encode(text, add_bos=True)
-    ids += np.random.default_rng(0).integers(0, tiny.config.vocab_size, 200).tolist()
-    with torch.no_grad():
-        theirs = model(torch.tensor([ids])).logits[0].numpy()
-    ours, *_ = teacher_forced(tiny.params, tiny.config, np.array([ids], np.int32))
-    np.testing.assert_allclose(ours[0], theirs, atol=5e-5)
-
-
-def test_transformers_renders_the_same_chat(tiny: LanguageModel, transformers) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.folder, local_files_only=True)
-    messages = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Where does Anna live?"},
-    ]
-    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tiny.tokenizer.render_chat(messages) == theirs
 
 
 def test_the_loop_guard_breaks_a_loop_and_leaves_others_alone(tiny: LanguageModel) -> None:
