@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 
 from entropix_jax.cli import batch
 from entropix_jax.cli import generate as main
+from entropix_jax.engine import api, own_text
 from entropix_jax.engine import calibrated as automatic
-from entropix_jax.engine import own_text
 from entropix_jax.engine.calibrated import May, fit_thresholds
 from entropix_jax.engine.own_text import least_seconds, measure_own_text, start_of_text
 from entropix_jax.engine.preparation import CalibratedSampler

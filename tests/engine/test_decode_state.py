@@ -15,16 +15,6 @@ from tests.support.samplers import attn_stats
 B, V = 3, 40
 
 
-def test_a_row_is_in_one_state_at_a_time() -> None:
-    names = [
-        name
-        for name in vars(decode_state)
-        if name == "RUNNING" or name.startswith(("FINISHED_", "WAITS_FOR_"))
-    ]
-    assert len(names) == 7
-    assert len({vars(decode_state)[name] for name in names}) == len(names)
-
-
 def test_the_likeliest_tokens_are_each_rows_own() -> None:
     logits = np.random.default_rng(0).normal(size=(B, V)).astype(np.float32) * 3
     stats = attn_stats(B)
@@ -39,18 +29,13 @@ def test_the_likeliest_tokens_are_each_rows_own() -> None:
     np.testing.assert_array_equal(extras.layers, stats.entropy)
 
 
-def test_what_is_not_asked_for_takes_no_room() -> None:
-    extras = extras_of(jnp.zeros((B, V)), attn_stats(B), Recording())
-    assert {leaf.shape for leaf in (extras.top_ids, extras.top_probs)} == {(B, 0)}
-    assert extras.layers.shape == (B, 0, 0)
-
-
 def test_the_log_has_room_for_what_is_recorded_of_each_token() -> None:
     config = tiny_config()
     shape = (B, config.num_layers, config.num_heads)
     stats = replace(attn_stats(B), entropy=jnp.zeros(shape))
     for recording in (Recording(), Recording(top=3), Recording(layers=True)):
         one = extras_of(jnp.zeros((B, V)), stats, recording)
+        assert one.top_ids.shape == one.top_probs.shape == (B, recording.top)
         notes = init_log(config, 5, recording).branches.notes
         for room, leaf in zip(jax.tree.leaves(notes), jax.tree.leaves(one), strict=True):
             assert room.shape == (5, MAX_DEPTH, *leaf.shape[1:])

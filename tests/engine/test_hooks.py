@@ -14,7 +14,7 @@ from entropix_jax.cli import terminal
 from entropix_jax.engine.api import generate
 from entropix_jax.engine.results import Row
 from entropix_jax.errors import UserError
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.retrieval import Retriever
 from tests.support.terminals import Screen
@@ -29,70 +29,51 @@ BASE = load_sampler("entropix").with_values({**BOXES, "arms.mid": "argmax", "loo
 THINKING = BASE.with_values(
     {"regimes.helv": ["entropy > 2"], "inject.thought": " Wait...", "inject.cooldown": 3}
 )
-BRANCHING = BASE.with_values(
-    {
-        "regimes.lehv": ["entropy > 0.5"],
-        "branch.margin": 1e6,
-        "branch.min_p": 0.0,
-        "branch.depth": 3,
-    }
-)
+FORKS = {"regimes.lehv": ["entropy > 0.5"], "branch.margin": 1e6, "branch.min_p": 0.0}
+BRANCHING = BASE.with_values({**FORKS, "branch.depth": 3})
 PROMPT = "Once upon a time"
 
 
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    """The embedded one."""
-    return load("tiny")
-
-
-def run(model: LanguageModel, sampler: Any, **options: Any) -> Row:
-    (row,) = generate(model, PROMPT, sampler, max_new_tokens=40, ignore_eos=True, **options)
+def run(tiny: LanguageModel, sampler: Any, **options: Any) -> Row:
+    (row,) = generate(tiny, PROMPT, sampler, max_new_tokens=40, ignore_eos=True, **options)
     assert len(row.tokens) == 40
     return row
 
 
-def test_other_documents_are_another_text(model: LanguageModel, tmp_path: Path) -> None:
+def test_other_documents_are_another_text(tiny: LanguageModel, tmp_path: Path) -> None:
     texts = []
     for answer in ("A time in Rome.", "A time in Oslo."):
         (tmp_path / "facts.txt").write_text(answer)
-        texts.append(run(model, THINKING, retrieve=Retriever(tmp_path)).text)
+        texts.append(run(tiny, THINKING, retrieve=Retriever(tmp_path)).text)
     assert texts[0] != texts[1]
     assert "\nA time in Rome.\n" in texts[0]
     assert "\nA time in Oslo.\n" in texts[1]
 
 
-def test_nothing_retrieved_is_the_samplers_own_thought(model: LanguageModel) -> None:
-    """The same text as without the hook, to the last number but the count of evaluations: a
-    position that waited is evaluated again."""
-    plain = run(model, THINKING)
-    asked = run(model, THINKING, retrieve=lambda text: "")
+def test_nothing_retrieved_is_the_samplers_own_thought(tiny: LanguageModel) -> None:
+    """As without the hook, but for the count of evaluations: one that waited is evaluated again."""
+    plain = run(tiny, THINKING)
+    asked = run(tiny, THINKING, retrieve=lambda text: "")
     assert asked.text == plain.text
     assert [t.action for t in asked.tokens] == [t.action for t in plain.tokens]
     assert asked.tokens[-1].forwards > plain.tokens[-1].forwards
 
 
-def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
+def test_a_hook_that_gives_what_it_may_not(tiny: LanguageModel) -> None:
     """As a function that forgot its `return` does."""
     with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
-        run(model, THINKING, retrieve=lambda text: None)
+        run(tiny, THINKING, retrieve=lambda text: None)
     for answer in (2, -1, "first"):
         with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
-            run(model, BRANCHING, ask=lambda row, texts, answer=answer: answer)
+            run(tiny, BRANCHING, ask=lambda row, texts, answer=answer: answer)
 
 
 # The command line
 
 
 SHORT = [
-    "--model",
-    "tiny",
-    "--prompt",
-    PROMPT,
-    "--no-chat",
-    "--ignore-eos",
-    "--max-new-tokens",
-    "30",
+    *("--model", "tiny", "--prompt", PROMPT, "--no-chat", "--ignore-eos"),
+    *("--max-new-tokens", "30"),
 ]
 
 
@@ -112,17 +93,12 @@ def test_retrieve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*SHORT, *THINK, "--retrieve", folder, "--trace", str(trace)]) == 0
     assert "\nOnce upon a time Adam lived in Rome.\n" in capsys.readouterr().out
     assert sum(line.get("action") == "inject" for line in read_trace(trace)) > 5
-    assert main.main([*SHORT, "--retrieve", str(tmp_path / "none")]) == 2
-    assert "no such folder" in capsys.readouterr().err
 
 
 def test_ask_without_a_terminal_asks_nobody(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(terminal, "ask_person", fail)
+    monkeypatch.setattr(terminal, "ask_person", None)
     assert main.main([*SHORT, *FORK, "--ask"]) == 0
     asked, notes = capsys.readouterr()
     assert "note: --ask: no terminal, nobody is asked\n" in notes

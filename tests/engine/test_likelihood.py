@@ -13,18 +13,11 @@ from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
 from entropix_jax.engine.score import Likelihood, log_likelihoods
 from entropix_jax.errors import UserError
-from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load
 from tests.support import reference
 from tests.support.model_folders import MAX_POSITIONS, poisoned, write_model
 
 Pair = tuple[list[int], list[int]]
-EMBEDDED = Path(__file__).parents[2] / "weights" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(str(write_model(tmp_path_factory.mktemp("model"))))
 
 
 def ids(number: int, seed: int = 0) -> list[int]:
@@ -79,6 +72,7 @@ def pairs(model: LanguageModel) -> list[Pair]:
 def test_the_numbers_are_those_of_float64(model: LanguageModel, pairs: list[Pair]) -> None:
     found = scores(model, pairs)
     want = [expected(model, *pair) for pair in pairs]
+    assert scores(model, [(ids(3), []), (ids(3), ids(2, 1))])[0] == (0.0, True)  # it is certain
     np.testing.assert_allclose([n for n, _ in found], [n for n, _ in want], atol=1e-4, rtol=1e-6)
     assert [flag for _, flag in found] == [flag for _, flag in want]
     assert [flag for _, flag in want[6:10]] == [True, True, True, False]
@@ -104,19 +98,14 @@ def test_a_long_pair_loses_its_beginning(model: LanguageModel) -> None:
     assert whole[0] == pytest.approx(expected(model, kept, ids(20, 2))[0], abs=1e-4)
 
 
-def test_nothing_is_certain(model: LanguageModel) -> None:
-    assert scores(model, [(ids(3), []), (ids(3), ids(2, 1))])[0] == (0.0, True)
-    assert scores(model, []) == []
-
-
 class Calls:
     """The calls of `_score_chunk`: rows, tokens of each, tokens that may follow each, and whether
-    they were scored."""
+    they were scored; and the positions of all caches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[int, int, int, bool]] = []
         self.capacities: list[int] = []
-        score, init = scoring._score_chunk, cache.init_cache
+        score, init = scoring._score_chunk, scoring.init_cache
 
         def record(*arguments: Any, **named: Any) -> Any:
             tokens, following = arguments[3:5]

@@ -19,7 +19,6 @@ from entropix_jax.engine.trace import BranchRecord, TokenRecord, TraceWriter, fo
 from entropix_jax.errors import UserError
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.names import REGIMES
-from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.models import TINY
@@ -88,19 +87,14 @@ def rows(draw: st.DrawFn, number: int) -> Row:
 def traces(draw: st.DrawFn) -> list[Json]:
     """The objects of a trace, as a run makes them."""
     prompt = draw(texts)
+    tokenizer = SimpleNamespace(decode=lambda ids, *, skip_special: prompt)
     model: Any = SimpleNamespace(
-        config=TINY,
-        precision=choose_precision("float32"),
-        tokenizer=SimpleNamespace(decode=lambda ids, *, skip_special: prompt),
+        config=TINY, precision=choose_precision("float32"), tokenizer=tokenizer
     )
     sampler: Any = SimpleNamespace(name=draw(texts), values=load_sampler("entropix").values)
-    start = header(
-        model,
-        sampler,
-        draw(st.lists(tokens_ids, max_size=3)),
-        seed=draw(st.none() | st.integers(0, 2**63)),
-        name=draw(texts),
-    )
+    prompt_ids = draw(st.lists(tokens_ids, max_size=3))
+    seed, name = draw(st.none() | st.integers(0, 2**63)), draw(texts)
+    start = header(model, sampler, prompt_ids, seed=seed, name=name)
     run = [draw(rows(i)) for i in range(draw(st.integers(1, 2)))]
     lines = [t.to_json(retracted=back) for row in run for t, back in row.history()]
     ends = [{"row": i, **row.to_json()} for i, row in enumerate(run)]
@@ -122,14 +116,7 @@ def read(content: bytes) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"
         path.write_bytes(content)
-        raw = b"".join(line.raw for line in TraceReader(path))
-        assert content.startswith(raw)
         return load_trace(path)
-
-
-def as_json(value: Any) -> Any:
-    """Tuples as the lists that JSON has."""
-    return json.loads(json.dumps(value))
 
 
 @examples(40)
@@ -138,21 +125,19 @@ def test_what_is_written_is_read_as_far_as_it_goes(trace: list[Json], data: st.D
     """A trace that ends with any of its lines but the last says that it is unfinished; so does one
     that ends within a line, which is not read."""
     content = written(trace)
-    expected = as_json(trace)
-    lines = content.split(b"\n")[:-1]
+    expected = json.loads(json.dumps(trace))  # tuples are lists
+    lines = [line + b"\n" for line in content.split(b"\n")[:-1]]
     assert len(lines) == len(trace)
-    assert written(trace) == content
     for number in range(1, len(lines) + 1):
-        found = read(b"".join(line + b"\n" for line in lines[:number]))
+        found = read(b"".join(lines[:number]))
         assert found.header == expected[0]
         assert found.tokens == expected[1:number][: len(lines) - 2]
         assert found.footer == (expected[-1] if number == len(lines) else None)
         assert not found.torn
     number = data.draw(st.integers(1, len(lines) - 1))
-    cut = data.draw(st.integers(len(b'{"type"'), len(lines[number]) - 1))
-    found = read(b"".join(line + b"\n" for line in lines[:number]) + lines[number][:cut])
-    assert found.torn
-    assert found.footer is None
+    cut = data.draw(st.integers(len(b'{"type"'), len(lines[number]) - 2))
+    found = read(b"".join(lines[:number]) + lines[number][:cut])
+    assert (found.torn, found.footer) == (True, None)
     assert found.tokens == expected[1:number]
 
 

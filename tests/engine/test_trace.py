@@ -55,36 +55,20 @@ def test_a_float32_becomes_the_shortest_decimal_that_means_it(number: float) -> 
 
 
 def test_plain_values() -> None:
-    values = np.array([[0.1, 0.2], [0.3, 1.0]], np.float32)
-    assert plain(values) == [[0.1, 0.2], [0.3, 1.0]]
+    assert plain(np.array([[0.1, 0.2], [0.3, 1.0]], np.float32)) == [[0.1, 0.2], [0.3, 1.0]]
     assert json.dumps(plain(np.float32(-0.0))) == "0.0"
-    assert plain(np.int32(7)) == 7
-    assert type(plain(np.int32(7))) is int
-    assert plain(np.bool_(True)) is True
+    assert [type(plain(x)) for x in (np.int32(7), np.bool_(True))] == [int, bool]
 
 
 def test_lines_are_there_as_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+    path, name = tmp_path / "trace.jsonl", os.fsdecode(b"tiny\xff")
     with TraceWriter(path) as writer:
         writer.write({"type": "header", "prompt": "né\n"})
         assert path.read_text(encoding="utf-8") == '{"type": "header", "prompt": "né\\n"}\n'
-        writer.write({"type": "footer"})
-    assert [json.loads(line)["type"] for line in path.read_text().splitlines()] == [
-        "header",
-        "footer",
-    ]
-
-
-def test_a_name_that_is_not_utf8_is_written_as_an_escape(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with TraceWriter(path) as writer:
-        writer.write({"model": os.fsdecode(b"tiny\xff")})
-    assert json.loads(path.read_text()) == {"model": os.fsdecode(b"tiny\xff")}
-
-
-def test_numbers_that_json_lacks_are_refused(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "trace.jsonl") as writer, pytest.raises(ValueError, match="JSON"):
-        writer.write({"entropy": float("nan")})
+        writer.write({"model": name})  # which is not UTF-8: an escape
+        with pytest.raises(ValueError, match="JSON"):
+            writer.write({"entropy": float("nan")})
+    assert json.loads(path.read_text().splitlines()[1]) == {"model": name}
 
 
 def test_a_full_disk_is_noticed_at_the_first_line() -> None:
@@ -96,21 +80,14 @@ def test_a_full_disk_is_noticed_at_the_first_line() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("missing/trace.jsonl", "no folder"), (".", "is a folder"), ("file/trace.jsonl", "no folder")],
-)
-def test_paths_that_cannot_be_written(tmp_path: Path, name: str, reason: str) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=reason):
+def test_paths_are_checked(tmp_path: Path) -> None:
+    """Looking leaves no file and changes none."""
+    (tmp_path / "old").write_text("kept")
+    for name, reason in (("none/a", "no folder"), (".", "is a folder"), ("old/a", "no folder")):
+        with pytest.raises(UserError, match=reason):
+            check_writable(tmp_path / name)
+        with pytest.raises(UserError, match="cannot be written"):
+            TraceWriter(tmp_path / name)
+    for name in ("new", "old"):
         check_writable(tmp_path / name)
-    with pytest.raises(UserError, match="cannot be written"):
-        TraceWriter(tmp_path / name)
-
-
-def test_looking_leaves_no_file_and_changes_none(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new.jsonl")
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "old.jsonl").write_text("kept")
-    check_writable(tmp_path / "old.jsonl")
-    assert (tmp_path / "old.jsonl").read_text() == "kept"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
