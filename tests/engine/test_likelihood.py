@@ -166,8 +166,6 @@ def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
             log_likelihoods(model, [good, bad], context=40)
     with pytest.raises(UserError, match=f"1 to {MAX_POSITIONS} tokens, not {MAX_POSITIONS + 1}"):
         log_likelihoods(model, [good], context=MAX_POSITIONS + 1)
-    with pytest.raises(UserError, match="at least 1 text"):
-        log_likelihoods(model, [good], batch=0)
     broken = load(str(write_model(tmp_path / "bad", poisoned(5))))
     with pytest.raises(UserError, match="pair 1: NaN or infinity in the embedding at position 1"):
         scores(broken, [([1, 2], [3]), ([1, 5], [3])])

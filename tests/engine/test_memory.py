@@ -57,7 +57,7 @@ def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth of what is free stays free. Weights that are loaded are not in a CPU's free memory,
     and in another device's limit. CPU devices share one memory."""
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    plan = plan_memory(config, precision, slots=number, capacity=1024)
+    plan = plan_memory(config, precision, slots=number, capacity=1024, mesh=None)
     needed = (plan.total - plan.weights) * 5 // 4 + 1
 
     def most(free: int | None, mesh: Any = None) -> int:
@@ -73,25 +73,25 @@ def test_most_slots(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_names_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
     config, precision = config_of_folder(), choose_precision("float32", "cpu")
-    free = plan_memory(config, precision, slots=6, capacity=64).total
+    free = plan_memory(config, precision, slots=6, capacity=64, mesh=None).total
     give(monkeypatch, free)
-    assert "weights" in check_memory(config, precision, slots=6, capacity=64)
+    assert "weights" in check_memory(config, precision, slots=6, capacity=64, mesh=None)
     with pytest.raises(UserError, match=r"at most 6 slots fit \(--slots 6\)$"):
-        check_memory(config, precision, slots=7, capacity=64)
+        check_memory(config, precision, slots=7, capacity=64, mesh=None)
     weights = weights_bytes(config, precision.weights)
     for free, advice in ((weights, r"fewer tokens a row"), (weights - 1, r"not even the weights")):
         give(monkeypatch, free)
         with pytest.raises(UserError, match=advice):
-            check_memory(config, precision, slots=7, capacity=64)
+            check_memory(config, precision, slots=7, capacity=64, mesh=None)
     give(monkeypatch, None)
-    assert check_memory(config, precision, slots=10**9, capacity=64)
+    assert check_memory(config, precision, slots=10**9, capacity=64, mesh=None)
 
 
 def test_every_run_looks_before_it_takes_memory(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks for rows: the engine refuses a cache that does not fit before it is there."""
-    plan = plan_memory(tiny.config, tiny.precision, slots=64, capacity=4096)
+    plan = plan_memory(tiny.config, tiny.precision, slots=64, capacity=4096, mesh=None)
     requests = [Spec([tiny.tokenizer.bos_id or 0], str(i), 4000) for i in range(64)]
     give(monkeypatch, plan.cache + plan.logits)
     run_specs(tiny, requests)
