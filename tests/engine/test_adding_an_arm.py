@@ -10,7 +10,6 @@ import pytest
 
 import entropix_jax
 from entropix_jax.engine.decode import decode
-from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.mechanism import Mechanism
@@ -101,19 +100,6 @@ def test_a_row_is_itself_whatever_runs_beside_it(rows: list[list[Any]]) -> None:
     for job, steps in zip(JOBS, rows, strict=True):
         (again,) = generate(MODEL, [job])
         assert [(s.token, s.action) for s in again] == [(s.token, s.action) for s in steps]
-
-
-def test_its_settings_are_checked() -> None:
-    assert SAMPLER.values["change_course.patience"] == 3
-    for key, value, words in (
-        ("patience", 0, r"must lie in \[1, 1000\]"),
-        ("words", ["a", "b"], "at most 1 texts"),
-        ("patients", 1, "did you mean 'change_course.patience'"),
-    ):
-        with pytest.raises(UserError, match=words):
-            SAMPLER.with_values({f"change_course.{key}": value})
-    with pytest.raises(UserError, match="there is an arm 'change_course' already"):
-        SAMPLER.with_mechanism(load_example())
 
 
 def test_as_a_user_sees_it(tiny: LanguageModel, tmp_path: Path) -> None:

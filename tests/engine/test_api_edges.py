@@ -22,7 +22,6 @@ from entropix_jax.engine.results import Rows
 from entropix_jax.host import memory as free_memory
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.model.mesh import parse_mesh
 from entropix_jax.sampler.proposal import draw
 from tests.support.model_folders import write_model
 from tests.support.runs import Spec, run_specs
@@ -93,12 +92,6 @@ def uneven_mesh(place: Place) -> None:
     entropix_jax.load("tiny", mesh=Mesh(devices, ("data", "model")))
 
 
-def rows_of_two_prompts(place: Place) -> None:
-    rows = place.rows()
-    rows.append(replace(rows[0], request=replace(rows[0].request, prompt=[1, 2])))
-    rows.save_trace(place.folder / "trace.jsonl")
-
-
 def without_template(place: Place) -> None:
     tokenizer = copy.copy(place.model.tokenizer)
     tokenizer.chat_template = None
@@ -131,7 +124,6 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.settings(metrics__layers=[1.0] * 3), "layers has 3 weights, the model has 2"),
     (lambda at: Retriever(at.folder / "none"), "no such folder: "),
     (lambda at: at.rows().save_trace(at.folder / "none" / "a.jsonl"), "a.jsonl: cannot be written"),
-    (rows_of_two_prompts, "a trace is of one run with one prompt"),
     (lambda at: Rows().save_trace(at.folder / "a"), "a trace is of one run with one"),
     (lambda at: at.rows().save_report(at.folder / "none" / "page.html"), "page.html: "),
     (lambda at: Rows().save_report(at.folder / "a.html"), "a trace is of one run with"),
@@ -173,26 +165,6 @@ def test_errors_of_a_program(tiny: LanguageModel) -> None:
     wrong = {"seed": 1.0}
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
         entropix_jax.stream(tiny, "x", **wrong)
-
-
-def test_public_names() -> None:
-    """Each is there, and listed for completion."""
-    assert all(hasattr(entropix_jax, name) for name in entropix_jax.__all__)
-    assert set(entropix_jax.__all__) < set(dir(entropix_jax))
-    with pytest.raises(AttributeError, match="has no attribute 'inspect_text'"):
-        entropix_jax.inspect_text  # noqa: B018
-
-
-def test_a_mesh_that_is_named_wrongly() -> None:
-    """What `load` is given as a mesh: of `mesh.parse_mesh`."""
-    for text, line in (
-        ("data", "not of the form"),
-        ("rows=2", "no such axis"),
-        ("data=0", "must be at least 1"),
-        ("data=3", "3 x 1 = 3 devices, but there are 2"),
-    ):
-        with pytest.raises(UserError, match=line):
-            parse_mesh(text, jax.devices()[:2])
 
 
 OLD = """

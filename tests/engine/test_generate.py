@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entropix_jax.engine import decode
@@ -60,36 +62,40 @@ def same(one: Row, other: Row) -> bool:
 
 def nearly(one: Row, other: Row) -> bool:
     """The same row but for rounding: a batch of another size may add in another order."""
-    for a, b in zip(one.tokens, other.tokens, strict=True):
-        for name in ("position", "token_id", "text", "regime", "action", "forwards"):
-            if getattr(a, name) != getattr(b, name):
-                return False
-        if abs(a.entropy - b.entropy) > 1e-3 or abs(a.logprob - b.logprob) > 1e-3:
-            return False
-    return (one.text, one.finish_reason) == (other.text, other.finish_reason)
+    told = operator.attrgetter("position", "token_id", "text", "regime", "action", "forwards")
+    floats = operator.attrgetter("entropy", "logprob")
+    return one.to_json() == other.to_json() and all(
+        told(a) == told(b) and np.allclose(floats(a), floats(b), rtol=0, atol=1e-3)
+        for a, b in zip(one.tokens, other.tokens, strict=True)
+    )
 
 
-@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
-def test_a_row(model: LanguageModel, sampler: str) -> None:
-    (row,) = run(model, requests([ids(5)]), sampler=sampler)
-    assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
-    assert row.finish_reason == "length"
-    assert row.text == "".join(token.text for token in row.tokens)
-    assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
-    assert len({token.regime for token in row.tokens}) > 1
-    counts = row.to_json()
-    assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
-    assert sum(counts["actions"].values()) == TOKENS
-    forwards = [token.forwards for token in row.tokens]
-    if sampler == "document-001":  # a step a token
-        assert forwards == list(range(TOKENS))
-        assert counts["retracted"] == 0
-    else:  # rolled out and taken back tokens count too
-        assert forwards == sorted(forwards)
-        assert {"branch", "backspace"} <= counts["actions"].keys()
-        assert counts["retracted"] >= counts["actions"]["backspace"]
-        assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
-    assert counts["forwards"] == forwards[-1]
+@pytest.fixture(scope="module")
+def whole(model: LanguageModel) -> Row:
+    """What the default sampler writes after five tokens."""
+    return run(model, requests([ids(5)]))[0]
+
+
+def test_a_row(model: LanguageModel, whole: Row) -> None:
+    (plain,) = run(model, requests([ids(5)]), sampler="document-001")
+    for row in (whole, plain):
+        assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
+        assert row.finish_reason == "length"
+        assert row.text == "".join(token.text for token in row.tokens)
+        assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
+        assert len({token.regime for token in row.tokens}) > 1
+        counts = row.to_json()
+        assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
+        assert sum(counts["actions"].values()) == TOKENS
+        assert counts["forwards"] == row.tokens[-1].forwards
+    assert [token.forwards for token in plain.tokens] == list(range(TOKENS))  # a step a token
+    assert plain.to_json()["retracted"] == 0
+    # Rolled out and taken back tokens count, too.
+    counts, forwards = whole.to_json(), [token.forwards for token in whole.tokens]
+    assert forwards == sorted(forwards)
+    assert {"branch", "backspace"} <= counts["actions"].keys()
+    assert counts["retracted"] >= counts["actions"]["backspace"]
+    assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
 
 
 def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,14 +111,10 @@ def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.Monkey
 def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel) -> None:
     engine = run_specs(model, requests([ids(5)]))._engine
     assert engine._chunk_steps == 1
-    for _ in range(9):
-        engine._pace(0.0)
-    assert engine._chunk_steps == MAX_STEPS
-    engine._pace(0.07)
-    assert engine._chunk_steps == MAX_STEPS
-    for _ in range(9):
-        engine._pace(1.0)
-    assert engine._chunk_steps == 1
+    for waited, steps in (([0.0] * 9, MAX_STEPS), ([0.07], MAX_STEPS), ([1.0] * 9, 1)):
+        for seconds in waited:
+            engine._pace(seconds)
+        assert engine._chunk_steps == steps
 
 
 def test_a_prefill_in_chunks_is_one_prefill(
@@ -154,8 +156,7 @@ def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
     assert row.request.eos_ids == ()
 
 
-def test_stop_strings(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
+def test_stop_strings(model: LanguageModel, whole: Row) -> None:
     texts = [token.text for token in whole.tokens]
     # Over three tokens, and from the middle of one to the middle of another.
     first = next(
@@ -174,10 +175,7 @@ def test_stop_strings(model: LanguageModel) -> None:
     assert row.finish_reason == "stop"
     assert row.text == shown == whole.text[: whole.text.index(stop)]
     assert tokens_of(row) == tokens_of(whole)[: first + 3]  # the token that completes it
-
-
-def test_text_that_was_held_back_comes_at_the_end(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
+    # Text that was held back comes at the end.
     stop = whole.text[-3:] + "and never this"
     generation = run_specs(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
     *_, last = generation
@@ -219,14 +217,11 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
     assert second.finish_reason == "error"
     assert second.error == f"NaN or infinite logits at position {20 + at + 1}"
     assert tokens_of(second) == seen[1][: at + 1]
-    assert second.to_json()["error"] == second.error
-    assert nearly(first, rows[0])
-    assert nearly(third, rows[2])
+    assert all(map(nearly, (first, third), (rows[0], rows[2])))
     assert pieces == [row.text for row in generation.rows], "held text is given on an error too"
 
 
-def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
+def test_an_interrupt_gives_the_text_so_far(model: LanguageModel, whole: Row) -> None:
     stop = whole.text[:-1] + "never"  # holds all text back
     generation = run_specs(model, requests([ids(5)] * 3), stop=[stop], ignore_eos=True)
     for event in generation:
@@ -235,7 +230,6 @@ def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
     events = [event for event in generation.interrupt() if event.row.number == 0]
     row = generation.rows[0]
     assert row.finish_reason == "interrupt"
-    assert row.text == "".join(token.text for token in row.tokens)
     # The last token might have been taken back, had the row gone on.
     assert tokens_of(row)[:-1] == tokens_of(whole)[: len(row.tokens) - 1]
     assert events[-1].token is None
@@ -294,14 +288,12 @@ def test_what_is_recorded(model: LanguageModel) -> None:
     (row,) = run(model, requests([ids(5)]), recording=RECORDING)
     tokens = row.tokens
     assert {"branch", "backspace"} <= {token.action for token in tokens}
-    found = 0
+    found, config = 0, model.config
     for token in tokens:
         assert token.top is not None
-        assert token.layers is not None
-        assert len(token.layers) == model.config.num_layers
-        assert {len(heads) for heads in token.layers} == {model.config.num_heads}
-        mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
-        assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
+        layers = np.array(token.layers)
+        assert layers.shape == (config.num_layers, config.num_heads)
+        assert token.attn_entropy == pytest.approx(layers.mean(), rel=1e-4)
         likeliest, text, _ = token.top[0]
         assert text == model.tokenizer.decode_within([likeliest])
         assert [p for *_, p in token.top] == sorted((p for *_, p in token.top), reverse=True)
@@ -521,7 +513,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
         return step(*arguments, **options)
 
     monkeypatch.setattr(module, "decode", counted)
-    for number in (4, 7, 8, 13):
+    for number in (4, 8, 13):
         stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
         asked.clear()
         generation = run_specs(model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop)
@@ -529,11 +521,9 @@ def test_a_row_that_waits_when_its_text_has_ended(
         generation.run()
         assert next(calls) > 4
         first, second, _ = generation.rows
-        assert first.finish_reason == "stop"
-        assert first.text == whole[0].text[: whole[0].text.index(stop)]
-        cut = stop in whole[1].text
-        assert second.finish_reason == ("stop" if cut else "length")
-        assert second.text == whole[1].text.partition(stop)[0]
+        for row, full in ((first, whole[0].text), (second, whole[1].text)):
+            assert row.finish_reason == ("stop" if stop in full else "length")
+            assert row.text == full.partition(stop)[0]
         # Nobody asks for a row whose text has ended.
         prompt = model.tokenizer.decode(ids(5))
         assert not any(text.startswith(prompt) and stop in text for text in asked)

@@ -16,7 +16,6 @@ from entropix_jax.engine.results import Row
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.text.retrieval import Retriever
 from tests.support.terminals import Screen
 from tests.support.traces import read_trace
 
@@ -38,25 +37,6 @@ def run(tiny: LanguageModel, sampler: Any, **options: Any) -> Row:
     (row,) = generate(tiny, PROMPT, sampler, max_new_tokens=40, ignore_eos=True, **options)
     assert len(row.tokens) == 40
     return row
-
-
-def test_other_documents_are_another_text(tiny: LanguageModel, tmp_path: Path) -> None:
-    texts = []
-    for answer in ("A time in Rome.", "A time in Oslo."):
-        (tmp_path / "facts.txt").write_text(answer)
-        texts.append(run(tiny, THINKING, retrieve=Retriever(tmp_path)).text)
-    assert texts[0] != texts[1]
-    assert "\nA time in Rome.\n" in texts[0]
-    assert "\nA time in Oslo.\n" in texts[1]
-
-
-def test_nothing_retrieved_is_the_samplers_own_thought(tiny: LanguageModel) -> None:
-    """As without the hook, but for the count of evaluations: one that waited is evaluated again."""
-    plain = run(tiny, THINKING)
-    asked = run(tiny, THINKING, retrieve=lambda text: "")
-    assert asked.text == plain.text
-    assert [t.action for t in asked.tokens] == [t.action for t in plain.tokens]
-    assert asked.tokens[-1].forwards > plain.tokens[-1].forwards
 
 
 def test_a_hook_that_gives_what_it_may_not(tiny: LanguageModel) -> None:

@@ -5,9 +5,7 @@ from collections import Counter
 
 import pytest
 
-from entropix_jax.engine import engine
 from entropix_jax.engine.calibrated import calibrate_sampler
-from entropix_jax.engine.engine import Engine
 from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
@@ -30,28 +28,6 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     assert all(actions[action] for action in served), actions
     # With a branching budget that never runs out, nothing is explored instead.
     assert set(actions) == {*served}
-
-
-def test_the_same_run_whenever_the_host_looks(
-    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the last digit, across lengths at which more of the cache is read."""
-    monkeypatch.setattr(engine, "DECODE_WINDOW", 128)
-    prompts = ["Guests:", "Once upon a time", "12 + 7 ="]
-    requests = [
-        Spec(tiny.tokenizer.encode(prompt, add_bos=True), str(i), 100 + 40 * i)
-        for i, prompt in enumerate(prompts)
-    ]
-    runs = []
-    for steps in (1, 7, 32):
-        monkeypatch.setattr(
-            Engine, "_pace", lambda self, _, n=steps: setattr(self, "_chunk_steps", n)
-        )
-        generation = run_specs(tiny, requests, "entropix", stop=["Answer"], ignore_eos=True)
-        runs.append([[token.to_json() for token in row.tokens] for row in generation.run()])
-    assert max(len(row) for row in runs[0]) > 128
-    assert runs[1] == runs[0]
-    assert runs[2] == runs[0]
 
 
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
