@@ -5,42 +5,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import run_docs
 
 ROOT = Path(__file__).parents[1]
-TEXT = """# A title
-
-    scripts/demo
-    scripts/test
-
-A formula:
-
-    H = -sum p log2 p
-
-```python
-print("said by the block")
-```
-
-- a list
-    continued, which is no block
-
-```toml
-tasks = ["sums"]
-```
-
-```
-.venv/bin/python -m entropix_jax.main --model gs://bucket
-```
-"""
 
 
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
     [
-        (["parity.py"], "torch", "parity"),
         (["train_tiny.py"], "optax", "train"),
         (["bench.py", "batch", "--transformers"], "torch", "parity"),  # before it measures anything
     ],
@@ -61,17 +35,6 @@ def test_a_missing_package_is_named(
     assert ran.stderr == f"error: {package} is missing: pip install -e '.[{extra}]'\n"
 
 
-def test_blocks_of_a_file() -> None:
-    found = [(block.line, block.kind, block.is_long) for block in run_docs.blocks(TEXT)]
-    assert found == [
-        (3, "shell", True),
-        (8, "", False),
-        (11, "python", False),
-        (18, "toml", True),
-        (22, "", False),
-    ]
-
-
 def run_text(monkeypatch: pytest.MonkeyPatch, root: Path, text: str, *words: str) -> int:
     """Runs a README beside a page of docs that has the same text."""
     python = root / ".venv" / "bin" / "python"
@@ -88,6 +51,7 @@ def run_text(monkeypatch: pytest.MonkeyPatch, root: Path, text: str, *words: str
 
 # In a scratch folder that another file also wrote to there would be two bytes.
 APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-docs) = 1\n"
+OTHERS = "- a list\n    continued, no block\n\nA formula:\n\n    H = -p\n"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +65,7 @@ APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-d
         ("\n    for i in 1; do sleep 60; done\n", ("--limit", "0.2"), 1, "(status 124,"),
         ("```python\n1 / 0\n```\n", ("--list",), 0, "docs/page.md:2: 1 / 0 (python)"),
         ("```console\n1 / 0\n```\n", (), 0, "(not run here)"),
+        (OTHERS, (), 0, ""),
     ],
 )
 def test_a_text_is_run(
@@ -118,20 +83,3 @@ def test_a_text_is_run(
     assert run_text(monkeypatch, tmp_path, text, *words) == status
     assert said in capsys.readouterr().out
     assert not Path("/tmp/entropix-docs").exists()
-
-
-def test_an_interrupt_ends_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    begun: list[subprocess.Popen[str]] = []
-    wait = subprocess.Popen.communicate
-
-    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
-        if not begun:
-            begun.append(process)
-            raise KeyboardInterrupt
-        return wait(process, timeout=timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_text(monkeypatch, tmp_path, "\n    for i in 1; do exec sleep 60; done\n")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(begun[0].pid, 0)

@@ -151,10 +151,21 @@ def test_a_deadline_is_held(model: LanguageModel, monkeypatch: pytest.MonkeyPatc
     assert next(clock) == 5  # looked at once, and twice for each chunk
 
 
-def test_too_slow_is_remembered(kept: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On that machine alone."""
+def test_too_slow_is_remembered_on_that_machine_alone(
+    model: LanguageModel, kept: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = []
     monkeypatch.setattr(automatic, "measure_own_text", lambda *_: tried.append(0))
+    # What has no hope is not even tried.
+    config = load_model_config(write_config(tmp_path))
+    large: Any = SimpleNamespace(config=config, precision=choose_precision("bfloat16"), rules=None)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert least_seconds(model) < 9 < 60 < least_seconds(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(automatic, "_PATIENCE", 9.0)
+        patch.setattr(automatic, "least_seconds", lambda _: least_seconds(large))
+        assert "published thresholds are used" in fit_thresholds(ENTROPIX, model).notes[0]
+    assert (tried, [*kept.iterdir()]) == ([], [])
     for _ in range(3):
         sampler = fit_thresholds(ENTROPIX, load(folder))
         assert thresholds_of(sampler) == PUBLISHED
@@ -163,22 +174,6 @@ def test_too_slow_is_remembered(kept: Path, folder: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(automatic, "_machine", lambda: "another")
     fit_thresholds(ENTROPIX, load(folder))
     assert len(tried) == 2
-
-
-def test_what_has_no_hope_is_not_tried(
-    model: LanguageModel, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(automatic, "measure_own_text", None)
-    monkeypatch.setattr(automatic, "_PATIENCE", 9.0)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    config = load_model_config(write_config(tmp_path))
-    large: Any = SimpleNamespace(config=config, precision=choose_precision("bfloat16"), rules=None)
-    assert least_seconds(large) > 60
-    assert least_seconds(model) < 9
-    monkeypatch.setattr(automatic, "least_seconds", lambda _: least_seconds(large))
-    sampler = fit_thresholds(ENTROPIX, model)
-    assert "published thresholds are used" in sampler.notes[0]
-    assert [*kept.iterdir()] == []
 
 
 def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:

@@ -126,19 +126,21 @@ def test_a_run_that_has_ended_holds_no_cache(
     assert caches() == 0
 
 
-def test_weights_that_do_not_fit_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load("tiny").config
-    held = weights_bytes(config, jnp.dtype(jnp.float32))
+def test_weights_that_do_not_fit_are_not_read(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = weights_bytes(tiny.config, jnp.dtype(jnp.float32))
     for free in (held, None):
         give(monkeypatch, free)
-        assert load("tiny", dtype="float32").config == config
-    give(monkeypatch, held - 1)
+        assert load("tiny", dtype="float32").config == tiny.config
     monkeypatch.setattr(loading, "read_params", None)
-    with pytest.raises(UserError, match=r"tiny: its weights do not fit .* int8 takes less"):
-        load("tiny", dtype="float32")
-    give(monkeypatch, held // 5)
-    with pytest.raises(UserError, match=r"its weights do not fit .* of [0-9.]+ .B$"):
-        load("tiny", dtype="int8")
+    for free, dtype, line in (
+        (held - 1, "float32", r"tiny: its weights do not fit .* int8 takes less"),
+        (held // 5, "int8", r"its weights do not fit .* of [0-9.]+ .B$"),
+    ):
+        give(monkeypatch, free)
+        with pytest.raises(UserError, match=line):
+            load("tiny", dtype=dtype)
 
 
 def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
@@ -157,15 +159,14 @@ def test_the_limits_of_a_container_or_a_job(tmp_path: Path) -> None:
         (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
         return sorted(free_memory._free_of_groups(tmp_path / "cgroup", tmp_path / "fs"))
 
-    group(tmp_path / "fs" / "slurm" / "job", 1000, 300, 50)
-    group(tmp_path / "fs" / "slurm", "max", 5000, 50)
-    group(tmp_path / "fs", 900, 803, 3)
-    assert free("0::/slurm/job/step") == [100, 750]
-    assert free("0::/slurm/job") == [100, 750]
+    root = tmp_path / "fs"
+    group(root / "slurm" / "job", 1000, 300, 50)
+    group(root / "slurm", "max", 5000, 50)
+    group(root, 900, 803, 3)
+    group(root / "memory" / "docker", 400, 500, 20, first=True)
+    assert free("0::/slurm/job/step") == free("0::/slurm/job") == [100, 750]
     assert free("0::/not/seen/from/here") == [100]
-    group(tmp_path / "fs" / "memory" / "docker", 400, 500, 20, first=True)
-    assert free("4:memory:/docker") == [0]
-    assert free("3:cpuset:/docker") == []
+    assert (free("4:memory:/docker"), free("3:cpuset:/docker")) == ([0], [])
     assert free_memory._free_of_groups(tmp_path / "none", tmp_path / "fs") == []
 
 
