@@ -249,6 +249,14 @@ def forget_programs() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def model(folder: str) -> Any:
+    """That model."""
+    from entropix_jax.model.loading import load
+
+    return load(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Any:
     """The embedded model."""

@@ -18,35 +18,16 @@ ROOT = Path(__file__).parents[1]
         (["train_tiny.py"], "optax", "train"),
         (["bench.py", "batch", "--transformers"], "torch", "parity"),  # before it measures anything
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_missing_package_is_named(
     command: list[str], package: str, extra: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
-    ran = subprocess.run(
-        [sys.executable, ROOT / "scripts" / command[0], *command[1:]],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        timeout=120,
-    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, ROOT / "scripts" / command[0], *command[1:]]
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
     assert ran.returncode != 0
     assert ran.stderr == f"error: {package} is missing: pip install -e '.[{extra}]'\n"
-
-
-def run_text(monkeypatch: pytest.MonkeyPatch, root: Path, text: str, *words: str) -> int:
-    """Runs a README beside a page of docs that has the same text."""
-    python = root / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True, exist_ok=True)
-    if not python.exists():
-        python.symlink_to(sys.executable)
-    (root / "docs").mkdir(exist_ok=True)
-    for name in ("README.md", "docs/page.md"):
-        (root / name).write_text(text)
-    monkeypatch.setattr(run_docs, "ROOT", root)
-    monkeypatch.setattr(sys, "argv", ["run_docs.py", *words])
-    return run_docs.main()
 
 
 # In a scratch folder that another file also wrote to there would be two bytes.
@@ -77,9 +58,17 @@ def test_a_text_is_run(
     status: int,
     said: str,
 ) -> None:
-    """In a folder whose name has a space, in which each file has a scratch folder of its own."""
-    (tmp_path / "a place").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a place"))
-    assert run_text(monkeypatch, tmp_path, text, *words) == status
+    """A README beside a page of docs that has the same text, in a folder whose name has a space;
+    each file has a scratch folder of its own."""
+    root = tmp_path / "a place"
+    for name in ("docs", ".venv/bin"):
+        (root / name).mkdir(parents=True)
+    (root / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    for name in ("README.md", "docs/page.md"):
+        (root / name).write_text(text)
+    monkeypatch.setattr("tempfile.tempdir", str(root))
+    monkeypatch.setattr(run_docs, "ROOT", root)
+    monkeypatch.setattr(sys, "argv", ["run_docs.py", *words])
+    assert run_docs.main() == status
     assert said in capsys.readouterr().out
     assert not Path("/tmp/entropix-docs").exists()

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import entropix_jax.engine.decode as decode_module
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.engine.state import DecodeState, Recording, init_state
@@ -130,20 +129,6 @@ def test_nothing_large_is_copied(weights: str, batch: int) -> None:
     precision = choose_precision(weights, "cpu")
     plan = plan_memory(CONFIG, precision, slots=batch, capacity=CAPACITY, mesh=None)
     assert 0.5 * taken < plan.total <= taken
-
-
-def test_a_step_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the shapes of its records and for the loop alike."""
-    decode_step, traced = decode_module.decode_step, []
-
-    def watched(*args: Any, **options: Any) -> Any:
-        traced.append(options["window"])
-        return decode_step(*args, **options)
-
-    monkeypatch.setattr(decode_module, "decode_step", watched)
-    jax.clear_caches()
-    lowered("float32", 1)
-    assert traced == [WINDOW]
 
 
 @pytest.mark.parametrize("capacity", [CAPACITY, CAPACITY + 128])

@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import engine as module
-from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.decode import prefill
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Request, Row
 from entropix_jax.engine.running import check_request
-from entropix_jax.engine.slots import insert
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import poisoned
 from tests.support.row_difference import difference
-from tests.support.runs import Spec, calibrated, requests, set_pace
+from tests.support.runs import Spec, requests, set_pace
 
 CAPACITY = 512
 SLOTS = 4  # one number for all, so that few programs are compiled
@@ -257,26 +256,6 @@ def test_end_tokens_are_each_rows_own(tiny: LanguageModel) -> None:
         at = min((all_.index(i) + 1 for i in own), default=20)
         assert ids(row) == all_[:at]
         assert row.finish_reason == ("eos" if own else "length")
-
-
-def test_one_program_for_all_rows(tiny: LanguageModel) -> None:
-    """Rows come and go, samplers change: nothing is compiled but for another window."""
-    wanted = mixed(tiny, 14)
-    run(tiny, wanted)
-    programs: Any = (decode, prefill, insert)
-    sizes = [program._cache_size() for program in programs]
-    others = [
-        request.sampler.sampler.with_values(
-            {"base.temperature": 0.5 + 0.1 * i, "branch.width": 1 + i % 8}
-        )
-        for i, request in enumerate(wanted)
-    ]
-    changed = [
-        replace(request, sampler=calibrated(tiny, other), max_new_tokens=9)
-        for request, other in zip(wanted, others, strict=True)
-    ]
-    run(tiny, changed)
-    assert [program._cache_size() for program in programs] == sizes
 
 
 def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:

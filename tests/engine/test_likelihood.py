@@ -32,12 +32,7 @@ def scores(model: LanguageModel, pairs: Sequence[Pair], **options: Any) -> list[
 
 
 def expected(model: LanguageModel, before: list[int], after: list[int]) -> tuple[float, bool]:
-    """From one pass over the whole text in float64."""
-    tokens = np.array([*before, *after])
-    logits, _ = reference.forward(model.params, model.config, tokens[:-1])
-    logits = logits[len(before) - 1 :]
-    total = reference.log_softmax(logits)[np.arange(len(after)), after].sum()
-    return float(total), bool((logits.argmax(axis=-1) == after).all())
+    return reference.continuation(model.params, model.config, before, after)
 
 
 def greedy(model: LanguageModel, before: list[int], number: int) -> list[int]:

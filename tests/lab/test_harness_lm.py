@@ -11,10 +11,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host import memory as free_memory
 from entropix_jax.lab import harness
 from entropix_jax.lab.world.problems import problems
+from tests.support import reference
 from tests.support.runs import Spec, run_specs
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install -e .[harness]")
@@ -62,69 +62,48 @@ def write(lm: EntropixLM, *asked: tuple[str, dict[str, Any]]) -> list[str]:
 # Log-likelihoods
 
 
-class Theirs:
-    """Log-probabilities by `transformers` in float64, of ids that its own tokenizer gave."""
-
-    def __init__(self, torch: ModuleType, transformers: ModuleType) -> None:
-        self._torch = torch
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
-        model = transformers.LlamaForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float64)
-        self._model = model.eval()
-
-    def score(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
-        torch = self._torch
-        with torch.no_grad():
-            logits = self._model(torch.tensor([[*before, *after[:-1]]])).logits[0]
-        logits, wanted = logits[len(before) - 1 :], torch.tensor(after)
-        of_tokens = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
-        return of_tokens.sum().item(), bool((logits.argmax(dim=-1) == wanted).all())
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+def ids(lm: EntropixLM, text: str) -> list[int]:
+    return lm.model.tokenizer.encode(text, add_bos=False)
 
 
-@pytest.fixture(scope="module")
-def theirs(torch: ModuleType, transformers: ModuleType) -> Theirs:
-    return Theirs(torch, transformers)
+def score(lm: EntropixLM, before: list[int], after: list[int]) -> tuple[float, bool]:
+    """In float64."""
+    return reference.continuation(lm.model.params, lm.model.config, before, after)
 
 
-def test_log_likelihoods_are_those_of_transformers(greedy: EntropixLM, theirs: Theirs) -> None:
+def test_log_likelihoods_are_those_of_float64(greedy: EntropixLM) -> None:
     """Every way that a context may come in; a space at its end belongs to the continuation."""
     asked = [(p.prompt, f" {answer}") for p in SUMS for answer in (p.answer, p.answer + 1)]
     asked += [("", WORDS[0]), ("12 + 7 = ", "19."), (f"{WORDS[1]} {WORDS[2]}", f" {WORDS[3]}")]
     asked += [("<|begin_of_text|>12 + 7 =", " 19"), ("", "<|begin_of_text|>12"), (" ", "12")]
     found = greedy.loglikelihood(ask("loglikelihood", *asked), disable_tqdm=True)
-    bos = theirs.tokenizer.bos_token_id
     name = "<|begin_of_text|>"
-    for (context, continuation), (score, flag) in zip(asked, found, strict=True):
-        whole = theirs.ids((context + continuation).removeprefix(name))
-        before = theirs.ids(context.rstrip().removeprefix(name))
+    for (context, continuation), (total, flag) in zip(asked, found, strict=True):
+        whole = ids(greedy, (context + continuation).removeprefix(name))
+        before = ids(greedy, context.rstrip().removeprefix(name))
         assert whole[: len(before)] == before
-        want = theirs.score([bos, *before], whole[len(before) :])
-        assert score == pytest.approx(want[0], abs=1e-4)
-        assert flag == want[1]
+        want = score(greedy, [greedy.prefix_token_id, *before], whole[len(before) :])
+        assert (total, flag) == (pytest.approx(want[0], abs=1e-4), want[1])
     assert {flag for _, flag in found} == {True, False}
 
 
 @pytest.mark.parametrize("length", [None, 64, 41])
-def test_whole_texts(theirs: Theirs, length: int | None) -> None:
+def test_whole_texts(length: int | None) -> None:
     """Each token once. A text that is too long is read block by block, and each block is told after
     as much as the model sees at once before the block's end."""
     lm = make(max_length=length)
     texts = [WORDS[0], " ".join(WORDS), "Anna", ""]
     found = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), True)
-    for text, score in zip(texts, found, strict=True):
-        tokens = [theirs.tokenizer.bos_token_id, *theirs.ids(text)]
+    for text, total in zip(texts, found, strict=True):
+        tokens = [lm.prefix_token_id, *ids(lm, text)]
         size = length or len(tokens)
-        want, told, blocks = 0.0, 1, 0
-        while told < len(tokens):
+        want, blocks = 0.0, range(1, len(tokens), size)
+        for told in blocks:
             end = min(told + size, len(tokens))
-            want += theirs.score(tokens[max(end - size - 1, 0) : told], tokens[told:end])[0]
-            told = end
-            blocks += 1
-        assert score == pytest.approx(want, abs=1e-4 * blocks)  # each is rounded by itself
+            want += score(lm, tokens[max(end - size - 1, 0) : told], tokens[told:end])[0]
+        assert total == pytest.approx(want, abs=1e-4 * len(blocks))  # each is rounded by itself
     assert found[-1] == 0.0
-    assert len(theirs.ids(texts[1])) > 128
+    assert len(ids(lm, texts[1])) > 128
 
 
 # Generation

@@ -196,21 +196,6 @@ def test_answers_follow_from_the_problems_text():
         assert problem.answer == eval(problem.prompt.removesuffix(" ="))  # digits and a sign
 
 
-@pytest.mark.parametrize(
-    ("kind", "reply", "answer"),
-    [
-        ("sum", " 19. 4 + 4 = 8.", 19),
-        ("sum", " Wait... 12 + 7 = 19.", 19),
-        ("sum", " nineteen", None),
-        ("word", "12 + 7 = 19. 19 - 4 = 15. Answer: 15.", 15),
-        ("word", " Answer: Wait... 12 + 7 = 19. 19 - 4 = 15. Answer: 15.", 15),
-        ("word", "12 + 7 = 19.", None),
-    ],
-)
-def test_answers_are_read_from_replies(kind, reply: str, answer: int | None):
-    assert problems(kind, "test", 1, seed=0)[0].read_answer(reply) == answer
-
-
 def test_text_outside_the_world_is_refused():
     terminals = lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")
     assert terminals[-3:] == ("<|eot_id|>", "Wait", "...")
