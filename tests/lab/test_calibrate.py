@@ -1,4 +1,5 @@
-"""The command `calibrate`: its output, occupancies on held-out text, and bad input."""
+"""The command `calibrate`: its output, occupancies on held-out text, and bad input; and the
+embedded model's own calibration."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,12 +19,13 @@ from entropix_jax.engine.score import measure_entropies
 from entropix_jax.lab import calibrate
 from entropix_jax.lab.world.corpus import write_row
 from entropix_jax.lab.world.facts import WORLD_SEED, create
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel, load
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.boxes import occupancy, read_boxes
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
 from tests.support.model_folders import write_model
+from tests.support.runs import Spec, run_specs
 
 WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
 SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]
@@ -184,3 +187,30 @@ def test_names_that_are_not_utf_8(texts: list[str], tmp_path: Path) -> None:
     base.write_text('extends = "entropix"\n')
     result = command("--texts", strange, "--sampler", base, "--output", output)
     assert "its name is not UTF-8: no sampler file can extend it" in refusal(result)
+
+
+# The embedded model, as it is shipped
+
+
+@pytest.mark.slow
+def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
+    """10,000 tokens of the default sampler, from nothing: each regime at least 20 times."""
+    start = tiny.tokenizer.encode("", add_bos=True)
+    requests = [Spec(start, str(row), 500) for row in range(20)]
+    rows = run_specs(tiny, requests, ignore_eos=True).run()
+    tokens = [token for row in rows for token in row.tokens]
+    assert len(tokens) == 10_000
+    counts = Counter(token.regime for token in tokens)
+    assert all(counts[regime] >= 20 for regime in REGIMES), counts
+    actions = Counter(token.action for token in tokens)
+    served = ("argmax", "inject", "branch", "backspace", "resample", "adaptive", "sample")
+    assert all(actions[action] for action in served), actions
+    # With a branching budget that never runs out, nothing is explored instead.
+    assert set(actions) == {*served}
+
+
+def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
+    thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
+    sampler = calibrate_sampler(load_sampler("entropix"), tiny)
+    assert sampler.notes == ()
+    assert {k: sampler.values[f"thresholds.{k}"] for k in thresholds} == thresholds
