@@ -24,7 +24,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    words = [sys.executable, ROOT / "scripts" / command[0], *command[1:]]
+    words = [sys.executable, f"{ROOT}/scripts/{command[0]}", *command[1:]]
     ran = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
     assert ran.returncode != 0
     assert ran.stderr == f"error: {package} is missing: pip install -e '.[{extra}]'\n"

@@ -6,7 +6,7 @@ import itertools
 import json
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entropix_jax.cli import terminal
 from entropix_jax.engine import decode
 from entropix_jax.engine import engine as module
 from entropix_jax.engine.api import generate, stream
@@ -21,11 +22,13 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
+from entropix_jax.errors import UserError
 from entropix_jax.model.config import GenerationConfig
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.text.tokenizer import load_tokenizer
+from tests.support.commands import short
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.support.runs import Spec, run_specs, set_pace
 from tests.support.tokenizers import byte_fallback, save
@@ -461,6 +464,33 @@ def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
     none = Library(model, ["XY"], sampler=ASKING.with_values({"inject.per_row": 0}))
     none.run()
     assert not none.found
+
+
+def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
+    """As a function that forgot its `return` does."""
+    with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
+        run(model, requests([ids(5)]), sampler=ASKING, retrieve=lambda text: None)
+    for answer in (2, -1, "first"):
+        options: dict[str, Any] = {"ask": lambda row, texts, answer=answer: answer}
+        with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
+            run(model, requests([ids(5)]), sampler=FORKING, **options)
+
+
+def test_hooks_of_the_command(
+    tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passages are written into the text; without a terminal nobody is asked."""
+    monkeypatch.setattr(terminal, "ask_person", None)
+    (tmp_path / "adam.txt").write_text("Once upon a time Adam lived in Rome.")
+    changes = ('regimes.helv=["entropy > 2"]', "inject.cooldown=3")
+    changes += ('regimes.lehv=["entropy > 0.5"]', "branch.margin=1e6", "branch.min_p=0")
+    options = [x for change in changes for x in ("--set", f"sampler.{change}")]
+    plain = command(*short(*options, tokens=30), model="tiny")
+    asked = command(*short(*options, "--ask", tokens=30), model="tiny")
+    assert "note: --ask: no terminal, nobody is asked\n" in asked.err
+    assert asked.out == plain.out
+    told = command(*short(*options, "--retrieve", tmp_path, tokens=30), model="tiny")
+    assert "\nOnce upon a time Adam lived in Rome.\n" in told.out
 
 
 def test_rows_ask_each_for_itself(model: LanguageModel) -> None:

@@ -21,7 +21,7 @@ from entropix_jax.engine.state import (
 )
 from entropix_jax.errors import UserError
 from entropix_jax.model.finite import NOWHERE
-from entropix_jax.model.mesh import Rules, place, rules_for
+from entropix_jax.model.mesh import place, rules_for
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH
 from entropix_jax.sampler.state import init_sampler_state
@@ -32,17 +32,7 @@ from tests.support.samplers import attn_stats, params_of
 SLOTS, CAPACITY = 4, 8
 CONFIG = tiny_config()
 MESHES = (None, "data=2")
-
-
-def rules_of(mesh: str | None) -> Rules | None:
-    return None if mesh is None else rules_for(two(mesh), CONFIG)
-
-
-def empty(mesh: str | None = None) -> Slots:
-    dtype, rules = jnp.dtype(jnp.float32), rules_of(mesh)
-    return empty_slots(
-        CONFIG, SLOTS, params_of("top-p"), capacity=CAPACITY, dtype=dtype, rules=rules
-    )
+FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def full(mesh: str | None) -> Slots:
@@ -53,9 +43,9 @@ def full(mesh: str | None) -> Slots:
         values = rng.integers(0, 2, x.shape) if x.dtype == bool else rng.integers(2, 9, x.shape)
         return jnp.asarray(values.astype(x.dtype))
 
-    slots = jax.tree.map(anything, empty())
-    rules = rules_of(mesh)
-    return slots if rules is None else place(slots, rules.rows(slots))
+    empty = empty_slots(CONFIG, SLOTS, params_of("top-p"), capacity=CAPACITY, dtype=FLOAT32)
+    slots = jax.tree.map(anything, empty)
+    return slots if mesh is None else place(slots, rules_for(two(mesh), CONFIG).rows(slots))
 
 
 def arrival(preset: str = "entropix") -> Arrival:

@@ -163,15 +163,13 @@ def test_output_in_a_linked_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
 ) -> None:
     """`..` of the written path is that of the link's target."""
-    for name in ("here", "far/away", "presets"):
-        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "far" / "away").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     Path("out").symlink_to(tmp_path / "far" / "away")
-    Path("samplers").symlink_to(tmp_path / "presets")
-    Path("samplers/mine.toml").write_text('extends = "entropix"\n[base]\ntop_k = 3\n')
-    arguments = ("--texts", texts[0], "--wanted", *SHARES, "--sampler", "samplers/mine.toml")
-    result = command(*arguments, "--output", "out/own.toml")
-    assert result.status == 0, result.err
+    Path("base.toml").write_text('extends = "entropix"\n[base]\ntop_k = 3\n')
+    options = ("--texts", texts[0], "--wanted", *SHARES, "--sampler", "base.toml")
+    assert command(*options, "--output", "out/own.toml").status == 0
     assert load_sampler("out/own.toml").values["base.top_k"] == 3
 
 
@@ -202,11 +200,9 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     assert len(tokens) == 10_000
     counts = Counter(token.regime for token in tokens)
     assert all(counts[regime] >= 20 for regime in REGIMES), counts
-    actions = Counter(token.action for token in tokens)
-    served = ("argmax", "inject", "branch", "backspace", "resample", "adaptive", "sample")
-    assert all(actions[action] for action in served), actions
     # With a branching budget that never runs out, nothing is explored instead.
-    assert set(actions) == {*served}
+    served = "argmax inject branch backspace resample adaptive sample"
+    assert {token.action for token in tokens} == {*served.split()}
 
 
 def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:

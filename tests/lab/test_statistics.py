@@ -225,10 +225,9 @@ def test_distinct() -> None:
 
 def row_of(tokens: Sequence[tuple[int, float, float, float]]) -> Row:
     """A row of tokens by id, entropy, varentropy and log-probability."""
-    records: list[Any] = [
-        SimpleNamespace(token_id=i, entropy=h, varentropy=v, logprob=p) for i, h, v, p in tokens
-    ]
-    return Row(unrun((1,), "", 9), tokens=records)
+    names = ("token_id", "entropy", "varentropy", "logprob")
+    records: list[Any] = [SimpleNamespace(**dict(zip(names, one, strict=True))) for one in tokens]
+    return Row(unrun(), tokens=records)
 
 
 def test_measures_of_a_row() -> None:
@@ -288,4 +287,3 @@ def test_a_study_without_scores_has_no_lines(where: str) -> None:
     found = analyse_digest(digest_with(scores), "base", {}, (1,), ["base"])
     assert not found.lines
     assert not found.predictors
-    assert "nan" not in format_summary(found, {"description": ""}).split("## Texts")[0]

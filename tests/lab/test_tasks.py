@@ -29,11 +29,6 @@ SAMPLE = 150  # of a split's items, where all ways to answer each are looked at
 KINDS: dict[str, Kind] = {"sums": "sum", "word-problems": "word"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(TINY)
-
-
 def items_of(task: Task, split: Split) -> list[Item]:
     return list(task.items(split, chat=bool(task.chat)))
 
@@ -60,17 +55,16 @@ def ways(
 
 
 @cache
-def posed(kind: Kind, split: Split, count: int) -> dict[str, tuple[Sum, ...]]:
+def posed(kind: Kind, split: Split) -> dict[str, tuple[Sum, ...]]:
     """The steps of problems by their question."""
-    return {problem.question: problem.steps for problem in problems(kind, split, count, seed=0)}
+    return {problem.question: problem.steps for problem in problems(kind, split, SAMPLE, seed=0)}
 
 
 def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[str, ...]]:
     """All of the world's own answers to an item, in terminals."""
     if task.name in KINDS:
-        kind = KINDS[task.name]
         split: Split = "test" if "-test-" in item.id else "tuning"
-        first, *rest = posed(kind, split, SAMPLE)[question_of(item)]
+        first, *rest = posed(KINDS[task.name], split)[question_of(item)]
 
         def reply() -> Document:
             if rest:
@@ -115,11 +109,9 @@ def test_items_never_change(name: str, sizes: tuple[int, int], digest: str):
     ("name", "counts", "longest"),
     [("sums", [3], 9), ("word-problems", [5], 21), ("facts", [3], 8), ("forks", [1, 3], 9)],
 )
-def test_the_worlds_own_answers_are_right_and_fit(
-    name: str, counts: list[int], longest: int, tokenizer: Tokenizer
-):
+def test_the_worlds_own_answers_are_right_and_fit(name: str, counts: list[int], longest: int):
     """Worked or direct, with or without a hesitation: `counts` ways each. The longest in tokens."""
-    task = find_task(name)
+    task, tokenizer = find_task(name), load_tokenizer(TINY)
     lengths = set()
     for item in (item for split in SPLITS for item in items_of(task, split)[:SAMPLE]):
         replies = right_replies(task, item, tokenizer)
@@ -199,32 +191,24 @@ def judged(item: Item, text: str) -> float:
 
 
 @pytest.mark.parametrize("hesitant", [0.0, 0.3])
-def test_the_worlds_own_text_is_possible_wherever_it_is_cut(hesitant: float):
-    """Within a terminal and between two, into the next documents."""
-    task = find_task("documents")
+def test_the_worlds_own_text_is_possible(hesitant: float):
+    """Wherever it is cut, within a terminal and between two, into the next documents; and wherever
+    a thought stands, also within a restatement after a hesitation of the world, and cut."""
+    task, rng = find_task("documents"), Random("thoughts")
     specials = re.compile("|".join(map(re.escape, lexicon.SPECIALS)))
     for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
-        text = "".join(terminals)
+        text, hesitates = "".join(terminals), terminals[0] in (" Wait", PAUSE)
         within = {i for m in specials.finditer(text) for i in range(m.start() + 1, m.end())}
         ends = range(1, len(text) + 1) if index < 8 else (len(text) * index // 300,)
-        for end in ends:
-            if end and end not in within:
-                answer = task.extract(item, text[:end])
-                assert task.score(item, answer) == float(answer is not None), text[:end]
-                assert answer is not None or terminals[0] in (" Wait", PAUSE)
-
-
-@pytest.mark.parametrize("hesitant", [0.0, 0.3])
-def test_a_thought_may_stand_anywhere(hesitant: float):
-    """Also within a restatement after a hesitation of the world, and cut."""
-    rng = Random("thoughts")
-    for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
+        for end in {*ends} - {0} - within:
+            answer = task.extract(item, text[:end])
+            assert task.score(item, answer) == float(answer is not None), text[:end]
+            assert answer is not None or hesitates
         for place in range(49) if index < 8 else rng.sample(range(49), 1):
             before, after = "".join(terminals[:place]), "".join(terminals[place:])
             assert judged(item, f"{before}{THOUGHT}{after}") == 1.0, (before, after)
-            if place and terminals[0] not in (" Wait", PAUSE):
-                cut = rng.randrange(1, len(THOUGHT))
-                assert judged(item, f"{before}{THOUGHT[:cut]}") == 1.0
+            if place and not hesitates:
+                assert judged(item, before + THOUGHT[: rng.randrange(1, len(THOUGHT))]) == 1.0
         every = "".join(t + rng.choice(["", "", PAUSE, THOUGHT]) for t in terminals)
         assert judged(item, every) == 1.0, every
 
