@@ -55,17 +55,13 @@ PROGRAMS: dict[str, str | int | float] = {
     "jax_persistent_cache_min_entry_size_bytes": 0,
 }
 
-# Asking for one of these fixtures marks a test.
-MARKER_OF_FIXTURE = {
-    "torch": "parity",
-    "transformers": "parity",
-    "shared_data": "shared_data",
-    "browser": "browser",
-}
+# Asking for one of these fixtures marks a test. What a marker needs, which is an extra's name.
+MARKER_OF_FIXTURE = {"torch": "parity", "transformers": "parity"}
+MARKER_OF_FIXTURE |= {name: name for name in ("shared_data", "browser")}
+NEEDS = (("parity", "torch"), ("parity", "transformers"), ("browser", "playwright"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --all."""
     parser.addoption("--all", action="store_true", help="run tests that are marked slow, too")
 
 
@@ -79,11 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # the next; calibrations do not: that they are made is what is tested.
     own = config.cache.mkdir("user")
     os.environ["XDG_CACHE_HOME"] = str(own)
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(own / "entropix_jax", ignore_errors=True)
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
         from entropix_jax.host.compile_cache import drop_torn_programs
 
+        shutil.rmtree(own / "entropix_jax", ignore_errors=True)
         drop_torn_programs(folder, sized=True)
     PROGRAMS["jax_compilation_cache_dir"] = str(folder)
     for name, value in PROGRAMS.items():
@@ -100,19 +95,6 @@ def _compiled_programs_stay_there() -> Iterator[None]:
     for name, value in PROGRAMS.items():
         if getattr(jax.config, name) != value:
             jax.config.update(name, value)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails where compiled programs were kept without the time of their use: no other has been kept
-    since."""
-    if not hasattr(session.config, "workerinput"):
-        folder = Path(str(PROGRAMS["jax_compilation_cache_dir"]))
-        names = {path.name for path in folder.iterdir()}
-        used = {name.removesuffix("-atime") for name in names if name.endswith("-atime")}
-        kept = {name.removesuffix("-cache") for name in names if name.endswith("-cache")}
-        if lost := kept - used:
-            print(f"\n{folder}: without the time of their use: {', '.join(sorted(lost))}")
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_report_header() -> str | None:
@@ -146,58 +128,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips, by name, what this environment cannot run."""
-    if item.get_closest_marker("parity"):
-        for name in ("torch", "transformers"):
-            if importlib.util.find_spec(name) is None:
-                pytest.skip(f"{name} is not installed: pip install -e .[parity]")
+    for marker, name in NEEDS:
+        if item.get_closest_marker(marker) and importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install -e .[{marker}]")
     if item.get_closest_marker("shared_data") and not SHARED_DATA:
         pytest.skip("ENTROPIX_SHARED_DATA does not name a folder with llama3/tokenizer.model")
-    if item.get_closest_marker("browser"):
-        if not BROWSER:
-            pytest.skip(NO_BROWSER)
-        if importlib.util.find_spec("playwright") is None:
-            pytest.skip("playwright is not installed: pip install -e .[browser]")
+    if item.get_closest_marker("browser") and not BROWSER:
+        pytest.skip(NO_BROWSER)
 
 
-def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Turns a skipped test into a failed one where everything must run."""
+    report = yield
     if REQUIRE_ALL and report.skipped and not hasattr(report, "wasxfail"):
         where = report.longrepr
         reason = f"{where[0]}:{where[1]}: {where[2]}" if isinstance(where, tuple) else str(where)
         report.outcome = "failed"
         report.longrepr = f"ENTROPIX_REQUIRE_ALL is set, and {reason}"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turns a skipped test into a failed one where everything must run."""
-    report = yield
-    _fail_if_skipped(report)
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """The same for a module that skips itself."""
-    report = yield
-    _fail_if_skipped(report)
-    return report
+pytest_make_collect_report = pytest_runtest_makereport  # for a module that skips itself
 
 
 @pytest.fixture(scope="session")
 def torch() -> ModuleType:
-    """The torch module; a test that asks for it is a parity test."""
     return importlib.import_module("torch")
 
 
 @pytest.fixture(scope="session")
 def transformers() -> ModuleType:
-    """The transformers module; a test that asks for it is a parity test."""
     return importlib.import_module("transformers")
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real files that ENTROPIX_SHARED_DATA names."""
     return Path(SHARED_DATA)
 
 
@@ -209,14 +175,10 @@ def browser() -> Iterator[Any]:
     """
     playwright = importlib.import_module("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(
-            executable_path=BROWSER,
-            args=[
-                *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-                *("--disable-background-networking", "--disable-component-update"),
-                "--disable-sync",
-            ],
-        )
+        options = "no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+        options += " disable-component-update disable-sync"
+        arguments = [f"--{option}" for option in options.split()]
+        chromium = driver.chromium.launch(executable_path=BROWSER, args=arguments)
         yield chromium
         chromium.close()
 
@@ -248,15 +210,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], folder: str) -> Callable[..., Any]:
     """Runs the generating command in this process, by default with the test's model."""
-
     from entropix_jax.cli import generate
     from tests.support.commands import Result
 
     def run(*arguments: object, model: str | None = None) -> Any:
         capsys.readouterr()
         status = generate.main([*map(str, arguments), "--model", model or folder])
-        captured = capsys.readouterr()
-        return Result(status, captured.out, captured.err)
+        return Result(status, *capsys.readouterr())
 
     return run
 
@@ -287,3 +247,19 @@ def forget_programs() -> Iterator[None]:
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> Any:
+    """That model."""
+    from entropix_jax.model.loading import load
+
+    return load(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The embedded model."""
+    from entropix_jax.model.loading import load
+
+    return load("tiny")

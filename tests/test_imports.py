@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -49,32 +50,19 @@ def folder(name: str) -> str:
     return name.split(".")[1]
 
 
-def imported(name: str) -> set[str]:
-    """The modules of the package, and the others' roots, that a module's text imports anywhere."""
+def imports_of(path: Path) -> set[str]:
+    """All that a module's text imports anywhere: modules, and names from modules."""
     found = set()
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name}: a relative import"
-            found.add(str(node.module))
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    ours = {other for other in found if other in FILES}
-    return ours | {other.partition(".")[0] for other in found} - {"entropix_jax"}
+            assert not node.level, f"{path}: a relative import"
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
-def reached(name: str) -> set[str]:
-    """Every module of the package that importing `name` brings in, itself included."""
-    seen: set[str] = set()
-    queue = [name]
-    while queue:
-        current = queue.pop()
-        if current not in seen:
-            seen.add(current)
-            queue += [other for other in imported(current) if other in FILES]
-    return seen
-
-
+IMPORTED = {name: imports_of(path) for name, path in FILES.items()}
 MODULES = sorted(name for name in FILES if not is_door(name))
 
 
@@ -85,45 +73,36 @@ def test_every_folder_has_a_layer() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_down(name: str) -> None:
-    for other in imported(name) & set(FILES) - {"entropix_jax"}:
+    for other in IMPORTED[name] & set(FILES) - {"entropix_jax"}:
         assert not is_door(other), f"{name} imports the door {other}"
         if folder(other) != folder(name):
             assert FLOOR[folder(other)] < FLOOR[folder(name)], f"{name} imports {other}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_imports_in_a_circle(name: str) -> None:
+def test_no_imports_in_a_circle() -> None:
     # A package's __init__ may list its own modules.
-    for other in imported(name) & set(MODULES) - {name}:
-        if not f"{name}.".startswith(f"{other}."):
-            assert name not in reached(other), f"{name} and {other} import each other"
+    packages = {name: {name, name.rpartition(".")[0]} for name in MODULES}
+    graph = {name: IMPORTED[name] & {*MODULES} - packages[name] for name in MODULES}
+    TopologicalSorter(graph).prepare()
 
 
 def test_model_and_sampler_meet_in_one_module() -> None:
     """Only `engine.decode` calls both a forward pass and a choice of token."""
-    both = {
-        name
-        for name in FILES
-        if {"entropix_jax.model.llama", "entropix_jax.sampler.step"} <= imported(name)
-    }
-    assert both == {"entropix_jax.engine.decode"}
+    ends = {"entropix_jax.model.llama", "entropix_jax.sampler.step"}
+    assert [name for name in FILES if ends <= IMPORTED[name]] == ["entropix_jax.engine.decode"]
 
 
-def test_names_are_there_at_once() -> None:
-    """What pages, traces and presets share does not import arrays."""
-    assert reached("entropix_jax.names") <= {"entropix_jax.names", "entropix_jax.errors"}
-    assert not imported("entropix_jax.names") & {"jax", "numpy"}
+def test_foreign_packages() -> None:
+    """The package runs without what tests and trainings need; what pages, traces and presets share
+    imports no arrays."""
+    roots = {name: {other.partition(".")[0] for other in found} for name, found in IMPORTED.items()}
+    for name in FILES:
+        assert not roots[name] & {"torch", "transformers", "scipy", "pytest", "hypothesis"}, name
+    for name in ("entropix_jax.names", "entropix_jax.errors"):
+        assert not roots[name] & {"jax", "numpy"}
 
 
 def test_test_modules_share_through_support_alone() -> None:
     for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [alias.name for alias in node.names]
-                full = [*names, *(f"{getattr(node, 'module', '')}.{name}" for name in names)]
-                assert not [n for n in full if re.match(r"tests\..*\b(test_|conftest)", n)], path
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_the_package_runs_without_torch(name: str) -> None:
-    assert not imported(name) & {"torch", "transformers", "scipy", "pytest", "hypothesis"}
+        names = [n for n in imports_of(path) if re.match(r"tests\..*\b(test_|conftest)", n)]
+        assert not names, path

@@ -5,89 +5,34 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import run_docs
 
 ROOT = Path(__file__).parents[1]
-TEXT = """# A title
-
-    scripts/demo
-    scripts/test
-
-A formula:
-
-    H = -sum p log2 p
-
-```python
-print("said by the block")
-```
-
-- a list
-    continued, which is no block
-
-```toml
-tasks = ["sums"]
-```
-
-```
-.venv/bin/python -m entropix_jax.main --model gs://bucket
-```
-"""
 
 
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
     [
-        (["parity.py"], "torch", "parity"),
         (["train_tiny.py"], "optax", "train"),
         (["bench.py", "batch", "--transformers"], "torch", "parity"),  # before it measures anything
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_missing_package_is_named(
     command: list[str], package: str, extra: str, tmp_path: Path
 ) -> None:
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
-    ran = subprocess.run(
-        [sys.executable, ROOT / "scripts" / command[0], *command[1:]],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        timeout=120,
-    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, f"{ROOT}/scripts/{command[0]}", *command[1:]]
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
     assert ran.returncode != 0
     assert ran.stderr == f"error: {package} is missing: pip install -e '.[{extra}]'\n"
 
 
-def test_blocks_of_a_file() -> None:
-    found = [(block.line, block.kind, block.is_long) for block in run_docs.blocks(TEXT)]
-    assert found == [
-        (3, "shell", True),
-        (8, "", False),
-        (11, "python", False),
-        (18, "toml", True),
-        (22, "", False),
-    ]
-
-
-def run_text(monkeypatch: pytest.MonkeyPatch, root: Path, text: str, *words: str) -> int:
-    """Runs a README beside a page of docs that has the same text."""
-    python = root / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True, exist_ok=True)
-    if not python.exists():
-        python.symlink_to(sys.executable)
-    (root / "docs").mkdir(exist_ok=True)
-    for name in ("README.md", "docs/page.md"):
-        (root / name).write_text(text)
-    monkeypatch.setattr(run_docs, "ROOT", root)
-    monkeypatch.setattr(sys, "argv", ["run_docs.py", *words])
-    return run_docs.main()
-
-
 # In a scratch folder that another file also wrote to there would be two bytes.
 APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-docs) = 1\n"
+OTHERS = "- a list\n    continued, no block\n\nA formula:\n\n    H = -p\n"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +46,7 @@ APPENDS = "\n    printf x >> /tmp/entropix-docs && test $(wc -c </tmp/entropix-d
         ("\n    for i in 1; do sleep 60; done\n", ("--limit", "0.2"), 1, "(status 124,"),
         ("```python\n1 / 0\n```\n", ("--list",), 0, "docs/page.md:2: 1 / 0 (python)"),
         ("```console\n1 / 0\n```\n", (), 0, "(not run here)"),
+        (OTHERS, (), 0, ""),
     ],
 )
 def test_a_text_is_run(
@@ -112,26 +58,17 @@ def test_a_text_is_run(
     status: int,
     said: str,
 ) -> None:
-    """In a folder whose name has a space, in which each file has a scratch folder of its own."""
-    (tmp_path / "a place").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a place"))
-    assert run_text(monkeypatch, tmp_path, text, *words) == status
+    """A README beside a page of docs that has the same text, in a folder whose name has a space;
+    each file has a scratch folder of its own."""
+    root = tmp_path / "a place"
+    for name in ("docs", ".venv/bin"):
+        (root / name).mkdir(parents=True)
+    (root / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    for name in ("README.md", "docs/page.md"):
+        (root / name).write_text(text)
+    monkeypatch.setattr("tempfile.tempdir", str(root))
+    monkeypatch.setattr(run_docs, "ROOT", root)
+    monkeypatch.setattr(sys, "argv", ["run_docs.py", *words])
+    assert run_docs.main() == status
     assert said in capsys.readouterr().out
     assert not Path("/tmp/entropix-docs").exists()
-
-
-def test_an_interrupt_ends_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    begun: list[subprocess.Popen[str]] = []
-    wait = subprocess.Popen.communicate
-
-    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> Any:
-        if not begun:
-            begun.append(process)
-            raise KeyboardInterrupt
-        return wait(process, timeout=timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_text(monkeypatch, tmp_path, "\n    for i in 1; do exec sleep 60; done\n")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(begun[0].pid, 0)

@@ -1,8 +1,7 @@
 """What rows need of each device's memory at least, checked before any of it is allocated.
 
-A lower bound from the shapes: weights, cache, and the logits while a token is drawn. What XLA needs
-beyond that depends on the length of the prompts; asking the compiler (`memory_analysis`) would mean
-to compile the largest programs, which most runs never reach, before the first token.
+A lower bound from the shapes: weights, cache, and the logits while a token is drawn. Asking XLA for
+the rest (`memory_analysis`) would mean to compile the largest programs before the first token.
 """
 
 import gc
@@ -30,47 +29,27 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.weights + self.cache + self.logits
 
     def __str__(self) -> str:
-        return (
-            f"weights {as_size(self.weights)}, cache {as_size(self.cache)}, "
-            f"logits {as_size(self.logits)}"
-        )
+        return ", ".join(f"{name} {as_size(number)}" for name, number in vars(self).items())
 
 
 def plan_memory(
-    config: ModelConfig,
-    precision: Precision,
-    *,
-    slots: int,
-    capacity: int,
-    mesh: Mesh | None = None,
+    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> MemoryPlan:
     """The least that `slots` rows with `capacity` cache positions each take, per device of a mesh
-    or on one device.
-
-    Raises:
-        UserError: a model that the mesh cannot split.
-    """
+    or on one device. Raises a UserError where the mesh cannot split the model."""
     data, model = (1, 1) if mesh is None else (mesh.shape[DATA], mesh.shape[MODEL])
     rows = -(-slots // data)
     heads = 2 * config.num_layers * config.num_kv_heads // model  # of keys and of values
-    return MemoryPlan(
-        weights=weights_bytes(config, precision.weights, mesh),
-        cache=rows * capacity * heads * config.head_dim * precision.activations.itemsize,
-        logits=_LOGITS * rows * config.vocab_size * 4,
-    )
+    cache = rows * capacity * heads * config.head_dim * precision.activations.itemsize
+    logits = _LOGITS * rows * config.vocab_size * 4
+    return MemoryPlan(weights_bytes(config, precision.weights, mesh), cache, logits)
 
 
 def check_memory(
-    config: ModelConfig,
-    precision: Precision,
-    *,
-    slots: int,
-    capacity: int,
-    mesh: Mesh | None = None,
+    config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> str:
     """Checks that a batch can fit before its weights are loaded; returns a line for the user.
 
@@ -79,13 +58,11 @@ def check_memory(
     """
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     free = free_share(mesh)
-    if free is None:
-        return f"memory of each device: at least {as_size(plan.total)} ({plan})"
-    needs = f"at least {as_size(plan.total)} of {as_size(free)} ({plan})"
-    if plan.total <= free:
+    share = "" if free is None else f" of {as_size(free)}"
+    needs = f"at least {as_size(plan.total)}{share} ({plan})"
+    if free is None or plan.total <= free:
         return f"memory of each device: {needs}"
-    fitting = _count_fitting(plan, slots, free, mesh)
-    if fitting:
+    if fitting := _count_fitting(plan, slots, free, mesh):
         advice = f"at most {fitting} slots fit (--slots {fitting})"
     elif plan.weights <= free:
         advice = "not even one slot for each fits: fewer tokens a row (--context) need less"
@@ -99,9 +76,8 @@ def check_memory(
 def most_slots(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> int:
-    """How many slots, up to `slots`, fit beside weights that are loaded, with a fifth of what is
-    free left for prompts: a multiple of the `data` devices. 0 where none fits, `slots` where free
-    memory is unknown."""
+    """How many slots, up to `slots`, fit beside loaded weights, with a fifth of what is free left
+    for prompts: a multiple of the `data` devices; `slots` where free memory is unknown."""
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     free = free_share(mesh, plan.weights)
     if free is None:
@@ -112,11 +88,7 @@ def most_slots(
 def check_cache(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> None:
-    """Checks that the cache and logits of rows fit beside weights that are loaded.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Raises a UserError unless the cache and logits of rows fit beside loaded weights."""
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     needed, free = plan.cache + plan.logits, free_share(mesh, plan.weights)
     if free is not None and needed > free:

@@ -4,10 +4,10 @@ Nothing is generated. A long text is read in segments of bounded length that ove
 in chunks, so memory does not grow with the text.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import jax
@@ -43,16 +43,17 @@ _BATCH = 16  # texts that are read side by side
 _METRICS_CHUNK, _LIKELIHOOD_CHUNK = 64, 128  # most tokens of a text in one call
 _LOGITS_BYTES = 1 << 28  # most memory for the logits of one call
 _CACHE_BYTES = 1 << 30  # most memory for the cache of several texts
+_NOTHING = Recording()
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
     """One token of a given text, and the metrics of the distribution before it.
 
-    Entropies are in bits, varentropies in bits^2, `logprob`, the token's own, in nats. `position`
-    is the token's in the text, and `context` how many tokens the model saw before it. `text` is
-    what the token completes. `top`, [token id, text, probability] of the likeliest tokens, and
-    `layers`, the attention entropy of each layer and head, are None unless recorded.
+    Entropies are in bits, varentropies in bits^2, `logprob`, the token's own, in nats. `context` is
+    how many tokens the model saw before it. `text` is what the token completes. `top`, [token id,
+    text, probability] of the likeliest tokens, and `layers`, the attention entropy of each layer
+    and head, are None unless recorded.
     """
 
     position: int
@@ -81,11 +82,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """The score of one continuation.
-
-    `pair` counts the pairs in the order in which they were given. `log_likelihood` is in nats, the
-    sum over the continuation's tokens. `is_greedy` says whether each of them is the likeliest.
-    """
+    """The score of the continuation of pair number `pair`: the sum of its log-probabilities in
+    nats, and whether each of its tokens is the likeliest."""
 
     pair: int
     log_likelihood: float
@@ -103,43 +101,36 @@ def score_tokens(
     """Reads a text and scores each token but the first.
 
     Args:
-        tokens: the text, at least two tokens.
         sampler: whose bounds define the regimes, and whose metrics are measured. Its loop guard
             plays no part: it is about text that the model wrote.
         context: most tokens that the model sees at once, by default 1024 or as many as it has
             positions. A longer text is read in segments that begin half that number before the
             tokens to be measured.
-        recording: what is recorded besides the usual.
 
     Raises:
-        UserError: too few tokens, a context that the model does not have, or NaN or infinite
-            logits.
+        UserError: fewer than two tokens, a context that the model lacks, or NaN or infinite logits.
     """
     recording = recording or Recording()
     check_recording(model, recording)
-    context = _checked_context(model, context)
     if len(tokens) < 2:
         raise UserError("the text is too short: the model expects nothing before its first token")
-    return _score_tokens(model, tokens, sampler, context, recording)
+    segments = _split(tokens, _checked_context(model, context))
+    return _score_segments(_Reader(model, sampler, recording), tokens, segments)
 
 
-def _score_tokens(
-    model: LanguageModel,
-    tokens: Sequence[int],
-    sampler: CalibratedSampler,
-    context: int,
-    recording: Recording,
+def _score_segments(
+    reader: "_Reader", tokens: Sequence[int], segments: Sequence["_Text"]
 ) -> Iterator[ScoredToken]:
-    stream = model.tokenizer.stream(after=tokens[:1])
+    stream = reader.model.tokenizer.stream(after=tokens[:1])
+    decode = reader.model.tokenizer.decode_within
     count, mean, squares = 0, 0.0, 0.0  # of the entropies so far (Welford)
-    segments = _segments(tokens, context)
-    for segment, at, scores in _read(model, segments, 1, _METRICS_CHUNK, sampler, recording):
+    for segment, at, scores in reader.read(segments, batch=1):
         assert scores.measured is not None
         measured = each(
             regime=[REGIMES[regime] for regime in scores.measured.regime],
             logprob=plain(scores.logprob[:, 0]),
             **{name: plain(values) for name, values in vars(scores.measured.metrics).items()},
-            **extras_fields(scores.measured.extras, recording, model.tokenizer.decode_within),
+            **extras_fields(scores.measured.extras, reader.recording, decode),
         )
         start = segments[segment].start
         for position, fields in enumerate(measured, start + at + 1):
@@ -177,17 +168,16 @@ def measure_entropies(
     segments = [
         segment
         for number, text in enumerate(texts, 1)
-        if len(text) > 1
-        for segment in _segments(text, context, where=f"text {number}: ")
+        for segment in _split(text, context, where=f"text {number}: ")
     ]
     if not segments:
         raise UserError("there is nothing to measure: no text has two tokens")
-    points: list[list[np.ndarray]] = [[] for _ in segments]
-    for segment, _, scores in _read(model, segments, _BATCH, _METRICS_CHUNK, sampler):
+    points = {}
+    for number, scores in _Reader(model, sampler).read_whole(segments, _BATCH):
         assert scores.measured is not None
         metrics = scores.measured.metrics
-        points[segment].append(np.stack([metrics.entropy, metrics.varentropy], axis=-1))
-    return np.concatenate([part for parts in points for part in parts])
+        points[number] = np.stack([metrics.entropy, metrics.varentropy], axis=-1)
+    return np.concatenate([points[number] for number in range(len(segments))])
 
 
 def log_likelihoods(
@@ -202,57 +192,31 @@ def log_likelihoods(
 
     Scores come text by text, not in the order of the pairs, and do not depend on the other pairs.
     Pairs that differ in their last tokens alone are read once. An empty continuation is certain.
-
-    Args:
-        pairs: token ids of a context, at least one, and of its continuation.
-        context: most tokens that the model sees at once, by default all its positions. The first
-            tokens of a longer pair are left out.
-        batch: most texts that are read side by side; fewer where they are long.
+    The model sees at once at most `context` tokens, by default all its positions: the first tokens
+    of a longer pair are left out. At most `batch` texts are read side by side.
 
     Raises:
         UserError: an empty context, an id that is no token, a continuation that is longer than what
             the model sees at once, or NaN or infinite logits.
     """
-    positions = model.config.max_positions
-    context = positions if context is None else context
-    if not 1 <= context <= positions:
-        raise UserError(f"the context must be 1 to {positions} tokens, not {context}")
-    if batch < 1:
-        raise UserError(f"at least 1 text must be read at once, not {batch}")
+    context = _checked_context(model, context, least=1, usual=model.config.max_positions)
     # All tokens but the last one of a pair, to the pairs: number, last token, length.
     answers: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     empty = []
     for number, (before, after) in enumerate(pairs):
-        _check_pair(model, number, before, after, context)
+        where, length = f"pair {number}: ", len(after)
+        if not before:
+            raise UserError(f"{where}the context is empty: nothing is expected before a token")
+        if strange := [i for i in (*before, *after) if not 0 <= i < model.config.vocab_size]:
+            raise UserError(f"{where}{strange[0]} is no token")
+        if length > context:
+            told = f"the continuation has {length} tokens, the model sees {context} at once"
+            raise UserError(where + told)
         if not after:
             empty.append(Likelihood(number, 0.0, True))
             continue
         *tokens, last = (*before, *after)[-context - 1 :]
-        answers.setdefault(tuple(tokens), []).append((number, last, len(after)))
-    return _log_likelihoods(model, answers, empty, batch)
-
-
-def _check_pair(
-    model: LanguageModel, number: int, before: Sequence[int], after: Sequence[int], context: int
-) -> None:
-    if not before:
-        raise UserError(f"pair {number}: the context is empty: nothing is expected before a token")
-    if strange := [i for i in (*before, *after) if not 0 <= i < model.config.vocab_size]:
-        raise UserError(f"pair {number}: {strange[0]} is no token")
-    if len(after) > context:
-        raise UserError(
-            f"pair {number}: the continuation has {len(after)} tokens, "
-            f"the model sees {context} at once"
-        )
-
-
-def _log_likelihoods(
-    model: LanguageModel,
-    answers: Mapping[tuple[int, ...], Sequence[tuple[int, int, int]]],
-    empty: Sequence[Likelihood],
-    batch: int,
-) -> Iterator[Likelihood]:
-    yield from empty
+        answers.setdefault(tuple(tokens), []).append((number, last, length))
     texts = [
         _Text(
             tokens,
@@ -264,19 +228,27 @@ def _log_likelihoods(
     ]
     # The longest first: what does not fit into memory fails at once.
     texts.sort(key=lambda text: len(text.tokens), reverse=True)
-    parts: list[list[_Scores]] = [[] for _ in texts]
-    for number, at, scores in _read(model, texts, batch, _LIKELIHOOD_CHUNK):
-        parts[number].append(scores)
-        text = texts[number]
-        if at + len(scores.finite) < len(text.tokens):
-            continue
-        logprobs = np.concatenate([part.logprob for part in parts[number]])
-        greedy = np.concatenate([part.greedy for part in parts[number]])
-        parts[number].clear()
-        for pair, last, length in answers[tuple(text.tokens)]:
-            its = slice(-length, None), text.lasts.index(last)
-            total = float(logprobs[its].sum(dtype=np.float64))
-            yield Likelihood(pair, total, bool(greedy[its].all()))
+
+    def score_pairs() -> Iterator[Likelihood]:
+        for number, scores in _Reader(model).read_whole(texts, batch):
+            text = texts[number]
+            for pair, last, length in answers[tuple(text.tokens)]:
+                its = slice(-length, None), text.lasts.index(last)
+                total = float(scores.logprob[its].sum(dtype=np.float64))
+                yield Likelihood(pair, total, bool(scores.greedy[its].all()))
+
+    return chain(empty, score_pairs())
+
+
+def _checked_context(
+    model: LanguageModel, context: int | None, *, least: int = 2, usual: int = _CONTEXT
+) -> int:
+    positions = model.config.max_positions
+    if context is None:
+        return min(usual, positions)
+    if not least <= context <= positions:
+        raise UserError(f"the context must be {least} to {positions} tokens, not {context}")
+    return context
 
 
 # Reading texts
@@ -314,16 +286,7 @@ class _Scores:
     measured: _Measured | None  # None without a sampler
 
 
-def _checked_context(model: LanguageModel, context: int | None) -> int:
-    positions = model.config.max_positions
-    if context is None:
-        return min(_CONTEXT, positions)
-    if not 2 <= context <= positions:
-        raise UserError(f"the context must be 2 to {positions} tokens, not {context}")
-    return context
-
-
-def _segments(text: Sequence[int], context: int, where: str = "") -> list[_Text]:
+def _split(text: Sequence[int], context: int, where: str = "") -> list[_Text]:
     """Segments of at most `context` tokens; each token but the text's first is scored once."""
     segments, done = [], 1
     while done < len(text):
@@ -335,106 +298,105 @@ def _segments(text: Sequence[int], context: int, where: str = "") -> list[_Text]
     return segments
 
 
-def _read(
-    model: LanguageModel,
-    texts: Sequence[_Text],
-    batch: int,
-    largest: int,
-    sampler: CalibratedSampler | None = None,
-    recording: Recording | None = None,
-) -> Iterator[tuple[int, int, _Scores]]:
-    """Reads texts, at most `batch` side by side and of each at most `largest` tokens in one call.
+@dataclass(frozen=True)
+class _Reader:
+    """Reads texts, and measures with a sampler what it has metrics for."""
 
-    Yields for each part of a text its number, the index of the part's first token, and the scores
-    after each of its tokens.
+    model: LanguageModel
+    sampler: CalibratedSampler | None = None
+    recording: Recording = _NOTHING
 
-    Raises:
-        UserError: NaN or infinite logits.
-    """
-    config, done = model.config, 0
-    position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    position_bytes *= model.precision.activations.itemsize
-    # Side by side only with texts that need a cache of the same size: a short one would wait.
-    for capacity, group in groupby(texts, lambda text: bucket(len(text.tokens), PREFILL_WINDOW)):
-        alike = list(group)
-        # Powers of two, so that the last texts compile no program of their own.
-        rows = min(batch, bucket(len(alike), 1))
-        room = max(_CACHE_BYTES // position_bytes // capacity, 1)
-        rows = rows if rows <= room else 1 << room.bit_length() - 1
-        for first in range(0, len(alike), rows):
-            part = alike[first : first + rows]
-            scored = _read_batch(
-                model, part, rows, capacity, largest, sampler, recording or Recording()
-            )
-            for row, at, scores in scored:
-                if not scores.finite.all():
-                    raise UserError(part[row].where + _fault(model, part[row]))
-                yield done + first + row, at, scores
-        done += len(alike)
+    def read(self, texts: Sequence[_Text], batch: int) -> Iterator[tuple[int, int, _Scores]]:
+        """Reads at most `batch` texts side by side. Yields for each part of a text its number, the
+        index of the part's first token, and the scores after each of its tokens.
 
+        Raises:
+            UserError: NaN or infinite logits.
+        """
+        config, done = self.model.config, 0
+        position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        position_bytes *= self.model.precision.activations.itemsize
+        # Side by side only with texts that need a cache of the same size: a short one would wait.
+        for capacity, group in groupby(texts, _capacity):
+            alike = list(group)
+            room = max(_CACHE_BYTES // position_bytes // capacity, 1)
+            # Powers of two, so that the last texts compile no program of their own.
+            rows = min(batch, bucket(len(alike), 1), 1 << room.bit_length() - 1)
+            for first in range(0, len(alike), rows):
+                part = alike[first : first + rows]
+                for row, at, scores in self._read_batch(part, rows):
+                    if not scores.finite.all():
+                        raise UserError(part[row].where + self._find_fault(part[row]))
+                    yield done + first + row, at, scores
+            done += len(alike)
 
-def _read_batch(
-    model: LanguageModel,
-    texts: Sequence[_Text],
-    rows: int,
-    capacity: int,
-    largest: int,
-    sampler: CalibratedSampler | None,
-    recording: Recording,
-) -> Iterator[tuple[int, int, _Scores]]:
-    """Reads texts side by side, chunk by chunk; rows that are left over stay empty."""
-    config = model.config
-    room = max(_LOGITS_BYTES // (4 * config.vocab_size * rows), 1)
-    size = chunk_size(config, capacity, rows, min(largest, 1 << room.bit_length() - 1))
-    # Tokens, the tokens that may follow each, and how many of them are the text's.
-    length = max(len(text.tokens) for text in texts)
-    tokens = np.zeros((rows, length + size), np.int32)
-    following = np.zeros((*tokens.shape, bucket(max(len(t.lasts) for t in texts), 1)), np.int32)
-    lengths = np.zeros(rows, np.int64)
-    for row, text in enumerate(texts):
-        end = lengths[row] = len(text.tokens)
-        tokens[row, :end] = text.tokens
-        following[row, : end - 1] = tokens[row, 1:end, None]
-        following[row, end - 1, : len(text.lasts)] = text.lasts
-    settings = None if sampler is None else for_rows(sampler.settings, rows)
-    cache = init_cache(config, rows, capacity, model.precision.activations)
-    for start in range(0, length, size):
-        chunk = slice(start, start + size)
-        cache, scores = _score_chunk(
-            model.params,
-            settings,
-            cache,
-            jnp.asarray(tokens[:, chunk]),
-            jnp.asarray(following[:, chunk]),
-            jnp.asarray(np.clip(lengths - start, 0, size), jnp.int32),
-            config=config,
-            window=min(bucket(start + size, PREFILL_WINDOW), capacity),
-            recording=recording,
-            scored=start + size > min(text.first for text in texts),
-        )
-        if scores is None:
-            continue
-        scores = jax.device_get(scores)
+    def read_whole(self, texts: Sequence[_Text], batch: int) -> Iterator[tuple[int, _Scores]]:
+        """The same with the scores of each text together, when it has been read."""
+        parts: list[list[_Scores]] = [[] for _ in texts]
+        for number, at, scores in self.read(texts, batch):
+            parts[number].append(scores)
+            if at + len(scores.finite) == len(texts[number].tokens):
+                yield number, jax.tree.map(lambda *x: np.concatenate(x), *parts[number])
+                parts[number].clear()
+
+    def _read_batch(self, texts: Sequence[_Text], rows: int) -> Iterator[tuple[int, int, _Scores]]:
+        """Reads texts side by side, chunk by chunk; rows that are left over stay empty."""
+        config, capacity = self.model.config, _capacity(texts[0])
+        most = _METRICS_CHUNK if self.sampler else _LIKELIHOOD_CHUNK
+        room = max(_LOGITS_BYTES // (4 * config.vocab_size * rows), 1)
+        size = chunk_size(config, capacity, rows, min(most, 1 << room.bit_length() - 1))
+        # Tokens, the tokens that may follow each, and how many of them are the text's.
+        length = max(len(text.tokens) for text in texts)
+        tokens = np.zeros((rows, length + size), np.int32)
+        following = np.zeros((*tokens.shape, bucket(max(len(t.lasts) for t in texts), 1)), np.int32)
+        lengths = np.zeros(rows, np.int64)
         for row, text in enumerate(texts):
-            known = slice(max(text.first - start, 0), max(len(text.tokens) - start, 0))
-            own = jax.tree.map(lambda x: x[row, known], scores)  # noqa: B023
-            if len(own.finite):
-                yield row, start + known.start, own
+            end = lengths[row] = len(text.tokens)
+            tokens[row, :end] = text.tokens
+            following[row, : end - 1] = tokens[row, 1:end, None]
+            following[row, end - 1, : len(text.lasts)] = text.lasts
+        settings = None if self.sampler is None else for_rows(self.sampler.settings, rows)
+        cache = init_cache(config, rows, capacity, self.model.precision.activations)
+        for start in range(0, length, size):
+            chunk = slice(start, start + size)
+            cache, scores = _score_chunk(
+                self.model.params,
+                settings,
+                cache,
+                jnp.asarray(tokens[:, chunk]),
+                jnp.asarray(following[:, chunk]),
+                jnp.asarray(np.clip(lengths - start, 0, size), jnp.int32),
+                config=config,
+                window=min(bucket(start + size, PREFILL_WINDOW), capacity),
+                recording=self.recording,
+                scored=start + size > min(text.first for text in texts),
+            )
+            if scores is None:
+                continue
+            scores = jax.device_get(scores)
+            for row, text in enumerate(texts):
+                known = slice(max(text.first - start, 0), max(len(text.tokens) - start, 0))
+                own = jax.tree.map(lambda x: x[row, known], scores)  # noqa: B023
+                if len(own.finite):
+                    yield row, start + known.start, own
+
+    def _find_fault(self, text: _Text) -> str:
+        """Where reading a text yields NaN or infinity."""
+        checking = _Reader(self.model, recording=Recording(check=True))
+        for _, at, scores in checking._read_batch([replace(text, first=0)], rows=1):
+            at += text.start
+            assert scores.sound is not None
+            position, stage = first_unsound(scores.sound[None], jnp.array([at]))[0].tolist()
+            if position != NOWHERE:
+                return describe(position, stage)
+            if not scores.finite.all():
+                return f"NaN or infinite logits at position {at + 1 + scores.finite.argmin()}"
+        return f"NaN or infinite logits at or after position {text.start + 1}"
 
 
-def _fault(model: LanguageModel, text: _Text) -> str:
-    """Where reading a text yields NaN or infinity, found token by token: in a chunk one token
-    spoils the others."""
-    whole, capacity = replace(text, first=0), bucket(len(text.tokens), PREFILL_WINDOW)
-    for _, at, scores in _read_batch(model, [whole], 1, capacity, 1, None, Recording(check=True)):
-        at += text.start
-        assert scores.sound is not None
-        position, stage = first_unsound(scores.sound[None], jnp.array([at]))[0].tolist()
-        if position != NOWHERE:
-            return describe(position, stage)
-        if not scores.finite.all():
-            return f"NaN or infinite logits at position {at + 1}"
-    return f"NaN or infinite logits at or after position {text.start + 1}"
+def _capacity(text: _Text) -> int:
+    """Positions of the cache that a text is read with."""
+    return bucket(len(text.tokens), PREFILL_WINDOW)
 
 
 @partial(

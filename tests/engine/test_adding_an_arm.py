@@ -1,18 +1,16 @@
 """Mechanisms of one's own: the example of docs/adding-an-arm.md, and one that ends the row."""
 
-import importlib.util
-from collections.abc import Sequence
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 import entropix_jax
 from entropix_jax.engine.decode import decode
-from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
@@ -34,12 +32,7 @@ LOST = {f"regimes.{box}": ["entropy < -1"] for box in BOXES} | {
 
 
 def load_example() -> Mechanism:
-    spec = importlib.util.spec_from_file_location("change_course", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    mechanism: Mechanism = module.CHANGE_COURSE
+    mechanism: Mechanism = runpy.run_path(str(EXAMPLE))["CHANGE_COURSE"]
     return mechanism
 
 
@@ -67,11 +60,6 @@ def job_of(row_id: str = "0", **changes: Any) -> Job:
     return Job([5, 6, 7], settings, budget=12, row_id=row_id)
 
 
-def actions_of(steps: Sequence[Any]) -> str:
-    """r for `resample`, c for `change_course`, and so on."""
-    return "".join(step.action[0] for step in steps)
-
-
 JOBS = [
     job_of(),
     job_of("1", change_course__patience=1),
@@ -86,11 +74,8 @@ def rows() -> list[list[Any]]:
 
 
 def test_a_text_after_so_many_lost_tokens(rows: list[list[Any]]) -> None:
-    assert [actions_of(steps) for steps in rows[:3]] == [
-        "rrrcccrrrccc",
-        "rcccrcccrccc",
-        "rrrrrccrrrrr",
-    ]
+    told = ["".join(step.action[0] for step in steps) for steps in rows[:3]]
+    assert told == ["rrrcccrrrccc", "rcccrcccrccc", "rrrrrccrrrrr"]  # `resample`, `change_course`
     for steps, words in zip(rows, ("abc", "abc", "xy"), strict=False):
         written = [step.token for step in steps if step.action == "change_course"]
         assert written == [*words.encode()] * (len(written) // len(words))
@@ -106,43 +91,26 @@ def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
 
 
 def test_a_row_is_itself_whatever_runs_beside_it(rows: list[list[Any]]) -> None:
+    """And its settings are traced: others compile nothing."""
+    jitted: Any = decode
+    generate(MODEL, [*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
+    programs = jitted._cache_size()
+    generate(MODEL, JOBS)
+    assert jitted._cache_size() == programs
     for job, steps in zip(JOBS, rows, strict=True):
         (again,) = generate(MODEL, [job])
         assert [(s.token, s.action) for s in again] == [(s.token, s.action) for s in steps]
 
 
-def test_its_settings_are_traced(rows: list[list[Any]]) -> None:
-    jitted: Any = decode
-    programs = jitted._cache_size()
-    generate(MODEL, [*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
-    assert jitted._cache_size() == programs
-
-
-def test_its_settings_are_checked() -> None:
-    assert SAMPLER.values["change_course.patience"] == 3
-    for key, value, words in (
-        ("patience", 0, r"must lie in \[1, 1000\]"),
-        ("words", ["a", "b"], "at most 1 texts"),
-        ("patients", 1, "did you mean 'change_course.patience'"),
-    ):
-        with pytest.raises(UserError, match=words):
-            SAMPLER.with_values({f"change_course.{key}": value})
-    with pytest.raises(UserError, match="there is an arm 'change_course' already"):
-        SAMPLER.with_mechanism(load_example())
-
-
-def test_as_a_user_sees_it(tmp_path: Path) -> None:
+def test_as_a_user_sees_it(tiny: LanguageModel, tmp_path: Path) -> None:
     """Its action has its name in results, traces and pages."""
     sampler: Sampler = SAMPLER.with_values({"change_course.words": " is"})
-    model = entropix_jax.load("tiny")
-    rows = entropix_jax.generate(model, "Tom", sampler, max_new_tokens=8, ignore_eos=True)
+    rows = entropix_jax.generate(tiny, "Tom", sampler, max_new_tokens=8, ignore_eos=True)
     counts = rows[0].to_json()["actions"]
     assert [*counts] == ["resample", "change_course"]
     assert counts["resample"] + counts["change_course"] == 8
     written = [token.token_id for token in rows[0].tokens if token.action == "change_course"]
-    ids = model.tokenizer.encode_within(" is")
-    np.testing.assert_array_equal(written, [*ids] * (len(written) // len(ids)))
-    rows.save_trace(tmp_path / "run.jsonl")
-    assert '"action": "change_course"' in (tmp_path / "run.jsonl").read_text()
+    ids = tiny.tokenizer.encode_within(" is")
+    assert written == [*ids] * (len(written) // len(ids))
     rows.save_report(tmp_path / "run.html")
     assert "change_course" in (tmp_path / "run.html").read_text()

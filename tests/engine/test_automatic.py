@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from entropix_jax.cli import batch
-from entropix_jax.cli import generate as main
 from entropix_jax.engine import api, own_text
 from entropix_jax.engine import calibrated as automatic
 from entropix_jax.engine.calibrated import May, fit_thresholds
@@ -34,8 +33,14 @@ ENTROPIX = load_sampler("entropix")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), calibrated=False)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model(tmp_path_factory.mktemp("model"), calibrated=False))
+
+
+@pytest.fixture
+def model(folder: str) -> LanguageModel:
+    """Loaded anew: a model knows the thresholds that were made for it."""
+    return load(folder)
 
 
 @pytest.fixture
@@ -63,9 +68,9 @@ def thresholds_of(sampler: Sampler) -> dict[str, float]:
     return {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS}
 
 
-def test_made_on_first_use_and_kept(folder: Path, kept: Path) -> None:
+def test_made_on_first_use_and_kept(folder: str, kept: Path) -> None:
     """From the model's own text, in a file that is a calibration.json; the same each time."""
-    sampler = fit_thresholds(ENTROPIX, load(str(folder)))
+    sampler = fit_thresholds(ENTROPIX, load(folder))
     (path,) = kept.iterdir()
     stored = json.loads(path.read_text())
     assert stored["thresholds"] == thresholds_of(sampler) != PUBLISHED
@@ -74,19 +79,18 @@ def test_made_on_first_use_and_kept(folder: Path, kept: Path) -> None:
     assert note.startswith("the model has no calibration.json: thresholds were fitted to 4144")
     assert note.endswith(f"kept in {path}")
 
-    again = fit_thresholds(ENTROPIX, load(str(folder)))
+    again = fit_thresholds(ENTROPIX, load(folder))
     assert (thresholds_of(again), again.notes) == (stored["thresholds"], ())
     for damaged in ("{", "[]", '{"thresholds": {"h1": 1}}', json.dumps({"too_slow_on": "another"})):
         path.write_text(damaged)
-        anew = fit_thresholds(ENTROPIX, load(str(folder)))
+        anew = fit_thresholds(ENTROPIX, load(folder))
         assert thresholds_of(anew) == stored["thresholds"]
         assert len(anew.notes) == 1
         assert json.loads(path.read_text()) == stored
 
 
-def test_what_is_measured_is_the_models_text(folder: Path) -> None:
+def test_what_is_measured_is_the_models_text(model: LanguageModel) -> None:
     """As the reader of texts measures it: a model that is sure of what follows has no entropy."""
-    model = load(str(folder))
     points = measure_own_text(model, 600.0)
     assert points is not None
     assert points.shape == (4144, 2)
@@ -101,97 +105,75 @@ def test_what_is_measured_is_the_models_text(folder: Path) -> None:
     assert rows[0, 0, 0, 1] == pytest.approx(row.tokens[0].varentropy, abs=1e-4)
 
 
-def test_one_run_makes_them_once(measured: list[LanguageModel], folder: Path) -> None:
-    model = load(str(folder))
+def test_they_are_made_once_for_a_model_and_a_type(
+    model: LanguageModel,
+    measured: list[LanguageModel],
+    kept: Path,
+    folder: str,
+    tmp_path: Path,
+) -> None:
     with pytest.warns(UserWarning, match="thresholds were fitted"):
         (row,) = api.stream(model, "Once", max_new_tokens=1).rows
     sampler = row.request.sampler.sampler
-    other = fit_thresholds(sampler, model)
-    assert thresholds_of(other) == thresholds_of(sampler) != PUBLISHED
+    assert thresholds_of(fit_thresholds(sampler, model)) == thresholds_of(sampler) != PUBLISHED
     fit_thresholds(load_sampler("document-004"), model)
     assert measured == [model]
-
-
-def test_another_model_and_another_type_have_their_own(
-    measured: list[LanguageModel], kept: Path, folder: Path, tmp_path: Path
-) -> None:
     other = write_model(tmp_path / "other", lambda p: replace(p, head=2 * p.head), calibrated=False)
     for place, dtype in ((folder, None), (folder, "bfloat16"), (other, None), (folder, "float32")):
         fit_thresholds(ENTROPIX, load(str(place), dtype))
-    assert len(measured) == 3
-    assert len([*kept.iterdir()]) == 3
-
-
-def test_too_slow_is_remembered(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On that machine alone."""
-    tried = []
-    monkeypatch.setattr(automatic, "measure_own_text", lambda *_: tried.append(0))
-    for _ in range(3):
-        sampler = fit_thresholds(ENTROPIX, load(str(folder)))
-        assert thresholds_of(sampler) == PUBLISHED
-        assert "never calibrated, the published thresholds are used" in sampler.notes[0]
-    assert len(tried) == 1
-    monkeypatch.setattr(automatic, "_machine", lambda: "another")
-    fit_thresholds(ENTROPIX, load(str(folder)))
-    assert len(tried) == 2
-
-
-def test_a_deadline_is_held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    write = own_text._write
-
-    def slow(*arguments: Any, **named: Any) -> Any:
-        steps.append(0)
-        return write(*arguments, **named)
-
-    monkeypatch.setattr(own_text, "_write", slow)
-    clock = iter(range(100))
-    monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    # A second a chunk; there are seven. After two it is known that ten will not do for all.
-    assert measure_own_text(load(str(folder)), 8.0) is None
-    assert len(steps) == 2
-
-
-def test_what_has_no_hope_is_not_tried(
-    measured: list[LanguageModel],
-    kept: Path,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(automatic, "_PATIENCE", 9.0)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    config = load_model_config(write_config(tmp_path))
-    large: Any = SimpleNamespace(config=config, precision=choose_precision("bfloat16"), rules=None)
-    assert least_seconds(large) > 60
-    model = load(str(folder))
-    assert least_seconds(model) < 9
-    monkeypatch.setattr(automatic, "least_seconds", lambda _: least_seconds(large))
-    sampler = fit_thresholds(ENTROPIX, model)
-    assert "published thresholds are used" in sampler.notes[0]
-    assert (measured, [*kept.iterdir()]) == ([], [])
+    assert len(measured) == len([*kept.iterdir()]) == 3
+    # A folder that others could write to is not read.
+    kept.chmod(0o777)
+    (note,) = fit_thresholds(ENTROPIX, load(folder)).notes
+    assert note.endswith("are not kept")
+    assert len(measured) == 4
 
 
 def test_without_a_cache_folder_they_last_as_long_as_the_model(
-    measured: list[LanguageModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel,
+    measured: list[LanguageModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    model = load(str(folder))
     for _ in range(2):
         (note,) = fit_thresholds(ENTROPIX, model).notes
         assert note.endswith("are not kept")
     assert len(measured) == 1
 
 
-def test_a_cache_that_others_could_write_to_is_not_read(
-    measured: list[LanguageModel], kept: Path, folder: Path
+def test_a_deadline_is_held(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    # A second a chunk; there are seven. After two it is known that ten will not do for all.
+    assert measure_own_text(model, 8.0) is None
+    assert next(clock) == 5  # looked at once, and twice for each chunk
+
+
+def test_too_slow_is_remembered_on_that_machine_alone(
+    model: LanguageModel, kept: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit_thresholds(ENTROPIX, load(str(folder)))
-    kept.chmod(0o777)
-    (note,) = fit_thresholds(ENTROPIX, load(str(folder))).notes
-    assert note.endswith("are not kept")
-    assert len(measured) == 2
+    tried = []
+    monkeypatch.setattr(automatic, "measure_own_text", lambda *_: tried.append(0))
+    # What has no hope is not even tried.
+    config = load_model_config(write_config(tmp_path))
+    large: Any = SimpleNamespace(config=config, precision=choose_precision("bfloat16"), rules=None)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert least_seconds(model) < 9 < 60 < least_seconds(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(automatic, "_PATIENCE", 9.0)
+        patch.setattr(automatic, "least_seconds", lambda _: least_seconds(large))
+        assert "published thresholds are used" in fit_thresholds(ENTROPIX, model).notes[0]
+    assert (tried, [*kept.iterdir()]) == ([], [])
+    for _ in range(3):
+        sampler = fit_thresholds(ENTROPIX, load(folder))
+        assert thresholds_of(sampler) == PUBLISHED
+        assert "never calibrated, the published thresholds are used" in sampler.notes[0]
+    assert len(tried) == 1
+    monkeypatch.setattr(automatic, "_machine", lambda: "another")
+    fit_thresholds(ENTROPIX, load(folder))
+    assert len(tried) == 2
 
 
 def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:
@@ -221,17 +203,32 @@ def test_who_follows_thresholds() -> None:
 
 
 def test_a_baseline_takes_what_is_there_and_makes_nothing(
-    measured: list[LanguageModel], kept: Path, folder: Path
+    model: LanguageModel, measured: list[LanguageModel], folder: str
 ) -> None:
     """Its trace tells regimes by the thresholds that a sampler that follows them would have."""
     baseline = load_sampler("min-p")
-    model = load(str(folder))
     sampler = fit_thresholds(baseline, model)
     assert (thresholds_of(sampler), sampler.notes, measured) == (PUBLISHED, (), [])
     made = thresholds_of(fit_thresholds(ENTROPIX, model))
-    for one in (model, load(str(folder))):
+    for one in (model, load(folder)):
         sampler = fit_thresholds(baseline, one)
         assert (thresholds_of(sampler), sampler.notes) == (made, ())
+    # Processes of one run read the model's own file alone.
+    assert thresholds_of(fit_thresholds(ENTROPIX, model, "read")) == PUBLISHED
+
+
+def test_processes_of_one_run_make_none(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrate(sampler: Sampler, model: LanguageModel, may: May) -> CalibratedSampler:
+        raise AssertionError(may)
+
+    monkeypatch.setattr("entropix_jax.batch.run.calibrate_sampler", calibrate)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once"}\n')
+    monkeypatch.chdir(tmp_path)
+    own = ["--input", "in.jsonl", "--output", "out.jsonl", "--model", folder, "--distributed"]
+    with pytest.raises(AssertionError, match="read"):
+        batch.main([*own, "--processes", "1", "--process", "0"])
 
 
 def test_the_models_own_file_comes_first(measured: list[LanguageModel], tmp_path: Path) -> None:
@@ -243,9 +240,8 @@ def test_the_models_own_file_comes_first(measured: list[LanguageModel], tmp_path
 
 
 def test_thresholds_that_nobody_asked_for_stand_in_nobodys_way(
-    measured: list[LanguageModel], folder: Path
+    model: LanguageModel, measured: list[LanguageModel]
 ) -> None:
-    model = load(str(folder))
     made = thresholds_of(fit_thresholds(ENTROPIX, model))
     own = (made["h2"] + PUBLISHED["h2"]) / 2
     assert made["h2"] < own
@@ -256,76 +252,31 @@ def test_thresholds_that_nobody_asked_for_stand_in_nobodys_way(
     assert note.endswith("the published thresholds are used")
 
 
-def test_processes_of_one_run_read_the_models_file_alone(
-    measured: list[LanguageModel], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(str(folder))
-    fit_thresholds(ENTROPIX, model)
-    assert thresholds_of(fit_thresholds(ENTROPIX, model, "read")) == PUBLISHED
-    seen = []
-
-    class Stopped(Exception):
-        pass
-
-    def calibrate(sampler: Sampler, model: LanguageModel, may: May) -> CalibratedSampler:
-        seen.append(may)
-        raise Stopped
-
-    monkeypatch.setattr("entropix_jax.batch.run.calibrate_sampler", calibrate)
-    source = tmp_path / "in.jsonl"
-    source.write_text('{"prompt": "Once"}\n')
-    own = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--model", str(folder))
-    with pytest.raises(Stopped):
-        batch.main([*own, "--distributed", "--processes", "1", "--process", "0"])
-    assert seen == ["read"]
-
-
-@pytest.mark.parametrize(("sampler", "lines"), [("entropix", 2), ("greedy", 1), ("edt", 1)])
-def test_the_command_says_it_in_one_line(
-    measured: list[LanguageModel],
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    sampler: str,
-    lines: int,
-) -> None:
-    arguments = ["--prompt", "Once", "--model", str(folder), "--sampler", sampler]
-    assert main.main([*arguments, "--max-new-tokens", "1", "--no-chat"]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == lines
-    assert [line.startswith("note: the model has no") for line in said] == [True, False][-lines:]
-
-
 # Where a text begins.
 
 
-def test_the_start_of_a_text(folder: Path) -> None:
+def test_the_start_of_a_text(model: LanguageModel) -> None:
     ids = token_ids()
-    model = load(str(folder))
     assert start_of_text(model) == [ids["<|begin_of_text|>"]]
 
-    def without_bos(named: dict[str, int], eos: tuple[int, ...], line: list[int]) -> Any:
-        return SimpleNamespace(
-            tokenizer=SimpleNamespace(
-                encode=lambda text, add_bos: [],
-                encode_within=lambda text: line,
-                named_token_id=named.get,
-            ),
-            generation=SimpleNamespace(eos_ids=eos),
-        )
+    def start(named: dict[str, int], eos: tuple[int, ...], line: list[int]) -> list[int]:
+        """Of a model whose tokenizer puts nothing before a text."""
+        tokenizer = SimpleNamespace(encode_within=lambda text: line, named_token_id=named.get)
+        tokenizer.encode = lambda text, add_bos: []
+        generation = SimpleNamespace(eos_ids=eos)
+        other: Any = SimpleNamespace(tokenizer=tokenizer, generation=generation)
+        return start_of_text(other)
 
-    both = {"bos_token": 3, "eos_token": 4}
-    assert start_of_text(without_bos(both, (5, 6), [7])) == [3]
-    assert start_of_text(without_bos({"eos_token": 4}, (5, 6), [7])) == [4]
-    assert start_of_text(without_bos({}, (5, 6), [7])) == [5]
-    assert start_of_text(without_bos({}, (), [7, 8])) == [7]
-    assert start_of_text(without_bos({}, (), [])) == [0]
-    assert model.tokenizer.named_token_id("bos_token") == ids["<|begin_of_text|>"]
-    assert model.tokenizer.named_token_id("mask_token") is None
+    assert start({"bos_token": 3, "eos_token": 4}, (5, 6), [7]) == [3]
+    assert start({"eos_token": 4}, (5, 6), [7]) == [4]
+    assert start({}, (5, 6), [7]) == [5]
+    assert start({}, (), [7, 8]) == [7]
+    assert start({}, (), []) == [0]
 
 
-def test_on_several_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_several_devices(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_text, "TOKENS", 64)
-    alone, spread = load(str(folder)), load(str(folder), mesh=parse_mesh("model=2", jax.devices()))
+    alone, spread = load(folder), load(str(folder), mesh=parse_mesh("model=2", jax.devices()))
     points = [measure_own_text(model, 600.0) for model in (alone, spread)]
     assert points[0] is not None
     assert points[1] is not None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from entropix_jax.cli import terminal
 from entropix_jax.engine import decode
 from entropix_jax.engine import engine as module
-from entropix_jax.engine import state as decode_state
 from entropix_jax.engine.api import generate, stream
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
@@ -24,24 +26,17 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.config import GenerationConfig
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import BOXES
-from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView, draw
-from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.text.tokenizer import load_tokenizer
+from tests.support.commands import short
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
-from tests.support.runs import Spec, run_specs
+from tests.support.runs import Spec, run_specs, set_pace
 from tests.support.tokenizers import byte_fallback, save
 
 TOKENS = 40  # of most runs: more than a chunk of steps
 RECORDING = Recording(top=MAX_TOP, layers=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(str(write_model(tmp_path_factory.mktemp("model"))))
 
 
 def ids(number: int, first: int = 60) -> list[int]:
@@ -64,76 +59,65 @@ def tokens_of(row: Row) -> list[int]:
 def same(one: Row, other: Row) -> bool:
     """The same row, wherever in its batch it was, floats to the last bit."""
     one_tokens, other_tokens = ([replace(t, row=0) for t in row.tokens] for row in (one, other))
-    return (one_tokens, one.text, one.finish_reason) == (
-        other_tokens,
-        other.text,
-        other.finish_reason,
-    )
+    ends = [(row.text, row.finish_reason) for row in (one, other)]
+    return one_tokens == other_tokens and ends[0] == ends[1]
 
 
 def nearly(one: Row, other: Row) -> bool:
     """The same row but for rounding: a batch of another size may add in another order."""
-    for a, b in zip(one.tokens, other.tokens, strict=True):
-        for name in ("position", "token_id", "text", "regime", "action", "forwards"):
-            if getattr(a, name) != getattr(b, name):
-                return False
-        if abs(a.entropy - b.entropy) > 1e-3 or abs(a.logprob - b.logprob) > 1e-3:
-            return False
-    return (one.text, one.finish_reason) == (other.text, other.finish_reason)
+    told = operator.attrgetter("position", "token_id", "text", "regime", "action", "forwards")
+    floats = operator.attrgetter("entropy", "logprob")
+    return one.to_json() == other.to_json() and all(
+        told(a) == told(b) and np.allclose(floats(a), floats(b), rtol=0, atol=1e-3)
+        for a, b in zip(one.tokens, other.tokens, strict=True)
+    )
 
 
-@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
-def test_a_row(model: LanguageModel, sampler: str) -> None:
-    (row,) = run(model, requests([ids(5)]), sampler=sampler)
-    assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
-    assert row.finish_reason == "length"
-    assert row.text == "".join(token.text for token in row.tokens)
-    assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
-    assert len({token.regime for token in row.tokens}) > 1
-    counts = row.to_json()
-    assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
-    assert sum(counts["actions"].values()) == TOKENS
-    forwards = [token.forwards for token in row.tokens]
-    if sampler == "document-001":  # a step a token
-        assert forwards == list(range(TOKENS))
-        assert counts["retracted"] == 0
-    else:  # rolled out and taken back tokens count too
-        assert forwards == sorted(forwards)
-        assert {"branch", "backspace"} <= counts["actions"].keys()
-        assert counts["retracted"] >= counts["actions"]["backspace"]
-        assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
-    assert counts["forwards"] == forwards[-1]
+@pytest.fixture(scope="module")
+def whole(model: LanguageModel) -> Row:
+    """What the default sampler writes after five tokens."""
+    return run(model, requests([ids(5)]))[0]
+
+
+def test_a_row(model: LanguageModel, whole: Row) -> None:
+    (plain,) = run(model, requests([ids(5)]), sampler="document-001")
+    for row in (whole, plain):
+        assert [token.position for token in row.tokens] == list(range(5, 5 + TOKENS))
+        assert row.finish_reason == "length"
+        assert row.text == "".join(token.text for token in row.tokens)
+        assert row.text == model.tokenizer.stream(after=ids(5)).run(tokens_of(row))
+        assert len({token.regime for token in row.tokens}) > 1
+        counts = row.to_json()
+        assert counts["tokens"] == TOKENS == sum(counts["regimes"].values())
+        assert sum(counts["actions"].values()) == TOKENS
+        assert counts["forwards"] == row.tokens[-1].forwards
+    assert [token.forwards for token in plain.tokens] == list(range(TOKENS))  # a step a token
+    assert plain.to_json()["retracted"] == 0
+    # Rolled out and taken back tokens count, too.
+    counts, forwards = whole.to_json(), [token.forwards for token in whole.tokens]
+    assert forwards == sorted(forwards)
+    assert {"branch", "backspace"} <= counts["actions"].keys()
+    assert counts["retracted"] >= counts["actions"]["backspace"]
+    assert forwards[-1] >= TOKENS - 1 + counts["retracted"]
 
 
 def test_pacing_changes_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
-    stop = whole[1].text[20:25]
-
-    def results() -> list[Row]:
-        return run(model, requests([ids(5), ids(9, 70), ids(3)]), stop=[stop])
-
-    expected = results()
+    wanted = requests([ids(5), ids(9, 70), ids(3)])
+    stop = run(model, wanted)[1].text[20:25]
+    expected = run(model, wanted, stop=[stop])
     assert [row.finish_reason for row in expected] == ["length", "stop", "length"]
     for steps in (1, 3, MAX_STEPS):
-
-        def pace(self: Engine, waited: float, steps: int = steps) -> None:
-            self._chunk_steps = steps
-
-        monkeypatch.setattr(Engine, "_pace", pace)
-        assert all(map(same, results(), expected)), steps
+        set_pace(monkeypatch, steps)
+        assert all(map(same, run(model, wanted, stop=[stop]), expected)), steps
 
 
 def test_the_host_looks_after_one_step_and_then_less_often(model: LanguageModel) -> None:
     engine = run_specs(model, requests([ids(5)]))._engine
     assert engine._chunk_steps == 1
-    for _ in range(9):
-        engine._pace(0.0)
-    assert engine._chunk_steps == MAX_STEPS
-    engine._pace(0.07)
-    assert engine._chunk_steps == MAX_STEPS
-    for _ in range(9):
-        engine._pace(1.0)
-    assert engine._chunk_steps == 1
+    for waited, steps in (([0.0] * 9, MAX_STEPS), ([0.07], MAX_STEPS), ([1.0] * 9, 1)):
+        for seconds in waited:
+            engine._pace(seconds)
+        assert engine._chunk_steps == steps
 
 
 def test_a_prefill_in_chunks_is_one_prefill(
@@ -164,42 +148,6 @@ def test_a_row_ends_at_the_last_position(model: LanguageModel) -> None:
     assert row.finish_reason == "length"
 
 
-def test_samplers_and_recordings_that_do_not_fit(model: LanguageModel) -> None:
-    wanted = requests([ids(5)])
-    last = model.config.vocab_size - 1
-    for ban, fits in ((last, True), (last + 1, False)):
-        sampler = load_sampler("greedy").with_values({"draw.bans": [ban]})
-        if fits:
-            run_specs(model, wanted, sampler)
-        else:
-            with pytest.raises(UserError, match=f"draw.bans holds {ban}, which is no token"):
-                run_specs(model, wanted, sampler)
-    for prompts, top, words in (
-        ([], 0, "no request"),
-        ([[1]], -1, "the -1 likeliest"),
-        ([[1]], last + 2, f"the {last + 2} likeliest tokens are asked for"),
-    ):
-        with pytest.raises(UserError, match=words):
-            run_specs(model, requests(prompts), recording=Recording(top=top))
-
-
-def test_end_tokens(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
-    end = tokens_of(whole)[12]
-    at = tokens_of(whole).index(end)
-    turn_end = token_ids()["<|eot_id|>"]
-    ending = replace(model, generation=GenerationConfig(eos_ids=(turn_end, end)))
-
-    (row,) = run(ending, requests([ids(5)]), ignore_eos=False)
-    assert tokens_of(row) == tokens_of(whole)[: at + 1]
-    assert row.finish_reason == "eos"
-    (row,) = run(ending, requests([ids(5)]), ignore_eos=True)
-    assert same(row, whole)
-    # At the last token of the budget, the end token is the reason.
-    (row,) = run(ending, requests([ids(5)], at + 1), ignore_eos=False)
-    assert row.finish_reason == "eos"
-
-
 def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
     base = replace(model, generation=GenerationConfig(eos_ids=(7,)))
     turn_end = token_ids()["<|eot_id|>"]
@@ -211,8 +159,7 @@ def test_the_end_of_a_turn_ends_a_chat(model: LanguageModel) -> None:
     assert row.request.eos_ids == ()
 
 
-def test_stop_strings(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
+def test_stop_strings(model: LanguageModel, whole: Row) -> None:
     texts = [token.text for token in whole.tokens]
     # Over three tokens, and from the middle of one to the middle of another.
     first = next(
@@ -230,39 +177,8 @@ def test_stop_strings(model: LanguageModel) -> None:
     (row,) = generation.rows
     assert row.finish_reason == "stop"
     assert row.text == shown == whole.text[: whole.text.index(stop)]
-    assert tokens_of(row) == tokens_of(whole)[: first + 3], (
-        "the token that completes it is the last"
-    )
-    joined = "".join(token.text for token in row.tokens)
-    assert joined.startswith(row.text + stop)
-
-
-def test_a_row_that_met_its_stop_string_costs_nothing_more(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run(model, requests([ids(5), ids(9, 70), ids(3)]))
-    stop = whole[1].text[2:5]
-    wanted = requests([ids(5), ids(9, 70), ids(3)])
-    generation = run_specs(model, wanted, ignore_eos=True, stop=[stop])
-    finishes: dict[bool, list[list[int]]] = {False: [], True: []}  # by whether the host knows
-    step = decode.decode
-
-    def watched(params: Any, sampler: Any, eos: Any, state: Any, *rest: Any, **options: Any) -> Any:
-        known = generation.rows[1].finish_reason == "stop"
-        finishes[known].append(state.finish.tolist())
-        return step(params, sampler, eos, state, *rest, **options)
-
-    monkeypatch.setattr(module, "decode", watched)
-    monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)
-    generation.run()
-    assert finishes[False][0] == [decode_state.RUNNING] * 3
-    running, stopped = decode_state.RUNNING, decode_state.FINISHED_STOP
-    assert finishes[True][0] == [running, stopped, running]
-    assert {row for _, row, _ in finishes[True]} == {stopped}
-
-
-def test_text_that_was_held_back_comes_at_the_end(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
+    assert tokens_of(row) == tokens_of(whole)[: first + 3]  # the token that completes it
+    # Text that was held back comes at the end.
     stop = whole.text[-3:] + "and never this"
     generation = run_specs(model, requests([ids(5)]), stop=[stop], ignore_eos=True)
     *_, last = generation
@@ -304,14 +220,11 @@ def test_logits_that_are_not_numbers_end_their_row_alone(
     assert second.finish_reason == "error"
     assert second.error == f"NaN or infinite logits at position {20 + at + 1}"
     assert tokens_of(second) == seen[1][: at + 1]
-    assert second.to_json()["error"] == second.error
-    assert nearly(first, rows[0])
-    assert nearly(third, rows[2])
+    assert all(map(nearly, (first, third), (rows[0], rows[2])))
     assert pieces == [row.text for row in generation.rows], "held text is given on an error too"
 
 
-def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
-    (whole,) = run(model, requests([ids(5)]))
+def test_an_interrupt_gives_the_text_so_far(model: LanguageModel, whole: Row) -> None:
     stop = whole.text[:-1] + "never"  # holds all text back
     generation = run_specs(model, requests([ids(5)] * 3), stop=[stop], ignore_eos=True)
     for event in generation:
@@ -320,7 +233,6 @@ def test_an_interrupt_gives_the_text_so_far(model: LanguageModel) -> None:
     events = [event for event in generation.interrupt() if event.row.number == 0]
     row = generation.rows[0]
     assert row.finish_reason == "interrupt"
-    assert row.text == "".join(token.text for token in row.tokens)
     # The last token might have been taken back, had the row gone on.
     assert tokens_of(row)[:-1] == tokens_of(whole)[: len(row.tokens) - 1]
     assert events[-1].token is None
@@ -346,18 +258,6 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
     assert [row.finish_reason for row in generation.rows] == [None] * 3
     generation.interrupt()
     assert [len(row.tokens) for row in generation.rows] == [11, 11, 10]
-
-    # Where tokens come in bursts and some are held back, it is the last event all the same.
-    generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
-    known = 0
-    for event in generation:
-        assert not generation._engine._stopping
-        known += event.token is not None and not event.retracted
-        token = None if event.retracted else event.token
-        if token is not None and token.position == 15 and event.row.number == 1:
-            generation.stop()
-    assert sum(len(row.tokens) for row in generation.rows) == known < 3 * TOKENS
-    assert [row.finish_reason for row in generation.rows] == [None] * 3
 
     # After a token that was taken back, what took its place still belongs to the row.
     generation = run_specs(model, requests([ids(5)] * 3), ignore_eos=True)
@@ -391,14 +291,12 @@ def test_what_is_recorded(model: LanguageModel) -> None:
     (row,) = run(model, requests([ids(5)]), recording=RECORDING)
     tokens = row.tokens
     assert {"branch", "backspace"} <= {token.action for token in tokens}
-    found = 0
+    found, config = 0, model.config
     for token in tokens:
         assert token.top is not None
-        assert token.layers is not None
-        assert len(token.layers) == model.config.num_layers
-        assert {len(heads) for heads in token.layers} == {model.config.num_heads}
-        mean = sum(map(sum, token.layers)) / sum(map(len, token.layers))
-        assert token.attn_entropy == pytest.approx(mean, rel=1e-4)
+        layers = np.array(token.layers)
+        assert layers.shape == (config.num_layers, config.num_heads)
+        assert token.attn_entropy == pytest.approx(layers.mean(), rel=1e-4)
         likeliest, text, _ = token.top[0]
         assert text == model.tokenizer.decode_within([likeliest])
         assert [p for *_, p in token.top] == sorted((p for *_, p in token.top), reverse=True)
@@ -415,28 +313,15 @@ def test_what_is_recorded(model: LanguageModel) -> None:
 def test_prompts(model: LanguageModel) -> None:
     special = token_ids()
     begin = special["<|begin_of_text|>"]
-    plain = encode_prompt(model, "Once", chat=False)
+    plain, chat = (encode_prompt(model, "Once", chat=chat) for chat in (False, True))
     assert plain[0] == begin
-    assert begin not in plain[1:]
+    assert plain.count(begin) == chat.count(begin) == chat.count(special["<|eot_id|>"]) == 1
     assert encode_prompt(model, "<|begin_of_text|>Once", chat=False) == plain
-
-    chat = encode_prompt(model, "Once", chat=True)
-    assert chat.count(begin) == 1
-    assert chat.count(special["<|eot_id|>"]) == 1
-    assert model.tokenizer.decode(chat, skip_special=False).endswith(
-        "assistant<|end_header_id|>\n\n"
-    )
+    shown = model.tokenizer.decode(chat, skip_special=False)
+    assert shown.endswith("assistant<|end_header_id|>\n\n")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Once"}]
-    assert encode_prompt(model, messages, chat=True) == encode_prompt(
-        model, "Once", chat=True, system="Be brief."
-    )
-    for prompt, system, message in (
-        ("", None, "the prompt is empty"),
-        ("Once", "Be brief.", r"a system message needs a chat"),
-        (messages, None, r"a conversation needs a chat"),
-    ):
-        with pytest.raises(UserError, match=message):
-            encode_prompt(model, prompt, chat=False, system=system)
+    with_system = encode_prompt(model, "Once", chat=True, system="Be brief.")
+    assert encode_prompt(model, messages, chat=True) == with_system
 
 
 def test_generate(model: LanguageModel) -> None:
@@ -444,25 +329,9 @@ def test_generate(model: LanguageModel) -> None:
     rows = generate(model, "Once", samples=3, **options)
     prompt = encode_prompt(model, "Once", chat=True)
     assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
-    assert all(
-        map(same, rows, run_specs(model, requests([prompt] * 3, 8), seed=3, ignore_eos=True).run())
-    )
-    (row,) = generate(model, "Once", "greedy", chat=False, **options)
-    assert list(row.request.prompt) == encode_prompt(model, "Once", chat=False)
+    assert all(map(same, rows, run(model, requests([prompt] * 3, 8), seed=3)))
     (row,) = generate(model, [{"role": "user", "content": "Once"}], **options)
     assert nearly(row, rows[0])
-    with pytest.raises(UserError, match="samples must be at least 1, not 0"):
-        generate(model, "Once", samples=0)
-
-
-def test_an_iteration_goes_on_where_it_was_left(model: LanguageModel) -> None:
-    wanted = requests([ids(3)], 6)
-    left = run_specs(model, wanted, ignore_eos=True)
-    for event in left:
-        if event.token is not None and event.token.forwards == 2:
-            break
-    (row,) = left.run()
-    assert same(row, run(model, wanted)[0])
 
 
 def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> None:
@@ -475,22 +344,7 @@ def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> N
         assert size == 16 or size * window * batch * heads * 4 <= 1 << 28
 
 
-def test_a_note_of_the_sampler_is_a_warning(model: LanguageModel) -> None:
-    model = replace(model, folder=Path("nowhere"))  # nothing to keep thresholds of its own by
-    with pytest.warns(UserWarning, match="never calibrated"):
-        generate(model, "Once", max_new_tokens=1)
-
-
 # Hooks
-
-
-def paced(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """So many steps from one look of the host to the next."""
-
-    def pace(self: Engine, waited: float) -> None:
-        self._chunk_steps = steps
-
-    monkeypatch.setattr(Engine, "_pace", pace)
 
 
 # A thought is due in about every other step.
@@ -510,9 +364,8 @@ class Library:
     def __init__(self, model: LanguageModel, texts: Sequence[str], **options: Any) -> None:
         self.model, self.texts = model, texts
         self.found: list[tuple[int, str]] = []  # after how many tokens was which text returned
-        self.generation = run_specs(
-            model, requests([ids(5)]), ignore_eos=True, retrieve=self.retrieve, **options
-        )
+        options |= {"ignore_eos": True, "retrieve": self.retrieve}
+        self.generation = run_specs(model, requests([ids(5)]), **options)
         self.shown = ""
 
     def retrieve(self, text: str) -> str:
@@ -570,7 +423,7 @@ def test_what_is_retrieved_is_injected(
     assert len(library.found) > 5
     check_answers(model, row, library, thoughts)
     for steps in (1, 7, MAX_STEPS):
-        paced(monkeypatch, steps)
+        set_pace(monkeypatch, steps)
         again = Library(model, texts, sampler=sampler)
         assert same(again.run(), row)
         assert again.found == library.found
@@ -613,6 +466,33 @@ def test_retrieval_has_the_limits_of_thoughts(model: LanguageModel) -> None:
     assert not none.found
 
 
+def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
+    """As a function that forgot its `return` does."""
+    with pytest.raises(UserError, match=r"^retrieve gave None: expected a text"):
+        run(model, requests([ids(5)]), sampler=ASKING, retrieve=lambda text: None)
+    for answer in (2, -1, "first"):
+        options: dict[str, Any] = {"ask": lambda row, texts, answer=answer: answer}
+        with pytest.raises(UserError, match=rf"^ask gave {answer!r}: expected 0, 1, or None"):
+            run(model, requests([ids(5)]), sampler=FORKING, **options)
+
+
+def test_hooks_of_the_command(
+    tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passages are written into the text; without a terminal nobody is asked."""
+    monkeypatch.setattr(terminal, "ask_person", None)
+    (tmp_path / "adam.txt").write_text("Once upon a time Adam lived in Rome.")
+    changes = ('regimes.helv=["entropy > 2"]', "inject.cooldown=3")
+    changes += ('regimes.lehv=["entropy > 0.5"]', "branch.margin=1e6", "branch.min_p=0")
+    options = [x for change in changes for x in ("--set", f"sampler.{change}")]
+    plain = command(*short(*options, tokens=30), model="tiny")
+    asked = command(*short(*options, "--ask", tokens=30), model="tiny")
+    assert "note: --ask: no terminal, nobody is asked\n" in asked.err
+    assert asked.out == plain.out
+    told = command(*short(*options, "--retrieve", tmp_path, tokens=30), model="tiny")
+    assert "\nOnce upon a time Adam lived in Rome.\n" in told.out
+
+
 def test_rows_ask_each_for_itself(model: LanguageModel) -> None:
     """What a row is told is written into that row, and it waits alone in the text, not in time."""
     wanted = requests([ids(5), ids(9, 70), ids(3)])
@@ -638,7 +518,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
         asked.append(text)
         return "XY"
 
-    paced(monkeypatch, 4)
+    set_pace(monkeypatch, 4)
     whole = run(model, wanted, sampler=ASKING, retrieve=retrieve)
     calls, step = itertools.count(), decode.decode
 
@@ -647,7 +527,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
         return step(*arguments, **options)
 
     monkeypatch.setattr(module, "decode", counted)
-    for number in (4, 7, 8, 13):
+    for number in (4, 8, 13):
         stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
         asked.clear()
         generation = run_specs(model, wanted, ASKING, ignore_eos=True, retrieve=retrieve, stop=stop)
@@ -655,11 +535,9 @@ def test_a_row_that_waits_when_its_text_has_ended(
         generation.run()
         assert next(calls) > 4
         first, second, _ = generation.rows
-        assert first.finish_reason == "stop"
-        assert first.text == whole[0].text[: whole[0].text.index(stop)]
-        cut = stop in whole[1].text
-        assert second.finish_reason == ("stop" if cut else "length")
-        assert second.text == whole[1].text.partition(stop)[0]
+        for row, full in ((first, whole[0].text), (second, whole[1].text)):
+            assert row.finish_reason == ("stop" if stop in full else "length")
+            assert row.text == full.partition(stop)[0]
         # Nobody asks for a row whose text has ended.
         prompt = model.tokenizer.decode(ids(5))
         assert not any(text.startswith(prompt) and stop in text for text in asked)
@@ -686,13 +564,8 @@ class Person:
     def __init__(self, model: LanguageModel, answer: int | None, **options: Any) -> None:
         self.answer = answer
         self.asked: list[tuple[int, list[str]]] = []
-        self.generation = run_specs(
-            model,
-            requests([ids(5)]),
-            ignore_eos=True,
-            ask=lambda row, texts: self.ask(row, texts),
-            **options,
-        )
+        options |= {"ignore_eos": True, "ask": lambda row, texts: self.ask(row, texts)}
+        self.generation = run_specs(model, requests([ids(5)]), **options)
         self.shown = ""
 
     def ask(self, row: int, texts: Sequence[str]) -> int | None:
@@ -715,14 +588,9 @@ def committed(row: Row, at: int) -> list[int]:
     token = row.tokens[at]
     assert token.branches is not None
     (chosen,) = [branch for branch in token.branches if branch.chosen]
-    number = next(
-        (
-            i
-            for i, other in enumerate(row.tokens[at + 1 :], 1)
-            if other.action != "branch" or other.branches is not None
-        ),
-        len(row.tokens) - at,
-    )
+    later = enumerate(row.tokens[at + 1 :], 1)
+    ends = (i for i, other in later if other.action != "branch" or other.branches is not None)
+    number = next(ends, len(row.tokens) - at)
     tokens = tokens_of(row)[at : at + number]
     assert tokens == chosen.tokens[:number]
     return tokens
@@ -757,7 +625,7 @@ def test_a_person_chooses_between_close_branches(
     for token in row.tokens:
         if token.action == "branch":  # its candidates were chosen by the same
             assert (token.temperature, token.top_k, token.top_p, token.min_p) == candidates_by
-    paced(monkeypatch, 3)
+    set_pace(monkeypatch, 3)
     again = Person(model, answer, sampler=sampler)
     assert same(again.run(), row)
     assert again.asked == person.asked
@@ -832,28 +700,3 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
     assert (row.finish_reason, row.error) == ("stop", None)
     assert tokens_of(row) == seen[: at + 1]
     assert row.text == "".join(token.text for token in whole.tokens[:at])
-
-
-# An arm of one's own
-
-
-def cautious(metrics: Metrics, params: SamplerSettings, row: RowView) -> Proposal:
-    """One draw, cooler the more there is to choose from."""
-    return draw("sample", params, temperature=params.base.temperature / (1.0 + metrics.entropy))
-
-
-def test_an_arm_of_ones_own(model: LanguageModel) -> None:
-    """A few lines, and the rest of the sampler stays what it is."""
-    sampler = load_sampler("entropix").with_arm("cautious", cautious)
-    settings: dict[str, Any] = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
-    settings |= {"arms.mid": "cautious", "regimes.lelv": ["entropy < 1.5"]}
-    sampler = sampler.with_values(settings)
-    (row,) = run(model, requests([ids(5)]), sampler=sampler)
-    actions: dict[str, list[str]] = {"mid": [], "lelv": []}
-    for token in row.tokens:
-        actions[token.regime].append(token.action)
-        if token.regime == "mid":
-            assert token.temperature == pytest.approx(0.666 / (1 + token.entropy), rel=1e-5)
-            assert token.top_k == 27
-    assert {*actions["mid"]} == {"sample"}
-    assert {*actions["lelv"]} == {"argmax"}

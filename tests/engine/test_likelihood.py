@@ -11,43 +11,28 @@ import pytest
 
 from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
-from entropix_jax.engine.score import Likelihood, log_likelihoods
+from entropix_jax.engine.score import log_likelihoods
 from entropix_jax.errors import UserError
-from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load
 from tests.support import reference
 from tests.support.model_folders import MAX_POSITIONS, poisoned, write_model
 
 Pair = tuple[list[int], list[int]]
-EMBEDDED = Path(__file__).parents[2] / "weights" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(str(write_model(tmp_path_factory.mktemp("model"))))
 
 
 def ids(number: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 300, number).tolist()
 
 
-def in_order(found: Sequence[Likelihood]) -> list[tuple[float, bool]]:
-    assert sorted(one.pair for one in found) == list(range(len(found)))
-    ordered = sorted(found, key=lambda one: one.pair)
+def scores(model: LanguageModel, pairs: Sequence[Pair], **options: Any) -> list[tuple[float, bool]]:
+    found = {one.pair: one for one in log_likelihoods(model, pairs, **options)}
+    ordered = [found.pop(number) for number in range(len(pairs))]
+    assert not found
     return [(one.log_likelihood, one.is_greedy) for one in ordered]
 
 
-def scores(model: LanguageModel, pairs: Sequence[Pair], **options: Any) -> list[tuple[float, bool]]:
-    return in_order(list(log_likelihoods(model, pairs, **options)))
-
-
 def expected(model: LanguageModel, before: list[int], after: list[int]) -> tuple[float, bool]:
-    """From one pass over the whole text in float64."""
-    tokens = np.array([*before, *after])
-    logits, _ = reference.forward(model.params, model.config, tokens[:-1])
-    logits = logits[len(before) - 1 :]
-    total = reference.log_softmax(logits)[np.arange(len(after)), after].sum()
-    return float(total), bool((logits.argmax(axis=-1) == after).all())
+    return reference.continuation(model.params, model.config, before, after)
 
 
 def greedy(model: LanguageModel, before: list[int], number: int) -> list[int]:
@@ -79,6 +64,7 @@ def pairs(model: LanguageModel) -> list[Pair]:
 def test_the_numbers_are_those_of_float64(model: LanguageModel, pairs: list[Pair]) -> None:
     found = scores(model, pairs)
     want = [expected(model, *pair) for pair in pairs]
+    assert scores(model, [(ids(3), []), (ids(3), ids(2, 1))])[0] == (0.0, True)  # it is certain
     np.testing.assert_allclose([n for n, _ in found], [n for n, _ in want], atol=1e-4, rtol=1e-6)
     assert [flag for _, flag in found] == [flag for _, flag in want]
     assert [flag for _, flag in want[6:10]] == [True, True, True, False]
@@ -93,76 +79,62 @@ def test_the_others_change_nothing(model: LanguageModel, pairs: list[Pair], batc
 
 
 def test_a_long_pair_loses_its_beginning(model: LanguageModel) -> None:
-    """The model sees 40 tokens before each: the last one of a pair is only expected."""
-    for before, after in ((ids(200, 1), ids(20, 2)), (ids(3, 1), ids(40, 2))):
-        kept = [*before, *after][-41:]
+    """The model sees so many tokens before each: the last one of a pair is only expected."""
+    for before, after, context in (
+        (ids(200, 1), ids(20, 2), 40),
+        (ids(3, 1), ids(40, 2), 40),
+        (ids(200, 1), ids(20, 2), MAX_POSITIONS),
+    ):
+        kept = [*before, *after][-context - 1 :]
         want = expected(model, kept[: -len(after)], after)
-        (found,) = scores(model, [(before, after)], context=40)
+        (found,) = scores(model, [(before, after)], context=context)
         assert found[0] == pytest.approx(want[0], abs=1e-4)
-    (whole,) = scores(model, [(ids(200, 1), ids(20, 2))])
-    kept = ids(200, 1)[-(MAX_POSITIONS + 1 - 20) :]
-    assert whole[0] == pytest.approx(expected(model, kept, ids(20, 2))[0], abs=1e-4)
 
 
-def test_nothing_is_certain(model: LanguageModel) -> None:
-    assert scores(model, [(ids(3), []), (ids(3), ids(2, 1))])[0] == (0.0, True)
-    assert scores(model, []) == []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Of each call of `_score_chunk`: rows, tokens of each, tokens that may follow each, positions
+    of the cache, and whether they were scored."""
+    made = []
+    score = scoring._score_chunk
 
+    def record(*arguments: Any, **named: Any) -> Any:
+        cache, tokens, following = arguments[2:5]
+        made.append((*tokens.shape, following.shape[-1], cache.capacity, named["scored"]))
+        return score(*arguments, **named)
 
-class Calls:
-    """The calls of `_score_chunk`: rows, tokens of each, tokens that may follow each, and whether
-    they were scored."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[tuple[int, int, int, bool]] = []
-        self.capacities: list[int] = []
-        score, init = scoring._score_chunk, cache.init_cache
-
-        def record(*arguments: Any, **named: Any) -> Any:
-            tokens, following = arguments[3:5]
-            self.made.append((*tokens.shape, following.shape[-1], named["scored"]))
-            return score(*arguments, **named)
-
-        def record_cache(*arguments: Any) -> Any:
-            new = init(*arguments)
-            self.capacities.append(new.capacity * new.length.shape[0])
-            return new
-
-        monkeypatch.setattr(scoring, "_score_chunk", record)
-        monkeypatch.setattr(scoring, "init_cache", record_cache)
+    monkeypatch.setattr(scoring, "_score_chunk", record)
+    return made
 
 
 def test_memory_is_bounded(
-    model: LanguageModel, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel,
+    pairs: list[Pair],
+    calls: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many texts and however long, and with less of it the numbers are the same."""
     together = [n for n, _ in scores(model, pairs)]
     row = PREFILL_WINDOW * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     monkeypatch.setattr(scoring, "_CACHE_BYTES", 5 * row)
     monkeypatch.setattr(scoring, "_LOGITS_BYTES", 4 * 16 * 4 * model.config.vocab_size)
-    calls = Calls(monkeypatch)
+    calls.clear()
     np.testing.assert_allclose([n for n, _ in scores(model, pairs)], together, atol=1e-4)
-    assert {rows for rows, *_ in calls.made} == {4}
-    assert max(rows * size for rows, size, *_ in calls.made) == 4 * 16
-    assert max(calls.capacities) == 4 * PREFILL_WINDOW
+    assert {(rows, capacity) for rows, *_, capacity, _ in calls} == {(4, PREFILL_WINDOW)}
+    assert max(size for _, size, *_ in calls) == 16
     # A batch that would not fit even once is read row by row.
     monkeypatch.setattr(scoring, "_CACHE_BYTES", 1)
     scores(model, pairs[:2])
-    assert calls.made[-1][0] == 1
+    assert calls[-1][0] == 1
 
 
 def test_what_is_not_asked_for_is_not_computed(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Choices of one token are one text; the logits of a long context are nobody's."""
     monkeypatch.setattr(scoring, "_LIKELIHOOD_CHUNK", 16)
-    calls = Calls(monkeypatch)
-    context = ids(100)
-    found = scores(model, [(context, [token]) for token in range(50, 54)])
-    assert calls.made == [(1, 16, 4, False)] * 6 + [(1, 16, 4, True)]
-    logits, _ = reference.forward(model.params, model.config, np.array(context))
-    want = reference.log_softmax(logits[-1])[50:54]
-    np.testing.assert_allclose([n for n, _ in found], want, atol=1e-4)
+    scores(model, [(ids(100), [token]) for token in range(50, 54)])
+    assert calls == [(1, 16, 4, PREFILL_WINDOW, scored) for scored in [False] * 6 + [True]]
 
 
 def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
@@ -177,8 +149,6 @@ def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
             log_likelihoods(model, [good, bad], context=40)
     with pytest.raises(UserError, match=f"1 to {MAX_POSITIONS} tokens, not {MAX_POSITIONS + 1}"):
         log_likelihoods(model, [good], context=MAX_POSITIONS + 1)
-    with pytest.raises(UserError, match="at least 1 text"):
-        log_likelihoods(model, [good], batch=0)
     broken = load(str(write_model(tmp_path / "bad", poisoned(5))))
     with pytest.raises(UserError, match="pair 1: NaN or infinity in the embedding at position 1"):
         scores(broken, [([1, 2], [3]), ([1, 5], [3])])

@@ -1,6 +1,7 @@
 """Rows that take slots, on one device and on two: what lies in a slot, and in those beside it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,34 +10,29 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
-from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
+from entropix_jax.engine.state import (
+    FINISHED_EOS,
+    FINISHED_LENGTH,
+    RUNNING,
+    Recording,
+    extras_of,
+    finish_of,
+    init_log,
+)
 from entropix_jax.errors import UserError
 from entropix_jax.model.finite import NOWHERE
-from entropix_jax.model.mesh import Rules, place, rules_for
+from entropix_jax.model.mesh import place, rules_for
 from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH
 from entropix_jax.sampler.state import init_sampler_state
 from tests.support.meshes import collectives_of, two
 from tests.support.models import tiny_config
-from tests.support.samplers import params_of
+from tests.support.samplers import attn_stats, params_of
 
 SLOTS, CAPACITY = 4, 8
 CONFIG = tiny_config()
 MESHES = (None, "data=2")
-
-
-def rules_of(mesh: str | None) -> Rules | None:
-    return None if mesh is None else rules_for(two(mesh), CONFIG)
-
-
-def empty(mesh: str | None = None) -> Slots:
-    return empty_slots(
-        CONFIG,
-        SLOTS,
-        params_of("top-p"),
-        capacity=CAPACITY,
-        dtype=jnp.dtype(jnp.float32),
-        rules=rules_of(mesh),
-    )
+FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def full(mesh: str | None) -> Slots:
@@ -47,9 +43,9 @@ def full(mesh: str | None) -> Slots:
         values = rng.integers(0, 2, x.shape) if x.dtype == bool else rng.integers(2, 9, x.shape)
         return jnp.asarray(values.astype(x.dtype))
 
-    slots = jax.tree.map(anything, empty())
-    rules = rules_of(mesh)
-    return slots if rules is None else place(slots, rules.rows(slots))
+    empty = empty_slots(CONFIG, SLOTS, params_of("top-p"), capacity=CAPACITY, dtype=FLOAT32)
+    slots = jax.tree.map(anything, empty)
+    return slots if mesh is None else place(slots, rules_for(two(mesh), CONFIG).rows(slots))
 
 
 def arrival(preset: str = "entropix") -> Arrival:
@@ -69,25 +65,6 @@ def leaves(tree: Any) -> Mapping[str, np.ndarray]:
     """A copy by name: what the host still looks at is not donated."""
     found = jax.tree_util.tree_leaves_with_path(jax.device_get(jax.tree.map(jnp.copy, tree)))
     return {jax.tree_util.keystr(path): leaf for path, leaf in found}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_empty_slots(mesh: str | None) -> None:
-    """All have ended, none has an end token, and each has the sampler."""
-    slots = empty(mesh)
-    assert slots.state.finish.tolist() == [FINISHED_LENGTH] * SLOTS
-    assert (np.asarray(slots.eos_ids) == -1).all()
-    assert slots.state.cache.length.tolist() == [0] * SLOTS
-    assert slots.state.history.shape == (SLOTS, CAPACITY)
-    assert slots.state.keys.shape == (SLOTS, 2)
-    assert slots.state.keys.dtype == jnp.uint32
-    for ours, one in zip(
-        jax.tree.leaves(slots.sampler), jax.tree.leaves(params_of("top-p")), strict=True
-    ):
-        np.testing.assert_array_equal(ours, np.broadcast_to(one, (SLOTS, *np.shape(one))))
-    rules = rules_of(mesh)
-    if rules is not None:
-        assert jax.tree.map(lambda x: x.sharding, slots) == rules.rows(slots)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -123,7 +100,7 @@ def test_a_row_takes_its_slot(mesh: str | None, number: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(("source", "target"), [(0, 1), (0, 3), (3, 0), (2, 2)])
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (3, 0), (2, 2)])
 def test_a_prefix_is_shared(mesh: str | None, source: int, target: int) -> None:
     """The cache's slots are copied, so many of them count, and nothing else changes. The row may
     lie on another device."""
@@ -154,14 +131,50 @@ def test_devices_exchange_one_row_of_the_cache() -> None:
     assert sum(collective.elements for collective in collectives) < row + 8
 
 
-@pytest.mark.parametrize("number", [0, 1, 8])
-def test_end_tokens_are_padded(number: int) -> None:
-    ids = [*range(5, 5 + number)]
-    padded = padded_ids(ids)
-    assert padded.dtype == np.int32
-    assert padded.tolist() == [*ids, *[-1] * (8 - number)]
-
-
-def test_more_end_tokens_than_there_is_room_for() -> None:
+def test_end_tokens_are_padded() -> None:
+    for number in (0, 1, 8):
+        ids = [*range(5, 5 + number)]
+        padded = padded_ids(ids)
+        assert padded.dtype == np.int32
+        assert padded.tolist() == [*ids, *[-1] * (8 - number)]
     with pytest.raises(UserError, match="9 end tokens, at most 8"):
         padded_ids([*range(9)])
+
+
+# What is recorded of a step, and how a row ends
+
+B, V = 3, 40
+
+
+def test_the_likeliest_tokens_are_each_rows_own() -> None:
+    logits = np.random.default_rng(0).normal(size=(B, V)).astype(np.float32) * 3
+    stats = attn_stats(B)
+    extras = extras_of(jnp.asarray(logits), stats, Recording(top=4, layers=True))
+    z = logits.astype(np.float64)
+    probs = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    order = np.argsort(-probs, axis=1)[:, :4]
+    np.testing.assert_array_equal(extras.top_ids, order)
+    np.testing.assert_allclose(
+        extras.top_probs, np.take_along_axis(probs, order, axis=1), rtol=1e-6
+    )
+    np.testing.assert_array_equal(extras.layers, stats.entropy)
+
+
+def test_the_log_has_room_for_what_is_recorded_of_each_token() -> None:
+    shape = (B, CONFIG.num_layers, CONFIG.num_heads)
+    stats = replace(attn_stats(B), entropy=jnp.zeros(shape))
+    for recording in (Recording(), Recording(top=3), Recording(layers=True)):
+        one = extras_of(jnp.zeros((B, V)), stats, recording)
+        assert one.top_ids.shape == one.top_probs.shape == (B, recording.top)
+        notes = init_log(CONFIG, 5, recording).branches.notes
+        for room, leaf in zip(jax.tree.leaves(notes), jax.tree.leaves(one), strict=True):
+            assert room.shape == (5, MAX_DEPTH, *leaf.shape[1:])
+            assert room.dtype == leaf.dtype
+
+
+def test_how_a_row_ends() -> None:
+    left = jnp.asarray([1, 0, 0, 1, -1])
+    token = jnp.asarray([7, 7, 5, 5, 6])
+    eos_ids = jnp.asarray([[5, 6], [5, 6], [5, 6], [5, -1], [5, -1]])
+    expected = [RUNNING, FINISHED_LENGTH, FINISHED_EOS, FINISHED_EOS, FINISHED_LENGTH]
+    assert finish_of(left, token, eos_ids).tolist() == expected

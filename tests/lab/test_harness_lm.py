@@ -8,37 +8,30 @@ import json
 import logging
 import math
 import os
-import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import entropix_jax
-from entropix_jax.engine.memory import plan_memory
 from entropix_jax.engine.score import log_likelihoods
 from entropix_jax.errors import UserError
 from entropix_jax.host import memory as free_memory
 from entropix_jax.lab import harness
 from entropix_jax.lab.world.problems import problems
+from tests.support import reference
 from tests.support.runs import Spec, run_specs
 
-if importlib.util.find_spec("lm_eval") is None:
-    pytest.skip("lm_eval is not installed: pip install -e .[harness]", allow_module_level=True)
+pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install -e .[harness]")
 
-import lm_eval
 from lm_eval.api.instance import Instance
 
 from entropix_jax.lab.harness_lm import EntropixLM
-
-if TYPE_CHECKING:
-    from entropix_jax.model.loading import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "weights" / "tiny"
@@ -58,11 +51,6 @@ def greedy() -> EntropixLM:
     return make()
 
 
-@pytest.fixture(scope="module")
-def model(greedy: EntropixLM) -> LanguageModel:
-    return greedy.model
-
-
 def ask(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, one, 0) for one in arguments]
 
@@ -74,111 +62,66 @@ def write(lm: EntropixLM, *asked: tuple[str, dict[str, Any]]) -> list[str]:
 # Log-likelihoods
 
 
-class Theirs:
-    """Each token's log-probability by `transformers` in float64, from ids that its own tokenizer
-    gave."""
-
-    def __init__(self, torch: ModuleType, transformers: ModuleType) -> None:
-        self._torch = torch
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
-        self._model = transformers.LlamaForCausalLM.from_pretrained(
-            EMBEDDED, dtype=torch.float64
-        ).eval()
-
-    def score(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
-        torch = self._torch
-        with torch.no_grad():
-            logits = self._model(torch.tensor([[*before, *after[:-1]]])).logits[0]
-        logits, wanted = logits[len(before) - 1 :], torch.tensor(after)
-        of_tokens = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
-        return of_tokens.sum().item(), bool((logits.argmax(dim=-1) == wanted).all())
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+def ids(lm: EntropixLM, text: str) -> list[int]:
+    return lm.model.tokenizer.encode(text, add_bos=False)
 
 
-@pytest.fixture(scope="module")
-def theirs(torch: ModuleType, transformers: ModuleType) -> Theirs:
-    return Theirs(torch, transformers)
+def score(lm: EntropixLM, before: list[int], after: list[int]) -> tuple[float, bool]:
+    """In float64."""
+    return reference.continuation(lm.model.params, lm.model.config, before, after)
 
 
-def test_log_likelihoods_are_those_of_transformers(greedy: EntropixLM, theirs: Theirs) -> None:
+def test_log_likelihoods_are_those_of_float64(greedy: EntropixLM) -> None:
     """Every way that a context may come in; a space at its end belongs to the continuation."""
     asked = [(p.prompt, f" {answer}") for p in SUMS for answer in (p.answer, p.answer + 1)]
     asked += [("", WORDS[0]), ("12 + 7 = ", "19."), (f"{WORDS[1]} {WORDS[2]}", f" {WORDS[3]}")]
     asked += [("<|begin_of_text|>12 + 7 =", " 19"), ("", "<|begin_of_text|>12"), (" ", "12")]
     found = greedy.loglikelihood(ask("loglikelihood", *asked), disable_tqdm=True)
-    bos = theirs.tokenizer.bos_token_id
     name = "<|begin_of_text|>"
-    for (context, continuation), (score, flag) in zip(asked, found, strict=True):
-        whole = theirs.ids((context + continuation).removeprefix(name))
-        before = theirs.ids(context.rstrip().removeprefix(name))
+    for (context, continuation), (total, flag) in zip(asked, found, strict=True):
+        whole = ids(greedy, (context + continuation).removeprefix(name))
+        before = ids(greedy, context.rstrip().removeprefix(name))
         assert whole[: len(before)] == before
-        want = theirs.score([bos, *before], whole[len(before) :])
-        assert score == pytest.approx(want[0], abs=1e-4)
-        assert flag == want[1]
+        want = score(greedy, [greedy.prefix_token_id, *before], whole[len(before) :])
+        assert (total, flag) == (pytest.approx(want[0], abs=1e-4), want[1])
     assert {flag for _, flag in found} == {True, False}
 
 
-def test_a_context_that_is_too_long_loses_its_beginning(
-    theirs: Theirs, caplog: pytest.LogCaptureFixture
-) -> None:
-    lm = make(max_length=48)
-    context = " ".join(WORDS)
-    asked = [(context, f" {word}.") for word in ("19", "20")]
-    found = lm.loglikelihood(ask("loglikelihood", *asked), disable_tqdm=True)
-    for (_, continuation), (score, flag) in zip(asked, found, strict=True):
-        after = theirs.ids(continuation)
-        before = theirs.ids(context)[-(48 + 1 - len(after)) :]
-        assert (score, flag) == (pytest.approx(theirs.score(before, after)[0], abs=1e-4), False)
-    assert "2 of 2 requests do not fit into the 48 tokens" in caplog.text
-
-
 @pytest.mark.parametrize("length", [None, 64, 41])
-def test_whole_texts(theirs: Theirs, length: int | None) -> None:
+def test_whole_texts(length: int | None) -> None:
     """Each token once. A text that is too long is read block by block, and each block is told after
     as much as the model sees at once before the block's end."""
     lm = make(max_length=length)
     texts = [WORDS[0], " ".join(WORDS), "Anna", ""]
     found = lm.loglikelihood_rolling(ask("loglikelihood_rolling", *[(t,) for t in texts]), True)
-    for text, score in zip(texts, found, strict=True):
-        tokens = [theirs.tokenizer.bos_token_id, *theirs.ids(text)]
+    for text, total in zip(texts, found, strict=True):
+        tokens = [lm.prefix_token_id, *ids(lm, text)]
         size = length or len(tokens)
-        want, told, blocks = 0.0, 1, 0
-        while told < len(tokens):
+        want, blocks = 0.0, range(1, len(tokens), size)
+        for told in blocks:
             end = min(told + size, len(tokens))
-            want += theirs.score(tokens[max(end - size - 1, 0) : told], tokens[told:end])[0]
-            told = end
-            blocks += 1
-        assert score == pytest.approx(want, abs=1e-4 * blocks)  # each is rounded by itself
+            want += score(lm, tokens[max(end - size - 1, 0) : told], tokens[told:end])[0]
+        assert total == pytest.approx(want, abs=1e-4 * len(blocks))  # each is rounded by itself
     assert found[-1] == 0.0
-    assert len(theirs.ids(texts[1])) > 128
+    assert len(ids(lm, texts[1])) > 128
 
 
 # Generation
 
 UNTIL: dict[str, Any] = {"until": ["."], "max_gen_toks": 8}
+THREE = [(problem.prompt, UNTIL) for problem in SUMS[:3]]
 
 
-def three(said: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(problem.prompt, said) for problem in SUMS[:3]]
-
-
-def test_greedy_is_our_own_greedy(greedy: EntropixLM, model: LanguageModel) -> None:
+def test_greedy_is_our_own_greedy(greedy: EntropixLM) -> None:
     """Each with its own budget and stop strings, in the order that was asked for."""
     asked = [(p.prompt, UNTIL) for p in SUMS[:4]]
     asked += [(WORDS[0], {"until": "Answer", "max_gen_toks": 40}), (WORDS[1], {"max_gen_toks": 5})]
     asked += [(WORDS[2], {"until": [], "max_new_tokens": 60}), (SUMS[0].prompt, {"until": None})]
     found = write(greedy, *asked)
     for (context, said), text in zip(asked, found, strict=True):
-        (row,) = entropix_jax.generate(
-            model,
-            context,
-            "greedy",
-            chat=False,
-            stop=said.get("until") or (),
-            max_new_tokens=said.get("max_gen_toks", said.get("max_new_tokens", 256)),
-        )
+        budget = said.get("max_gen_toks", said.get("max_new_tokens", 256))
+        options: dict[str, Any] = {"stop": said.get("until") or (), "max_new_tokens": budget}
+        (row,) = entropix_jax.generate(greedy.model, context, "greedy", chat=False, **options)
         assert text == row.text
     assert [text.strip() for text in found[:4]] == [str(p.answer) for p in SUMS[:4]]
 
@@ -195,22 +138,6 @@ def test_neither_order_nor_batch_changes_a_text() -> None:
     assert write(make(**hot, seed=1), *asked) != found
 
 
-def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slots(free: int | None, **arguments: Any) -> int:
-        made = make(**{"batch_size": "auto", **arguments})
-        with monkeypatch.context() as patch:
-            patch.setattr(free_memory, "free_bytes", lambda device: free)
-            return made._auto_slots(capacity=1024)
-
-    assert slots(None) == slots(10**12) == 32
-    assert slots(0) == 1  # and the engine refuses it
-    model = make().model
-    plan = plan_memory(model.config, model.precision, slots=11, capacity=1024)
-    needed = plan.total - plan.weights  # the weights are loaded, and not in what is free
-    assert slots(needed * 5 // 4 + 1) == 11
-    assert slots(10**12, batch_size="auto:4", max_batch_size=6) == 6
-
-
 def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:
     """It is no text, and still ends a row: everything after it stays out."""
     turn = "<|start_header_id|>user"
@@ -218,79 +145,78 @@ def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:
     stopped = said | {"until": ["<|end_header_id|>"]}
     chat = greedy.apply_chat_template(ASKED)
     free, cut, answer = write(greedy, (turn, said), (turn, stopped), (chat, {"max_gen_toks": 30}))
-    assert (bool(free), cut) == (True, "")
+    assert free
+    assert cut == ""
     assert answer.endswith(f"{SUMS[0].answer}.")  # the end of the turn needs no stop string
 
 
 def test_what_the_sampler_does_not_do_is_told_once(
     greedy: EntropixLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = {**UNTIL, "do_sample": False, "temperature": 0.0}
-    write(greedy, *three(plain))
+    context = SUMS[0].prompt
+    plain = (context, {**UNTIL, "do_sample": False, "temperature": 0.0})
+    write(greedy, plain)
     assert not caplog.messages  # which is what greedy does
     said = {**UNTIL, "do_sample": True, "temperature": 0.7, "num_beams": 4}
     for _ in range(2):
-        write(greedy, *three(said), *three(plain))
+        write(greedy, (context, said), plain)
     (told,) = caplog.messages
-    assert told == (
-        "not used: do_sample=True, temperature=0.7, num_beams=4; "
-        "sampler 'greedy' draws the tokens (model argument sampler)"
-    )
+    unused = "do_sample=True, temperature=0.7, num_beams=4"
+    assert told.startswith(f"not used: {unused}; sampler 'greedy' draws the tokens")
     caplog.clear()
-    lm = make(sampler="min-p")
-    for _ in range(2):
-        write(lm, *three(plain))
+    write(make(sampler="min-p"), plain)
     (told,) = caplog.messages
     assert told.startswith("not used: do_sample=False, temperature=0.0; sampler 'min-p'")
 
 
-def test_a_long_prompt_leaves_room_for_the_answer(
-    model: LanguageModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_prompt_leaves_room_for_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     lm = make(max_length=40)
     context = " ".join([*WORDS, SUMS[0].prompt])
-    text, *_ = write(lm, (context, UNTIL), *three(UNTIL))
-    kept = model.tokenizer.encode(context, add_bos=True)[-(40 - UNTIL["max_gen_toks"]) :]
-    (row,) = run_specs(model, [Spec(kept, "0", UNTIL["max_gen_toks"])], "greedy", stop=".").run()
+    text, *_ = write(lm, (context, UNTIL), *THREE)
+    kept = lm.model.tokenizer.encode(context, add_bos=True)[-(40 - UNTIL["max_gen_toks"]) :]
+    (row,) = run_specs(lm.model, [Spec(kept, "0", UNTIL["max_gen_toks"])], "greedy", stop=".").run()
     assert text == row.text
     assert "1 of 4 requests do not fit into the 40 tokens" in caplog.text
+    lm.loglikelihood(ask("loglikelihood", (context, " 19."), (context, " 20.")), disable_tqdm=True)
+    assert "2 of 2 requests do not fit into the 40 tokens" in caplog.text
     with pytest.raises(UserError, match="max_gen_toks 40: the model sees 40 tokens"):
         write(lm, (context, {"max_gen_toks": 40}))
 
 
-class Hook:
+def test_answers_are_kept_as_they_come(greedy: EntropixLM) -> None:
     """What the harness's cache of answers is told."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[str, Any, Any]] = []
-
-    def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
-        self.kept.append((kind, arguments, answer))
-
-
-def test_answers_are_kept_as_they_come() -> None:
-    lm, hook = make(), Hook()
-    lm.set_cache_hook(hook)
+    kept: list[Any] = []
+    lm: Any = make()
+    lm.set_cache_hook(SimpleNamespace(add_partial=lambda *one: kept.append(one)))
     pair, text = (SUMS[0].prompt, " 1"), (WORDS[0],)
     (score,) = lm.loglikelihood(ask("loglikelihood", pair), True)
     (total,) = lm.loglikelihood_rolling(ask("loglikelihood_rolling", text), True)
-    assert hook.kept == [
-        ("loglikelihood", pair, score),
-        ("loglikelihood_rolling", text, total),
-    ]
-    hook.kept.clear()
-    texts = write(lm, *three(UNTIL))
-    kept = [("generate_until", *both) for both in zip(three(UNTIL), texts, strict=True)]
-    assert sorted(hook.kept) == sorted(kept)
+    assert kept == [("loglikelihood", pair, score), ("loglikelihood_rolling", text, total)]
+    kept.clear()
+    texts = write(lm, *THREE)
+    wanted = [("generate_until", *both) for both in zip(THREE, texts, strict=True)]
+    assert sorted(kept) == sorted(wanted)
+
+
+def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, options, slots in (
+        (None, {}, 32),
+        (10**12, {"batch_size": "auto:4", "max_batch_size": 6}, 6),
+        (0, {}, 1),  # and the engine refuses it
+    ):
+        made = make(**{"batch_size": "auto", **options})
+        monkeypatch.setattr(free_memory, "free_bytes", lambda device, free=free: free)
+        assert made._auto_slots(capacity=1024) == slots
+        monkeypatch.undo()
 
 
 # Chats
 
 
-def test_chats(greedy: EntropixLM, model: LanguageModel) -> None:
-    text = greedy.apply_chat_template(ASKED)
-    assert greedy.tok_encode(text) == model.tokenizer.apply_chat(ASKED)  # one beginning of text
-    assert greedy.chat_template(True) == model.tokenizer.chat_template
+def test_chats(greedy: EntropixLM) -> None:
+    text, tokenizer = greedy.apply_chat_template(ASKED), greedy.model.tokenizer
+    assert greedy.tok_encode(text) == tokenizer.apply_chat(ASKED)  # one beginning of text
+    assert greedy.chat_template(True) == tokenizer.chat_template
     assert greedy.tokenizer_name == str(EMBEDDED).replace("/", "__")
     for end, kept in (("Answer:", "Answer:"), (" Answer: ", "Answer:")):
         begun = [*ASKED, {"role": "assistant", "content": end}]
@@ -317,15 +243,10 @@ def test_no_chat_template(tmp_path: Path) -> None:
         ({"sampler.base.temprature": 1}, "no sampler key 'base.temprature'"),
         ({"max_lenght": 64}, "no model argument 'max_lenght', did you mean 'max_length'?"),
         ({"max_length": 5000}, "max_length 5000: the model has 4096 positions"),
-        ({"max_length": 1}, "max_length must be at least 2, not 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"batch_size": "many"}, "batch_size must be a whole number, not 'many'"),
-        ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
         ({"seed": float("inf")}, "seed must be a whole number, not inf"),
-        ({"seed": "1.0"}, "seed must be a whole number, not '1.0'"),
         ({"batch_size": 10**400}, "batch_size must be at most 2147483647, not 1000000"),
         ({"dtype": "float16"}, "dtype must be float32, bfloat16, int8 or auto, not 'float16'"),
-        ({"pretrained": "nowhere"}, "no such model: 'nowhere'"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
@@ -333,10 +254,7 @@ def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
         make(**arguments)
 
 
-SEEDS = [2**53 + 1, "9007199254740993", -(2**64), 10**400, 7.0]
-
-
-@pytest.mark.parametrize("seed", SEEDS, ids=["odd", "text", "negative", "long", "float"])
+@pytest.mark.parametrize("seed", [2**53 + 1, "9007199254740993", -(2**64), 7.0])
 def test_seeds_of_any_size(seed: Any) -> None:
     assert make(seed=seed)._seed == int(seed)
 
@@ -346,7 +264,7 @@ def test_numbers_that_are_none() -> None:
     bad = replace(lm.model.params, embedding=lm.model.params.embedding * math.nan)
     lm.model = replace(lm.model, params=bad)
     with pytest.raises(UserError, match=r"^request 0: NaN or infinite logits at position"):
-        write(lm, *three(UNTIL))
+        write(lm, *THREE)
     with pytest.raises(UserError, match="pair 0: NaN or infinity in the embedding at position 0"):
         lm.loglikelihood(ask("loglikelihood", ("Anna", " has")), True)
 
@@ -357,12 +275,9 @@ def test_without_the_harness(
     monkeypatch.delitem(sys.modules, "entropix_jax.lab.harness_lm")
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     assert harness.main(["--tasks", "anything"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith(
-        "error: the lm-evaluation-harness is missing: pip install 'entropix-jax[harness]'"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    missing = "error: the lm-evaluation-harness is missing: pip install 'entropix-jax[harness]'"
+    assert line.startswith(missing)
 
 
 def test_nobody_imports_more_than_they_need() -> None:
@@ -380,35 +295,26 @@ def test_nobody_imports_more_than_they_need() -> None:
 TASKS = {
     "local_choice": """
 output_type: multiple_choice
-doc_to_text: "{{prompt}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{label}}"
-metric_list:
-  - metric: acc
+metric_list: [{metric: acc}]
 """,
     "local_sums": r"""
 output_type: generate_until
-doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
-generation_kwargs:
-  until: ["\n"]
-  max_gen_toks: 40
+generation_kwargs: {until: ["\n"], max_gen_toks: 40}
 filter_list:
   - name: number
     filter:
-      - function: regex
-        regex_pattern: '(\d+)\.'
-        group_select: -1
-      - function: take_first
-metric_list:
-  - metric: exact_match
+      - {function: regex, regex_pattern: '(\d+)\.', group_select: -1}
+      - {function: take_first}
+metric_list: [{metric: exact_match}]
 """,
     "local_text": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{prompt}}"
-metric_list:
-  - metric: word_perplexity
+metric_list: [{metric: word_perplexity}]
 """,
 }
 
@@ -417,94 +323,34 @@ metric_list:
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tasks: a file of settings each, and the data that they share."""
     folder = tmp_path_factory.mktemp("tasks")
-    rng = random.Random(0)
-    with (folder / "sums.jsonl").open("w") as file:
-        for problem in SUMS:
-            choices = [problem.answer, problem.answer + 1, problem.answer + 10, 7]
-            rng.shuffle(choices)
-            record = {
-                "prompt": problem.prompt,
-                "question": problem.question,
-                "answer": str(problem.answer),
-                "choices": [str(choice) for choice in choices],
-                "label": choices.index(problem.answer),
-            }
-            file.write(json.dumps(record) + "\n")
+    records = [
+        {
+            "prompt": problem.prompt,
+            "question": problem.question,
+            "answer": str(problem.answer),
+            "choices": [f"{problem.prompt} {problem.answer + i}." for i in (1, 10, 0, -1)],
+            "label": 2,
+        }
+        for problem in SUMS
+    ]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    data = {"data_files": {"test": str(folder / "sums.jsonl")}, "cache_dir": str(folder / "cache")}
+    shared = f"dataset_path: json\ntest_split: test\ndataset_kwargs: {json.dumps(data)}\n"
+    shared += 'metadata: {version: 1}\ntarget_delimiter: ""\n'
     for name, text in TASKS.items():
-        (folder / f"{name}.yaml").write_text(
-            f"task: {name}\ndataset_path: json\ntest_split: test\n"
-            f"dataset_kwargs:\n  data_files:\n    test: {folder / 'sums.jsonl'}\n"
-            f"  cache_dir: {folder / 'cache'}\n{text}metadata:\n  version: 1\n"
-        )
+        asked = "" if "doc_to_text" in text else 'doc_to_text: "{{question}}"\n'
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{shared}{asked}{text}")
     return folder
 
 
-def perplexity(model: LanguageModel) -> float:
-    """Of the prompts of the sums, as the harness defines it: by words, over all of them."""
-    encode = model.tokenizer.encode
-    pairs = [(ids[:1], ids[1:]) for ids in (encode(p.prompt, add_bos=True) for p in SUMS)]
-    nats = sum(one.log_likelihood for one in log_likelihoods(model, pairs))
-    return math.exp(-nats / sum(len(re.split(r"\s+", p.prompt)) for p in SUMS))
-
-
-def answers(model: LanguageModel) -> list[str]:
-    return [
-        entropix_jax.generate(model, p.question, "greedy", chat=True, max_new_tokens=40)[0].text
-        for p in SUMS
-    ]
-
-
-def accuracy(texts: Sequence[str]) -> float:
-    numbers = [re.findall(r"(\d+)\.", text)[-1:] for text in texts]
-    return sum(n == [str(p.answer)] for n, p in zip(numbers, SUMS, strict=True)) / len(SUMS)
-
-
-def test_simple_evaluate(tasks: Path, model: LanguageModel) -> None:
-    """By its name, as a program of one's own calls it."""
-    plain = lm_eval.simple_evaluate(
-        model="entropix_jax",
-        model_args=f"pretrained={EMBEDDED},sampler=greedy,seed=3",
-        batch_size=4,
-        tasks=["local_choice", "local_text"],
-        task_manager=manager(tasks),
-        bootstrap_iters=0,
-    )
-    assert plain["results"]["local_choice"]["acc,none"] > 0.9  # answers known by construction
-    found = plain["results"]["local_text"]["word_perplexity,none"]
-    assert found == pytest.approx(perplexity(model), rel=1e-4)
-    config = plain["config"]
-    assert (config["sampler"], config["sampler_seed"]) == ("greedy", 3)
-    assert config["sampler_values"]["arms.mid"] == "argmax"
-
-    chat = lm_eval.simple_evaluate(
-        model=make(),
-        tasks=["local_sums"],
-        task_manager=manager(tasks),
-        apply_chat_template=True,
-        bootstrap_iters=0,
-    )
-    samples = chat["samples"]["local_sums"]
-    texts = answers(model)
-    assert [sample["resps"] for sample in samples] == [[[text]] for text in texts]
-    found = chat["results"]["local_sums"]["exact_match,number"]
-    assert found == pytest.approx(accuracy(texts))
-    assert found > 0.9
-
-
-def manager(tasks: Path) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=str(tasks), include_defaults=False)
-
-
-def test_the_command(tasks: Path, model: LanguageModel, tmp_path: Path) -> None:
+def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
     """As a user calls it, in a process of its own that has no network."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(
         [
             *(sys.executable, "-m", "entropix_jax.harness"),
             *("--model_args", f"pretrained={EMBEDDED},sampler=entropix,seed=1", "-b", "4"),
-            *("--tasks", "local_sums,local_text", "--include_path", str(tasks)),
+            *("--tasks", ",".join(TASKS), "--include_path", str(tasks)),
             *("--apply_chat_template", "--log_samples", "--output_path", str(tmp_path / "out")),
         ],
         cwd=ROOT,
@@ -516,10 +362,17 @@ def test_the_command(tasks: Path, model: LanguageModel, tmp_path: Path) -> None:
     assert re.search(r"^entropix_jax \(.*batch_size: 4$", done.stdout, re.MULTILINE)
     (path,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(path.read_text())
-    assert found["results"]["local_sums"]["exact_match,number"] > 0.9
-    words = found["results"]["local_text"]["word_perplexity,none"]
-    assert words == pytest.approx(perplexity(model), rel=1e-4)
-    assert found["config"]["sampler"] == "entropix"
+    config, results = found["config"], found["results"]
+    assert (config["sampler"], config["sampler_seed"]) == ("entropix", 1)
+    assert config["sampler_values"]["arms.lehv"] == "branch"
+    assert results["local_choice"]["acc,none"] > 0.9
+    assert results["local_sums"]["exact_match,number"] > 0.9
+    # As the harness defines it: by words, over all texts.
+    encode = greedy.model.tokenizer.encode
+    pairs = [(ids[:1], ids[1:]) for ids in (encode(p.prompt, add_bos=True) for p in SUMS)]
+    nats = sum(one.log_likelihood for one in log_likelihoods(greedy.model, pairs))
+    perplexity = math.exp(-nats / sum(len(re.split(r"\s+", p.prompt)) for p in SUMS))
+    assert results["local_text"]["word_perplexity,none"] == pytest.approx(perplexity, rel=1e-4)
     (path,) = (tmp_path / "out").rglob("samples_local_sums_*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lm = make(sampler="entropix", seed=1)
@@ -528,31 +381,24 @@ def test_the_command(tasks: Path, model: LanguageModel, tmp_path: Path) -> None:
     assert [line["resps"] for line in lines] == [[[text]] for text in again]
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """The arguments that the harness's own command is given."""
+def test_the_arguments_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the harness's own command is given."""
     seen: list[str] = []
     main = importlib.import_module("lm_eval.__main__")
-    monkeypatch.setattr(main, "cli_evaluate", lambda: seen.extend(sys.argv))
-
-    def run(*arguments: str) -> list[str]:
-        seen.clear()
-        assert harness.main(arguments) == 0
-        return seen[1:]
-
-    return run
-
-
-def test_the_arguments_of_the_command(started: Callable[..., list[str]]) -> None:
+    monkeypatch.setattr(main, "cli_evaluate", lambda: seen.extend(sys.argv[1:]))
     before = list(sys.argv)
-    both = ["--batch_size", "auto", "--model", "entropix_jax"]
-    assert started("--tasks", "a") == ["run", *both, "--tasks", "a"]
-    assert started("run", "--tasks", "a") == ["run", *both, "--tasks", "a"]
-    assert started("-b", "2", "-t", "a") == ["run", *both[2:], "-b", "2", "-t", "a"]
-    assert started("-M", "hf", "--batch_size=4") == ["run", "-M", "hf", "--batch_size=4"]
-    assert started("--config", "a.yaml") == ["run", *both[2:], "--config", "a.yaml"]
-    assert started("ls", "tasks") == ["ls", "tasks"]
-    assert started() == ["run"]
+    for given, passed in (
+        ("-t a", "run --batch_size auto --model entropix_jax -t a"),
+        ("run -t a", "run --batch_size auto --model entropix_jax -t a"),
+        ("-b 2 -t a", "run --model entropix_jax -b 2 -t a"),
+        ("-M hf --batch_size=4", "run -M hf --batch_size=4"),
+        ("--config a.yaml", "run --model entropix_jax --config a.yaml"),
+        ("ls tasks", "ls tasks"),
+        ("", "run"),
+    ):
+        seen.clear()
+        assert harness.main(given.split()) == 0
+        assert seen == passed.split()
     assert sys.argv == before
 
 
@@ -564,6 +410,5 @@ def test_the_command_complains_in_one_line(
     assert harness.main([*arguments, "--model_args", "sampler=entropics"]) == 2
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint.startswith("error: no sampler preset 'entropics'")
-    assert complaint.endswith("did you mean 'entropix'?")
     assert harness.main(["--tasks", "local_tex", "--include_path", str(tasks)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: Tasks not found: local_tex"

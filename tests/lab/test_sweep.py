@@ -18,17 +18,13 @@ from entropix_jax.lab.sweep import Setting, Sweep, find_sweep, list_names, make_
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import calibrated
 
-SHIPPED = sorted(
-    path.stem
-    for path in (resource_folder("configs") / "ablations").glob("*.toml")
-    if path.stem != "ranges"
-)
+SHIPPED = sorted((resource_folder("configs") / "ablations").glob("*.toml"))
 OWN = 'extends = "entropix"\n[base]\ntop_k = 3\n'
 
 
-def write(folder: Path, text: str | bytes, name: str = "mine.toml") -> Path:
+def write(folder: Path, text: str, name: str = "mine.toml") -> Path:
     path = folder / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -49,17 +45,14 @@ def changed(setting: Setting, base: str = "entropix") -> dict[str, Any]:
 # The files that come with the package
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_sweeps(name: str) -> None:
-    sweep = read_sweep(find_sweep(name))
-    assert sweep.description
-    assert sweep.baseline in list_names(sweep.settings, sweep.tuning)
-    assert sweep.tasks
-    assert len(sweep.settings) > 1
-
-
-def test_each_mechanism_is_switched_off_alone() -> None:
-    """Every setting differs from the base."""
+def test_shipped_sweeps() -> None:
+    for path in SHIPPED:
+        if path.stem != "ranges":
+            sweep = read_sweep(find_sweep(path.stem))
+            assert sweep.description
+            assert sweep.baseline in list_names(sweep.settings, sweep.tuning)
+            assert len(sweep.settings) > 1
+    # Each mechanism is switched off alone, and every setting differs from the base.
     base, *others = read_sweep(find_sweep("mechanisms")).settings
     assert (base.name, changed(base), base.base) == ("entropix", {}, None)
     assert all(changed(setting) for setting in others)
@@ -72,15 +65,12 @@ def test_each_mechanism_is_switched_off_alone() -> None:
 def test_a_grid_is_a_product(tmp_path: Path) -> None:
     """The last key varies fastest; tables and dotted keys are equivalent."""
     text = '[grid]\n"base.top_k" = [5, 10]\n[grid.thresholds]\nh1 = [0.1, 0.2, 0.3]\n'
-    sweep = read(tmp_path, text)
+    base, *others = read(tmp_path, text).settings
     points = list(itertools.product([5, 10], [0.1, 0.2, 0.3]))
-    assert varied(sweep) == [{"base.top_k": k, "thresholds.h1": h} for k, h in points]
-    assert [setting.name for setting in sweep.settings] == [
-        "entropix",
-        *(f"base.top_k={k} thresholds.h1={h}" for k, h in points),
-    ]
-    for setting in sweep.settings[1:]:
-        assert setting.sampler.changes == setting.varied
+    wanted = [{"base.top_k": k, "thresholds.h1": h} for k, h in points]
+    assert [one.varied for one in others] == [one.sampler.changes for one in others] == wanted
+    names = [f"base.top_k={k} thresholds.h1={h}" for k, h in points]
+    assert [one.name for one in (base, *others)] == ["entropix", *names]
     lists = read(tmp_path, '[grid]\n"metrics.layers" = ["last", [0, 1, 1, 1]]\n')
     names = ["entropix", "metrics.layers=last", "metrics.layers=0,1,1,1"]
     assert [setting.name for setting in lists.settings] == names
@@ -100,46 +90,33 @@ seed = {seed}
 def test_random_draws(tmp_path: Path) -> None:
     first, again, other = (varied(read(tmp_path, RANDOM.format(seed=seed))) for seed in (3, 3, 4))
     assert first == again != other
-    assert len(first) == 300
-    assert len({tuple(point.values()) for point in first}) == 300
+    assert len({tuple(point.values()) for point in first}) == len(first) == 300
     columns = {key: [point[key] for point in first] for key in first[0]}
     assert {*columns["arms.lehv"]} == {"branch", "explore"}
     assert {*columns["base.top_k"]} == {2, 3, 4, 5}
     assert {type(value) for value in columns["base.top_k"]} == {int}
-    for key, low, high in (("base.temperature", 0.02, 2.0), ("base.min_p", 0.1, 0.5)):
-        assert low <= min(columns[key]) < max(columns[key]) <= high
     # Half of a logarithmic range lies below the geometric mean of its ends.
-    below = sum(value < 0.2 for value in columns["base.temperature"])
-    assert below == pytest.approx(150, abs=4 * math.sqrt(300) / 2)
-    below = sum(value < 0.3 for value in columns["base.min_p"])
-    assert below == pytest.approx(150, abs=4 * math.sqrt(300) / 2)
+    for key, low, middle, high in (("temperature", 0.02, 0.2, 2.0), ("min_p", 0.1, 0.3, 0.5)):
+        values = columns[f"base.{key}"]
+        assert low <= min(values) < max(values) <= high
+        below = sum(value < middle for value in values)
+        assert below == pytest.approx(150, abs=4 * math.sqrt(300) / 2)
 
 
-def test_inconsistent_draws_are_repeated(tmp_path: Path) -> None:
+def test_draws_are_repeated_until_they_fit(tmp_path: Path) -> None:
+    """Beside each other, and beside the model's thresholds."""
     both = '"thresholds.h1" = { from = 0, to = 4 }\n"thresholds.h2" = { from = 0, to = 4 }\n'
     points = varied(read(tmp_path, f"[random]\nsettings = 50\n[random.over]\n{both}"))
     assert len(points) == 50
     assert all(point["thresholds.h1"] <= point["thresholds.h2"] for point in points)
-
-
-def test_draws_are_consistent_with_the_models_thresholds(tmp_path: Path) -> None:
     thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
     write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
     of_model = partial(calibrated, folder=tmp_path)
-    (group,) = make_tuning(
-        ["entropix"], settings=40, items=1, seeds=[0], calibrate=of_model
-    ).candidates.values()
-    own = [calibrated(setting.sampler, tmp_path).values for setting in group]
+    tuning = make_tuning(["entropix"], settings=40, items=1, seeds=[0], calibrate=of_model)
+    own = [of_model(setting.sampler).values for setting in tuning.candidates["entropix"]]
     assert own[0]["thresholds.u1"] == 0.2
     assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
-    over = "'thresholds.h1' = { from = 0, to = 4 }\n"
-    text = f'tasks = ["sums"]\n[random]\nsettings = 40\n[random.over]\n{over}'
-    sweep = read_sweep(write(tmp_path, text), of_model)
-    assert len(varied(sweep)) == 40
-    assert all(point["thresholds.h1"] <= 2.0 for point in varied(sweep))
-
-
-def test_all_draws_of_a_small_space(tmp_path: Path) -> None:
+    # All draws of a small space.
     over = '[random.over]\n"arms.mid" = ["sample", "argmax"]\n"base.top_k" = [1, 2, 2]\n'
     points = varied(read(tmp_path, f"[random]\nsettings = 4\n{over}"))
     assert len({tuple(point.values()) for point in points}) == 4
@@ -164,20 +141,15 @@ def test_named_settings(tmp_path: Path) -> None:
     assert not varied(sweep)
     # Without a base that is asked for or changed, the named settings are all there are.
     alone = read(tmp_path, '[settings.greedy]\nsampler = "greedy"\n')
-    assert [setting.name for setting in alone.settings] == ["greedy"]
-    assert alone.baseline == "greedy"
+    assert [setting.name for setting in alone.settings] == [alone.baseline] == ["greedy"]
 
 
 def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
     write(tmp_path, OWN, "own.toml")
     names = ["sums", "gsm8k:a.jsonl,/b.jsonl", "my/task.py:TASK", "my.module:TASK"]
     sweep = read_sweep(write(tmp_path, f"tasks = {names}\nbase = 'own.toml'"))
-    assert sweep.tasks == (
-        "sums",
-        f"gsm8k:{tmp_path}/a.jsonl,/b.jsonl",
-        f"{tmp_path}/my/task.py:TASK",
-        "my.module:TASK",
-    )
+    own = (f"gsm8k:{tmp_path}/a.jsonl,/b.jsonl", f"{tmp_path}/my/task.py:TASK")
+    assert sweep.tasks == ("sums", *own, "my.module:TASK")
     for given, meant in (("in.csv", f"{tmp_path}/in.csv"), ("s3://b/in.csv", "s3://b/in.csv")):
         assert read_sweep(write(tmp_path, f"prompts = '{given}'")).prompts == meant
 
@@ -192,15 +164,12 @@ def test_candidates() -> None:
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
     for name, group in tuning.candidates.items():
-        assert [setting.name for setting in group] == [
-            f"{name} #{number}" for number in range(1, len(group) + 1)
-        ]
+        names = [f"{name} #{number}" for number in range(1, len(group) + 1)]
+        assert [setting.name for setting in group] == names
         assert changed(group[0], name) == {}
-        assert all(setting.sampler.name == name for setting in group)
         assert len({str(setting.varied) for setting in group}) == len(group)
     for setting in tuning.candidates["top-p"][1:]:
         assert {*setting.varied} == {"base.temperature", "base.top_p"}
-        assert changed(setting, "top-p").keys() <= setting.varied.keys()
         assert 0.2 <= setting.varied["base.temperature"] <= 1.2
         assert 0.5 <= setting.varied["base.top_p"] <= 0.99
     # A sampler's candidates do not depend on the others, nor on their number.
@@ -219,13 +188,8 @@ def test_own_ranges(tmp_path: Path) -> None:
     groups = sweep.tuning.candidates
     assert [len(group) for group in groups.values()] == [3, 1, 1]
     assert sorted(one.sampler.values["base.top_k"] for one in groups["own"]) == [3, 4, 5]
-    assert sweep.settings == ()
-    assert sweep.baseline == "own (tuned)"
-    assert list_names(sweep.settings, sweep.tuning) == [
-        "own (tuned)",
-        "greedy",
-        "min-p",
-    ]
+    assert (sweep.settings, sweep.baseline) == ((), "own (tuned)")
+    assert list_names(sweep.settings, sweep.tuning) == ["own (tuned)", "greedy", "min-p"]
 
 
 def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
@@ -237,97 +201,51 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     files = ["own.toml", "still.toml", "some.toml"]
     tuning = read(tmp_path, f"[tuning]\nsamplers = {files}\nsettings = 3").tuning
     assert tuning is not None
-    assert {name: len(group) for name, group in tuning.candidates.items()} == {
-        "own": 3,
-        "still": 1,
-        "some": 3,
-    }
+    numbers = {name: len(group) for name, group in tuning.candidates.items()}
+    assert numbers == {"own": 3, "still": 1, "some": 3}
     for name, like in (("own", "min-p"), ("some", "entropix")):
         (_, theirs) = make_tuning([like], settings=2, items=1, seeds=[0]).candidates[like]
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
-    # Its own ranges take precedence, even empty ones.
-    over = "[tuning.over.own]\n'base.top_k' = [5]\n[tuning.over.some]\n"
-    tuning = read(tmp_path, f"[tuning]\nsamplers = {files}\nsettings = 2\n{over}").tuning
-    assert tuning is not None
-    assert [one.varied for one in tuning.candidates["own"]] == [{}, {"base.top_k": 5}]
-    assert len(tuning.candidates["some"]) == 1
 
 
 # What is refused
 
 TUNE = '[tuning]\nsamplers = ["top-p"]\n'
+MANY = list(range(400))
 OVER = '[random]\n[random.over]\n"base.temperature" = '
 BAD: list[tuple[str, str]] = [
     ("task = ['sums']", "no key 'task', did you mean 'tasks'"),
     ("", "give either 'tasks' or 'prompts'"),
-    ("tasks = ['sums']\nprompts = 'p.jsonl'", "give either 'tasks' or 'prompts'"),
     ("tasks = 'sums'", "tasks: must be a list of texts"),
     ("tasks = ['sums', 'sums']", "tasks: has a value twice"),
     ("T\nitems = -1", "items = -1: must be an integer from 0"),
     ("T\nitems = 3000000000", "items = 3000000000: must be an integer from 0 to 2147483647"),
-    ("T\nseeds = 3", "seeds: must be a list of integers from 0"),
-    ("T\nseeds = [0, -1]", "seeds: must be a list of integers from 0"),
-    ("T\nseeds = [1, 1]", "seeds: has a value twice"),
-    ("T\nseeds = [9223372036854775808]", "seeds: must be a list of integers from 0 to"),
     ("T\nsplit = 'train'", "split = 'train': must be one of tuning, test"),
-    ("T\nmax_new_tokens = 0", "max_new_tokens = 0: must be an integer from 1"),
     ("T\nbase = 'entropics'", "base: no sampler preset 'entropics'.*did you mean 'entropix'"),
-    ("T\nbase = 'no.toml'", "base: .*no.toml: no such file"),
     ("T\nbaseline = 'entropy'", "baseline = 'entropy': no such setting, did you mean 'entropix'"),
-    ("T\nset = 3", r"set: must be a table, \[set\]"),
     ("T\n[set]\n'base.temprature' = 1", "set: .*'base.temprature', did you mean 'base.temp"),
-    ("T\n[set]\n'base.temperature' = 1979-05-27", "set: .*base.temperature = .*be a number"),
-    ("T\n[set]\n'base.temperature' = {from = 0, to = 1}", "base.temperature = .*be a number"),
     ("T\n[set]\n'thresholds.h1' = 3\n'thresholds.h2' = 2", "set: .*h1 = 3 is above.*h2 = 2"),
-    ("T\nsettings = ['greedy']", r"settings: must be a table, \[settings\]"),
-    ("T\n[settings]\ngreedy = 'greedy'", r"settings.greedy: must be a table"),
-    ("T\n[settings.a]\nsampler = 3", "settings.a.sampler: must be the name of a sampler"),
     ("T\n[settings.a]\n'base.top_k' = -1", r"settings.a: .*base.top_k = -1: must lie in"),
     ("T\nbase = 'greedy'\n[settings.greedy]\n", "two settings are called 'greedy'"),
     (f"T\n{TUNE}[settings.'top-p (tuned)']", r"two settings are called 'top-p \(tuned\)'"),
     ("T\n[grid]", "grid: has no keys"),
-    ("T\n[grid]\n'base.top_k' = 3", "grid: base.top_k: must be a list of values"),
-    ("T\n[grid]\n'base.top_k' = [1, 1]", "grid: base.top_k: has a value twice"),
-    ("T\n[grid]\n'base.top_k' = [1.5]", "grid: .*base.top_k = 1.5: must be an integer"),
-    ("T\n[grid]\n'thresholds.h1' = [3]\n'thresholds.h2' = [2]", "grid: .*h1 = 3 is above"),
-    (
-        f"T\n[grid]\n'base.top_k' = {list(range(400))}\n'branch.depth' = {list(range(400))}",
-        "grid: 160000 settings: at most 100000 are possible",
-    ),
+    (f"T\n[grid]\n'base.top_k' = {MANY}\n'branch.depth' = {MANY}", "grid: 160000 settings: at"),
     ("T\n[random]", "random.over: has no keys"),
-    ("T\n[random]\nsetings = 3", "random: no key 'setings', did you mean 'settings'"),
-    ("T\n[random]\nsettings = 0", "random.settings = 0: must be an integer from 1"),
-    (f"T\n{OVER}1.0", "random.over: base.temperature: must be a list of values, or { from"),
-    (f"T\n{OVER}[0.5, 'hot']", "random.over: base.temperature = 'hot': must be a number"),
     (f"T\n{OVER}{{ from = 2, to = 1 }}", "base.temperature: must be a list of values, or"),
     (f"T\n{OVER}{{ from = 0, to = 1, scale = 'log' }}", "base.temperature: must be a list"),
-    (f"T\n{OVER}{{ from = 1, to = 2, scale = 'ln' }}", "base.temperature: must be a list"),
-    (f"T\n{OVER}{{ from = 1, to = 2, step = 1 }}", "base.temperature.from"),
-    (f"T\n{OVER}{{ from = nan, to = 1 }}", "base.temperature: must be a list of values, or"),
-    (f"T\n{OVER}{{ from = 0, to = inf }}", "base.temperature: must be a list of values, or"),
     (f"T\n{OVER}{{ from = 1, to = 1{'0' * 400} }}", "base.temperature: must be a list"),
     (f"T\n{OVER}{{ from = 1, to = 1e300, scale = 'log' }}", r"temperature = 1e\+300: must lie"),
-    (f"T\n{OVER}{{ from = -1, to = 1 }}", "random.over: base.temperature = -1: must lie in"),
     ("T\n[random.over]\n'base.top_k' = {from = 1.2, to = 1.8}", "base.top_k: no integer"),
-    ("T\n[random.over]\n'arms.mid' = {from = 1, to = 2}", "arms.mid = 1: must be one of argmax"),
-    ("T\n[random.over]\n'base.top' = [1]", "random.over: no sampler key 'base.top'"),
     (
         "T\n[random.over]\n'thresholds.h1' = [3, 4]\n'thresholds.h2' = [1, 2]",
         "random.over: only 0 of 16 draws: entropix: thresholds.h1 = . is above",
     ),
-    ("T\ntuning = 3", r"tuning: must be a table, \[tuning\]"),
     ("T\n[tuning]", "tuning.samplers: must be a list of samplers"),
-    ("T\n[tuning]\nsamplers = ['topp']", "tuning: no sampler preset 'topp'.*mean 'top-p'"),
     ("T\n[tuning]\nsamplers = ['top-p', 'top-p']", "tuning: samplers: two are called 'top-p'"),
-    (f"T\n{TUNE}setting = 3", "tuning: no key 'setting', did you mean 'settings'"),
-    (f"T\n{TUNE}[tuning.over]\ntop-p = 3", "tuning.over.top-p: must be a table"),
     (f"T\n{TUNE}[tuning.over.min-p]\n'base.min_p' = [0.1]", "tuning: over.min-p: not one"),
-    (f"T\n{TUNE}[tuning.over.top-p]\n'base.top_p' = 1", "tuning: over.top-p: base.top_p: must"),
-    (f"T\n{TUNE}[tuning.over.top-p]\n'base.top_p' = [0.5]", "top-p: only 1 of 7 draws"),
     (f"T\nsplit = 'tuning'\n{TUNE}", "split = 'tuning': is used for tuning"),
     (f"prompts = 'p.jsonl'\n{TUNE}", "tuning: 'prompts' have no answers to tune by"),
     ("tasks = ", "not valid TOML"),
-    ("items = 0x" + "f" * 5000, "not valid TOML: Exceeds the limit"),
 ]
 
 

@@ -29,11 +29,6 @@ SAMPLE = 150  # of a split's items, where all ways to answer each are looked at
 KINDS: dict[str, Kind] = {"sums": "sum", "word-problems": "word"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(TINY)
-
-
 def items_of(task: Task, split: Split) -> list[Item]:
     return list(task.items(split, chat=bool(task.chat)))
 
@@ -60,17 +55,16 @@ def ways(
 
 
 @cache
-def posed(kind: Kind, split: Split, count: int) -> dict[str, tuple[Sum, ...]]:
+def posed(kind: Kind, split: Split) -> dict[str, tuple[Sum, ...]]:
     """The steps of problems by their question."""
-    return {problem.question: problem.steps for problem in problems(kind, split, count, seed=0)}
+    return {problem.question: problem.steps for problem in problems(kind, split, SAMPLE, seed=0)}
 
 
 def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[str, ...]]:
     """All of the world's own answers to an item, in terminals."""
     if task.name in KINDS:
-        kind = KINDS[task.name]
         split: Split = "test" if "-test-" in item.id else "tuning"
-        first, *rest = posed(kind, split, SAMPLE)[question_of(item)]
+        first, *rest = posed(KINDS[task.name], split)[question_of(item)]
 
         def reply() -> Document:
             if rest:
@@ -101,43 +95,23 @@ def right_replies(task: Task, item: Item, tokenizer: Tokenizer) -> list[tuple[st
     ],
 )
 def test_items_never_change(name: str, sizes: tuple[int, int], digest: str):
-    """A change makes results incomparable with published ones."""
+    """A change makes results incomparable with published ones. Splits share no item."""
     items = [items_of(find_task(name), split) for split in SPLITS]
     assert (len(items[0]), len(items[1])) == sizes
     content = [[i.id, i.prompt, i.answer, sorted(i.truth or ())] for part in items for i in part]
     assert sha256(json.dumps(content).encode()).hexdigest()[:16] == digest
-
-
-@pytest.mark.parametrize("name", ["sums", "word-problems", "facts", "forks", "documents"])
-def test_splits_share_no_item(name: str):
-    tuning, test = (items_of(find_task(name), split) for split in SPLITS)
-    ids = {item.id for item in (*tuning, *test)}
-    questions = {question_of(item) for item in (*tuning, *test)}
-    assert len(ids) == len(questions) == len(tuning) + len(test)
-
-
-def test_facts_are_the_worlds():
-    known = {question_of(i): i.answer for s in SPLITS for i in items_of(find_task("facts"), s)}
-    expected = {f"Where is {town}?": land for town, land in lexicon.COUNTRY_OF.items()}
-    for person in WORLD.people.values():
-        expected |= {
-            f"Where does {person.name} live?": person.town,
-            f"What is the job of {person.name}?": person.job,
-            f"Which pet does {person.name} have?": person.pet,
-            f"Who does {person.name} trust?": person.friend,
-        }
-    assert known == expected
+    ids = {item.id for part in items for item in part}
+    questions = {question_of(item) for part in items for item in part}
+    assert len(ids) == len(questions) == sum(sizes)
 
 
 @pytest.mark.parametrize(
     ("name", "counts", "longest"),
     [("sums", [3], 9), ("word-problems", [5], 21), ("facts", [3], 8), ("forks", [1, 3], 9)],
 )
-def test_the_worlds_own_answers_are_right_and_fit(
-    name: str, counts: list[int], longest: int, tokenizer: Tokenizer
-):
+def test_the_worlds_own_answers_are_right_and_fit(name: str, counts: list[int], longest: int):
     """Worked or direct, with or without a hesitation: `counts` ways each. The longest in tokens."""
-    task = find_task(name)
+    task, tokenizer = find_task(name), load_tokenizer(TINY)
     lengths = set()
     for item in (item for split in SPLITS for item in items_of(task, split)[:SAMPLE]):
         replies = right_replies(task, item, tokenizer)
@@ -153,29 +127,22 @@ def test_the_worlds_own_answers_are_right_and_fit(
     assert task.stop == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("sums", "{} is too few."),
-        ("sums", "1{}."),
-        ("word-problems", "Answer: 1{}."),
-        ("word-problems", "12 + 7 = {}."),
-        ("facts", "{}"),
-        ("facts", "Somebody lives in {}."),
-        ("facts", "Anna lives in Berlin. Bob lives in {}."),
-        ("forks", " the park"),
-        ("forks", " Wait..."),
-        ("forks", ""),
-        ("documents", " Xyz"),
-        ("documents", " Wait... ..."),
-        ("documents", ""),
-    ],
-)
-def test_other_answers_are_wrong(name: str, wrong: str):
+WRONG = {
+    "sums": ["{} is too few.", "1{}."],
+    "word-problems": ["Answer: 1{}.", "12 + 7 = {}."],
+    "facts": ["{}", "Somebody lives in {}.", "Anna lives in Berlin. Bob lives in {}."],
+    "forks": [" the park", " Wait...", ""],
+    "documents": [" Xyz", " Wait... ...", ""],
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), WRONG.items())
+def test_other_answers_are_wrong(name: str, wrong: list[str]):
     task = find_task(name)
     for item in items_of(task, "test"):
-        answer = task.extract(item, wrong.format(item.answer))
-        assert task.score(item, answer) == 0.0
+        for text in wrong:
+            answer = task.extract(item, text.format(item.answer))
+            assert task.score(item, answer) == 0.0, text
 
 
 def test_forks_tell_the_true_probabilities():
@@ -192,27 +159,6 @@ def test_forks_tell_the_true_probabilities():
         assert truth == pytest.approx(dict(zip(futures, upcoming.probabilities, strict=True)))
         assert 2 <= len(futures) <= 6
         assert sum(truth.values()) == pytest.approx(1.0, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("text", "future"),
-    [
-        (" park. There Anna", "park"),
-        ("park", "park"),
-        (" parks", None),
-        (" ... park", "park"),
-        (" Wait... Anna went to the park", "park"),
-        (" Wait... Anna went Wait... Anna was in the garden. market", "market"),
-        (" to the park", None),
-        (" Wait...", None),
-        (" beach", None),
-    ],
-)
-def test_a_future_is_the_first_word(text: str, future: str | None):
-    item = Item("forks-test-1", "Anna went to the", "", {"park": 0.5, "market": 0.5})
-    task = find_task("forks")
-    assert task.extract(item, text) == future
-    assert task.score(item, task.extract(item, text)) == (future is not None)
 
 
 # Documents.
@@ -245,32 +191,24 @@ def judged(item: Item, text: str) -> float:
 
 
 @pytest.mark.parametrize("hesitant", [0.0, 0.3])
-def test_the_worlds_own_text_is_possible_wherever_it_is_cut(hesitant: float):
-    """Within a terminal and between two, into the next documents."""
-    task = find_task("documents")
+def test_the_worlds_own_text_is_possible(hesitant: float):
+    """Wherever it is cut, within a terminal and between two, into the next documents; and wherever
+    a thought stands, also within a restatement after a hesitation of the world, and cut."""
+    task, rng = find_task("documents"), Random("thoughts")
     specials = re.compile("|".join(map(re.escape, lexicon.SPECIALS)))
     for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
-        text = "".join(terminals)
+        text, hesitates = "".join(terminals), terminals[0] in (" Wait", PAUSE)
         within = {i for m in specials.finditer(text) for i in range(m.start() + 1, m.end())}
         ends = range(1, len(text) + 1) if index < 8 else (len(text) * index // 300,)
-        for end in ends:
-            if end and end not in within:
-                answer = task.extract(item, text[:end])
-                assert task.score(item, answer) == float(answer is not None), text[:end]
-                assert answer is not None or terminals[0] in (" Wait", PAUSE)
-
-
-@pytest.mark.parametrize("hesitant", [0.0, 0.3])
-def test_a_thought_may_stand_anywhere(hesitant: float):
-    """Also within a restatement after a hesitation of the world, and cut."""
-    rng = Random("thoughts")
-    for index, (item, terminals) in enumerate(continuations(hesitant=hesitant)):
+        for end in {*ends} - {0} - within:
+            answer = task.extract(item, text[:end])
+            assert task.score(item, answer) == float(answer is not None), text[:end]
+            assert answer is not None or hesitates
         for place in range(49) if index < 8 else rng.sample(range(49), 1):
             before, after = "".join(terminals[:place]), "".join(terminals[place:])
             assert judged(item, f"{before}{THOUGHT}{after}") == 1.0, (before, after)
-            if place and terminals[0] not in (" Wait", PAUSE):
-                cut = rng.randrange(1, len(THOUGHT))
-                assert judged(item, f"{before}{THOUGHT[:cut]}") == 1.0
+            if place and not hesitates:
+                assert judged(item, before + THOUGHT[: rng.randrange(1, len(THOUGHT))]) == 1.0
         every = "".join(t + rng.choice(["", "", PAUSE, THOUGHT]) for t in terminals)
         assert judged(item, every) == 1.0, every
 
@@ -280,8 +218,6 @@ def test_a_thought_may_stand_anywhere(hesitant: float):
     [
         # A word that is restated, as the world does.
         ("On", " Monday Wait... On Monday Anna", " Monday Anna", 1.0),
-        ("Once", " upon a time Wait... Once upon a time Anna", " upon a time Anna", 1.0),
-        ("12 +", " 7 = Wait... 12 + 7 = 19.", " 7 = 19.", 1.0),
         ("Anna", ":\n Wait... Hello", ":\n Hello", 1 / 3),
         # One that the world would not restate there.
         ("12 + 7 =", " 19. 22 + Wait... 22 + 22 = 44.", " 19. 22 + 22 = 44.", 1.0),
@@ -316,9 +252,6 @@ def test_many_thoughts_take_no_exponential_time():
     item = Item("documents-test-1", "On Monday", "")
     assert judged(item, " Wait... On Monday" * 16) == 0.0
     assert judged(item, f"{' Wait... On Monday' * 16} Anna") == 1.0
-    assert judged(item, " Wait..." * 24) == 0.0
-    asked = "Anna: Hello, Bob.\nBob: Hello, Anna.\nAnna: Where do you live?\nBob:"
-    assert judged(Item("documents-test-2", asked, ""), f"{' Wait... ...' * 20} x") == 0.0
     assert judged(item, " Wait... Anna Anna" * 16) == 1 / 32
 
 
@@ -329,6 +262,9 @@ PROBLEMS = [
     ("A boat costs $1,200 and a sail $80. What do both cost?", "$1,280 in all.\n#### 1,280"),
     ("It is 2 degrees and falls by 5. How cold is it?", "2 - 5 = -3.\n#### -3"),
 ]
+
+
+ROLES = (("user", "question"), ("assistant", "answer"))
 
 
 @pytest.fixture
@@ -344,69 +280,48 @@ def test_the_problems_of_a_file_are_the_items(test_file: Path):
     items = list(task.items("test", chat=False))
     assert [item.id for item in items] == ["gsm8k-test-1", "gsm8k-test-3", "gsm8k-test-4"]
     assert [item.answer for item in items] == ["7", "1280", "-3"]
-    assert task.chat is None
     with pytest.raises(UserError, match=r"needs a second file: gsm8k:.*test\.jsonl,TUNING\.jsonl"):
         task.items("tuning", chat=False)
     both = find_task(f"gsm8k:none.jsonl,{test_file}")
     assert next(both.items("tuning", chat=False)).id == "gsm8k-tuning-1"
-
-
-def exemplars() -> list[dict[str, str]]:
-    return [json.loads(line) for line in EXEMPLARS.read_text(encoding="utf-8").splitlines()]
-
-
-def test_eight_exemplars_stand_before_the_question(test_file: Path):
-    task = find_task(f"gsm8k:{test_file}")
-    text = next(task.items("test", chat=False)).prompt
+    # Eight solved problems stand before the question.
+    text, chat = items[0].prompt, next(task.items("test", chat=True)).prompt
     assert isinstance(text, str)
+    solved = [json.loads(line) for line in EXEMPLARS.read_text(encoding="utf-8").splitlines()]
     *shown, asked = text.split("\n\n")
-    assert shown == [f"Question: {e['question']}\nAnswer: {e['answer']}" for e in exemplars()]
+    assert shown == [f"Question: {e['question']}\nAnswer: {e['answer']}" for e in solved]
     assert asked == f"Question: {PROBLEMS[0][0]}\nAnswer:"
-    assert len(shown) == 8
-    assert task.stop == ("\nQuestion:",)
-    chat = next(task.items("test", chat=True)).prompt
-    assert isinstance(chat, tuple)
-    *turns, last = chat
-    assert last == {"role": "user", "content": PROBLEMS[0][0]}
-    assert turns[0::2] == [{"role": "user", "content": e["question"]} for e in exemplars()]
-    assert turns[1::2] == [{"role": "assistant", "content": e["answer"]} for e in exemplars()]
+    assert (len(shown), task.stop, task.chat) == (8, ("\nQuestion:",), None)
+    turns = [(role, e[key]) for e in solved for role, key in ROLES]
+    turns.append(("user", PROBLEMS[0][0]))
+    assert chat == tuple({"role": role, "content": said} for role, said in turns)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        # Marked.
-        ("16 - 3 = 13.\n#### 13", "13"),
-        ("#### 13.00", "13"),
-        ("#### 10.50", "10.5"),
-        ("#### $13", "13"),
-        ("#### **13**", "13"),
-        ("#### 13 apples (16 - 3)", "13"),
-        ("#### 1,080", "1080"),
-        ("#### 1,234,567.0", "1234567"),
-        ("#### −5", "-5"),
-        ("#### -$5", "-5"),
-        ("#### -0", "0"),
-        ("#### 12\nWait... that is wrong.\n#### 13", "13"),
-        ("#### 13\nSo 20 were left.", "13"),
-        ("#### 13 ####", "13"),
-        # Not marked, or badly.
-        ("The answer is 13.", "13"),
-        ("She pays $1,080.50 in all", "1080.5"),
-        ("\\boxed{13}", "13"),
-        ("20-7", "7"),
-        ("It is -5.", "-5"),
-        ("#### thirteen, that is 13", "13"),
-        ("####", None),
-        ("I do not know.", None),
-        ("", None),
+SOLUTIONS: dict[str | None, list[str]] = {
+    "13": [
+        *("16 - 3 = 13.\n#### 13", "#### 13.00", "#### $13", "#### **13**", "#### 13 ####"),
+        *("#### 13 apples (16 - 3)", "#### 12\nWait... that is wrong.\n#### 13"),
+        *("#### 13\nSo 20 were left.", "#### thirteen, that is 13", "The answer is 13."),
+        "\\boxed{13}",
     ],
-)
-def test_numbers_are_read_from_solutions(text: str, answer: str | None):
+    "10.5": ["#### 10.50"],
+    "1080": ["#### 1,080"],
+    "1234567": ["#### 1,234,567.0"],
+    "1080.5": ["She pays $1,080.50 in all"],
+    "-5": ["#### −5", "#### -$5", "It is -5."],
+    "0": ["#### -0"],
+    "7": ["20-7"],
+    None: ["####", "I do not know.", ""],
+}
+
+
+@pytest.mark.parametrize(("answer", "texts"), SOLUTIONS.items())
+def test_numbers_are_read_from_solutions(answer: str | None, texts: list[str]):
     item = Item("gsm8k-test-1", "", "13")
     task = Gsm8k(Path("test.jsonl"))
-    assert task.extract(item, text) == answer
-    assert task.score(item, answer) == (answer == "13")
+    for text in texts:
+        assert task.extract(item, text) == answer, text
+        assert task.score(item, answer) == (answer == "13")
 
 
 @pytest.mark.parametrize(
@@ -414,12 +329,9 @@ def test_numbers_are_read_from_solutions(text: str, answer: str | None):
     [
         (b"{", "not JSON: "),
         (b'{"question": "\xff", "answer": "#### 1"}', "not JSON: "),
-        (b"[" * 100_000, "not JSON: "),
         (b"[1]", "an object with the texts 'question' and 'answer'"),
-        (b'{"question": "How many?"}', "an object with the texts"),
         (b'{"question": 3, "answer": "#### 3"}', "an object with the texts"),
         (b'{"question": " ", "answer": "#### 3"}', "an object with the texts"),
-        (b'{"question": "How many?", "answer": "3"}', "does not end in '#### NUMBER'"),
         (b'{"question": "How many?", "answer": "#### three"}', "does not end in '#### NUMBER'"),
     ],
 )
@@ -434,16 +346,11 @@ def test_a_malformed_line_is_named(test_file: Path, line: bytes, message: str):
 # A user's own tasks.
 
 OWN = """
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from entropix_jax.lab.tasks.task import Item, Task
 
 
-@dataclass
 class Capitals(Task):
-    name: str = "capitals"
+    name = "capitals"
 
     def items(self, split, *, chat):
         yield Item("italy", "The capital of Italy is", "Rome")
@@ -452,70 +359,42 @@ class Capitals(Task):
         return next(iter(text.split()), None)
 
 
-class Forgetful(Task):
-    def items(self, split, *, chat):
-        return iter(())
-
-    def extract(self, item, text):
-        return None
-
-
-class Voteless:  # which does not inherit
-    name, chat, stop, max_new_tokens = "voteless", False, (), 5
-
-    def items(self, split, *, chat): ...
-    def extract(self, item, text): ...
-    def score(self, item, answer): ...
-
-
 capitals = Capitals()
-nameless = Forgetful()
-voteless = Voteless()
 number = 7
 """
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory, with a user's modules that can be imported."""
     (tmp_path / "own_tasks.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("1 / 0")
     (tmp_path / "own_leaving.py").write_text("raise SystemExit(3)")
-    (tmp_path / "own_lacking.py").write_text("import no_such_package")
-    (tmp_path / "own_unwritten.py").write_text("def")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("place", ["own_tasks", "own_tasks.py", "./own_tasks.py"])
-def test_a_users_task(own: Path, place: str):
+def test_a_users_task(own: None, place: str):
     task = find_task(f"{place}:capitals")
     assert (task.name, task.chat, task.stop, task.max_new_tokens) == ("capitals", None, (), 256)
     (item,) = task.items("test", chat=False)
-    assert task.score(item, task.extract(item, " Rome.\n".replace(".", ""))) == 1.0
-    assert task.score(item, task.extract(item, "")) == 0.0
+    assert [task.score(item, task.extract(item, text)) for text in (" Rome\n", "")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("sms", "no task 'sms', did you mean 'sums'? (known: sums, word-problems, facts, forks, "),
-        ("quantum", "no task 'quantum' (known: sums, "),
         ("own_nothing:capitals", "no module 'own_nothing'"),
         ("own_tasks:towns", "own_tasks has no 'towns'"),
-        ("own_tasks.py:", "own_tasks.py has no ''"),
         ("own_tasks.py:Capitals", "'Capitals' is a class; name an instance"),
-        ("own_tasks.py:nameless", "'nameless' is not a task: it has no 'name'"),
         ("own_tasks:number", "'number' is not a task: it has no 'name'"),
-        ("own_tasks:voteless", "'voteless' is not a task: it has no 'votes'"),
         ("own_broken:task", "importing own_broken failed: ZeroDivisionError: division by zero"),
         ("own_leaving.py:task", "importing own_leaving.py failed: SystemExit: 3"),
-        ("own_lacking:task", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("own_unwritten.py:task", "importing own_unwritten.py failed: SyntaxError"),
     ],
 )
-def test_bad_task_names_are_refused(own: Path, name: str, message: str):
+def test_bad_task_names_are_refused(own: None, name: str, message: str):
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         find_task(name)
     assert str(caught.value).startswith(("no task", f"task '{name}': "))

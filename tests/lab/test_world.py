@@ -1,12 +1,11 @@
 """The generator of the tiny model's text, and how well the model has learned it."""
 
+import itertools
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +99,7 @@ def test_hesitation_restates_and_ends_in_the_same_choice():
 def test_replay_recovers_the_distributions(row: list):
     judged = replay(stream(WORLD), lexicon.split_terminals(text_of(row[:5_000])))
     for ours, drawn in zip(judged.positions, row, strict=False):
-        assert ours.terminal == drawn.terminal
-        assert ours.choice.kind == drawn.choice.kind
+        assert (ours.terminal, ours.choice.kind) == (drawn.terminal, drawn.choice.kind)
         assert ours.choice.terminals == drawn.choice.terminals
         assert ours.choice.probabilities == drawn.choice.probabilities
     assert judged.upcoming is not None
@@ -112,9 +110,8 @@ def test_replay_names_the_first_impossible_terminal():
     person = WORLD.people["Anna"]
     wrong = next(town for town in lexicon.TOWNS if town != person.town)
     terminals = lexicon.split_terminals(f"{lexicon.BEGIN}Anna lives in {wrong}.")
-    with pytest.raises(
-        ImpossibleText, match=rf"terminal 4 is ' {wrong}'.*' {person.town}'"
-    ) as caught:
+    line = rf"terminal 4 is ' {wrong}'.*' {person.town}'"
+    with pytest.raises(ImpossibleText, match=line) as caught:
         replay(document(WORLD), terminals)
     assert caught.value.index == 4
     written = [position.terminal for position in sample(document(WORLD), Random(0))]
@@ -143,15 +140,6 @@ def test_distributions_are_valid_and_draws_follow_them(row: list):
 # Problems.
 
 
-def test_splits_of_sums_have_their_sizes():
-    signs: list[Literal["+", "-"]] = ["+", "-"]
-    counts = Counter(Sum(a, sign, b).split for a in range(60) for b in range(60) for sign in signs)
-    total = sum(counts.values())
-    assert counts["train"] / total == pytest.approx(14 / 16, abs=0.02)
-    assert counts["test"] / total == pytest.approx(1 / 16, abs=0.015)
-    assert Sum(27, "+", 15).split == "train"  # a stable hash: no other process may disagree
-
-
 def test_training_text_never_lacks_an_operand():
     """Every reachable first operand, sign and amount leaves a training sum."""
 
@@ -161,12 +149,10 @@ def test_training_text_never_lacks_an_operand():
         while todo:
             prefix = todo.pop()
             choice = replay(make(), prefix).upcoming
-            if choice is None:
-                continue
-            branches = choice.terminals if choice.kind == "number" else choice.terminals[:1]
-            if choice.kind == "fork":
-                branches = choice.terminals
-            todo.extend([*prefix, terminal] for terminal in branches)
+            if choice is not None:
+                all_of_them = choice.kind in ("number", "fork")
+                branches = choice.terminals if all_of_them else choice.terminals[:1]
+                todo.extend([*prefix, terminal] for terminal in branches)
 
     for first in FIRST_OPERANDS:
         walk(lambda first=first: pose_sum(int(first), "train"))
@@ -178,9 +164,8 @@ def test_training_text_never_lacks_an_operand():
 def test_problems_of_different_splits_are_disjoint_and_stable(kind):
     posed = {split: problems(kind, split, 120, seed=0) for split in ("train", "tuning", "test")}
     last_sums = {split: {p.steps[-1] for p in posed[split]} for split in posed}
-    assert not last_sums["train"] & last_sums["test"]
-    assert not last_sums["tuning"] & last_sums["test"]
-    assert not last_sums["train"] & last_sums["tuning"]
+    for one, other in itertools.combinations(last_sums.values(), 2):
+        assert not one & other
     assert posed["test"] == problems(kind, "test", 120, seed=0)
     assert posed["test"] != problems(kind, "test", 120, seed=1)
     for problem in posed["test"]:
@@ -211,29 +196,9 @@ def test_answers_follow_from_the_problems_text():
         assert problem.answer == eval(problem.prompt.removesuffix(" ="))  # digits and a sign
 
 
-@pytest.mark.parametrize(
-    ("kind", "reply", "answer"),
-    [
-        ("sum", " 19. 4 + 4 = 8.", 19),
-        ("sum", "12 + 7 = 19.", 19),
-        ("sum", " Wait... 12 + 7 = 19.", 19),
-        ("sum", " nineteen", None),
-        ("word", "12 + 7 = 19. 19 - 4 = 15. Answer: 15.", 15),
-        ("word", " Answer: ... 15.", 15),
-        ("word", " Answer: Wait... 12 + 7 = 19. 19 - 4 = 15. Answer: 15.", 15),
-        ("word", "12 + 7 = 19.", None),
-    ],
-)
-def test_answers_are_read_from_replies(kind, reply: str, answer: int | None):
-    assert problems(kind, "test", 1, seed=0)[0].read_answer(reply) == answer
-
-
 def test_text_outside_the_world_is_refused():
-    assert lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")[-3:] == (
-        "<|eot_id|>",
-        "Wait",
-        "...",
-    )
+    terminals = lexicon.split_terminals("Anna lives.<|eot_id|>Wait...")
+    assert terminals[-3:] == ("<|eot_id|>", "Wait", "...")
     with pytest.raises(ValueError, match="' unicorn' is not a terminal"):
         lexicon.split_terminals("Anna has a unicorn.")
 
@@ -256,25 +221,20 @@ def test_the_build_is_deterministic_and_shipped():
 
 
 def test_the_chat_template_writes_chats_of_the_grammar():
-    template = tokenizer_config(1)["chat_template"]
-    rendered = jinja2.Template(template).render(
-        bos_token=lexicon.BEGIN,
-        messages=[
-            {"role": "user", "content": " Where does Anna live? "},
-            {"role": "assistant", "content": f"Anna lives in {WORLD.people['Anna'].town}."},
-        ],
-    )
-    judged = replay(document(WORLD), lexicon.split_terminals(rendered))
-    assert judged.upcoming is not None
-    assert lexicon.END in judged.upcoming.terminals
-    prompt = jinja2.Template(template).render(
-        bos_token=lexicon.BEGIN,
-        messages=[{"role": "user", "content": "How are you?"}],
-        add_generation_prompt=True,
-    )
-    upcoming = replay(document(WORLD), lexicon.split_terminals(prompt)).upcoming
-    assert upcoming is not None
-    assert upcoming.terminals == ("I",)
+    template = jinja2.Template(tokenizer_config(1)["chat_template"])
+    reply = f"Anna lives in {WORLD.people['Anna'].town}."
+    for messages, following in (
+        ([("user", " Where does Anna live? "), ("assistant", reply)], {lexicon.END}),
+        ([("user", "How are you?")], {"I"}),
+    ):
+        text = template.render(
+            bos_token=lexicon.BEGIN,
+            messages=[{"role": role, "content": content} for role, content in messages],
+            add_generation_prompt=len(messages) == 1,
+        )
+        upcoming = replay(document(WORLD), lexicon.split_terminals(text)).upcoming
+        assert upcoming is not None
+        assert following <= {*upcoming.terminals}
 
 
 # Comparison with a model.

@@ -5,6 +5,7 @@ No function here knows of caches, batches, padding or jit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -138,3 +139,14 @@ def forward(
     logits = norm(x, p.final_norm) @ p.unembedding.T
     stacked = np.stack(all_scores)
     return logits, [Attention(stacked[:, :, t, : t + 1]) for t in range(number)]
+
+
+def continuation(
+    params: Params, config: ModelConfig, before: Sequence[int], after: Sequence[int]
+) -> tuple[float, bool]:
+    """The log-probability of `after`, from one pass over the whole text, and whether each of its
+    tokens is the likeliest."""
+    logits, _ = forward(params, config, np.array([*before, *after][:-1]))
+    logits = logits[len(before) - 1 :]
+    total = log_softmax(logits)[np.arange(len(after)), [*after]].sum()
+    return float(total), bool((logits.argmax(axis=-1) == [*after]).all())

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import pytest
+
 from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.generation import Generation
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.results import Request
@@ -68,3 +71,12 @@ def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int =
     """A request for rows that no engine made."""
     sampler: Any = None
     return Request(prompt, sampler, max_new_tokens=max_new_tokens, row_id=row_id)
+
+
+def set_pace(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Lets the host look after each `steps` steps."""
+
+    def pace(engine: Engine, waited: float) -> None:
+        engine._chunk_steps = steps
+
+    monkeypatch.setattr(Engine, "_pace", pace)

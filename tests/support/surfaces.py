@@ -240,7 +240,8 @@ def read_batch(path: Path) -> None:
 
 
 def read_run(path: Path) -> object:
-    return check_same_run("out.jsonl", parse_sidecar(path.read_bytes(), path.name), RUN, mix=True)
+    output = str(path.parent / "out.jsonl")
+    return check_same_run(output, read_sidecar(output), RUN, mix=True)
 
 
 # Pages
