@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.branching import LANES
 from entropix_jax.engine.state import FINISHED_EOS, DecodeState
 from entropix_jax.model.cache import init_cache
 from entropix_jax.sampler.mechanisms import ACTIONS
@@ -92,11 +91,11 @@ def test_everything_happens_often() -> None:
             happened.update(line.action for line in lines)
             happened.update(f"{a.action}, {b.action}" for a, b in itertools.pairwise(lines))
             happened["long branch"] += sum(len(line.tokens) > 1 for line in lines)
-            happened["more branches than lanes"] += sum(line.branching > LANES for line in lines)
+            happened["wait for lanes"] += sum(line.waited > 0 for line in lines)
             happened["end token"] += lines[-1].finish == FINISHED_EOS
             happened["end of the cache"] += lines[-1].position == CAPACITY - 1
     sometimes = ["backspace, backspace", "backspace, inject", "backspace, branch", "branch, inject"]
-    rarely = ["more branches than lanes", "end token", "end of the cache"]
+    rarely = ["wait for lanes", "end token", "end of the cache"]
     for least, names in ((200, ACTIONS), (100, ["long branch"]), (10, sometimes), (5, rarely)):
         assert [name for name in names if happened[name] < least] == []
     assert happened["inject, backspace"] == happened["branch, backspace"] == 0

@@ -129,11 +129,18 @@ def start(
     budgets: Sequence[int],
     *,
     capacity: int,
+    eos: Sequence[int] = (-1,),
 ) -> DecodeState:
-    """Rows whose prompts are cached, but for each last token."""
-    keys = np.zeros((len(prompts), 2), np.uint32)
+    """Greedy rows whose prompts are cached, but for each last token."""
     state = init_state(
-        config, prompts, budgets, keys, capacity=capacity, dtype=jnp.dtype(jnp.float32)
+        config,
+        prompts,
+        budgets,
+        np.zeros((len(prompts), 2), np.uint32),
+        sampler_params(config, len(prompts)),
+        np.asarray(eos, np.int32),
+        capacity=capacity,
+        dtype=jnp.dtype(jnp.float32),
     )
     count = jnp.asarray([len(prompt) - 1 for prompt in prompts], jnp.int32)
     tokens = jnp.array(state.history)  # a copy: the state is donated
@@ -152,16 +159,15 @@ def generate(
     eos: Sequence[int] = (-1,),
 ) -> tuple[DecodeState, StepRecord]:
     """Greedy rows, all in one call of the loop."""
-    state = start(params, config, prompts, budgets, capacity=capacity)
+    state = start(params, config, prompts, budgets, capacity=capacity, eos=eos)
     state, records, _ = decode(
         params,
-        sampler_params(config, len(prompts)),
-        jnp.asarray(eos, jnp.int32),
         state,
         jnp.int32(steps or max(budgets)),
         config=config,
         window=capacity,
         max_steps=max_steps,
         recording=Recording(),
+        lanes=False,
     )
     return state, records

@@ -1,6 +1,6 @@
 """What the tests of the sampler share: parameters, metrics, proposals, and a tiny random model."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,9 @@ import numpy as np
 from entropix_jax.engine.calibrated import fit_thresholds
 from entropix_jax.engine.decode import decode, prefill
 from entropix_jax.engine.state import (
+    BRANCH_ENDED,
+    FORKS,
     RUNNING,
-    BranchLog,
     DecodeState,
     Recording,
     StepRecord,
@@ -37,6 +38,7 @@ from tests.support.models import random_params, tiny_config
 
 ARMS = [mechanism.name for mechanism in MECHANISMS]
 BATCH = 10  # rows
+LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
@@ -99,9 +101,9 @@ def view(may: bool = True, **changes: bool) -> RowView:
     return RowView(may={name: jnp.asarray(may) for name, may in actions.items()}, own={})
 
 
-def fresh_state(batch: int, vocab_size: int) -> SamplerState:
+def fresh_state(batch: int) -> SamplerState:
     """The state of rows that have committed nothing yet."""
-    return init_sampler_state(batch, vocab_size, MECHANISMS)
+    return init_sampler_state(batch, MECHANISMS)
 
 
 def with_own(state: SamplerState, name: str, **fields: jax.Array) -> SamplerState:
@@ -172,7 +174,7 @@ class Line:
     forwards: int
     rolled_out: int
     finish: int
-    branching: int  # rows that branched in the same step
+    waited: int  # steps that a fork waited for lanes
     exact: tuple[Any, ...]  # all that must be the same wherever the row runs
     numbers: np.ndarray  # and all that may differ by rounding
 
@@ -181,20 +183,46 @@ class Line:
         return self.tokens[0]
 
 
-def start(config: ModelConfig, params: Params, jobs: Sequence[Job], capacity: int) -> DecodeState:
+def start(
+    config: ModelConfig,
+    params: Params,
+    jobs: Sequence[Job],
+    capacity: int,
+    eos_ids: Sequence[int] = (-1, -1),
+    lanes: int = LANES,
+) -> DecodeState:
     """The state of a batch whose prompts are cached, all but their last tokens."""
     state = init_state(
         config,
         [job.prompt for job in jobs],
         [job.budget for job in jobs],
         np.stack([row_key(job.seed, job.row_id) for job in jobs]),
+        batch_of(*(job.sampler for job in jobs)),
+        np.asarray(eos_ids, np.int32),
         capacity=capacity,
         dtype=jnp.dtype(jnp.float32),
-        mechanisms=jobs[0].sampler.mechanisms,
+        lanes=lanes,
     )
-    tokens = state.history[:, : capacity // 2]
-    count = state.prompt_length - 1
+    tokens = state.history[: len(jobs), : capacity // 2]
+    count = state.prompt_length[: len(jobs)] - 1
     return prefill(params, state, tokens, count, config=config, window=capacity)
+
+
+def advance(
+    params: Params, state: DecodeState, steps: int, **static: Any
+) -> Iterator[tuple[DecodeState, StepRecord]]:
+    """Makes so many steps, fewer once all rows have ended, in the two programs by turns: the state
+    and the records on the host, of each call that made some."""
+    static = {"window": state.cache.capacity, "max_steps": 32, "recording": Recording(), **static}
+    forked, idle = False, 0
+    while steps > 0 and idle < 2:
+        state, records, forked = decode(
+            params, state, jnp.int32(min(steps, 32)), lanes=bool(forked), **static
+        )
+        records = jax.device_get(records)
+        done = int(np.any(records.live | records.joins, axis=1).sum())
+        steps, idle = steps - done, 0 if done else idle + 1
+        yield state, records
 
 
 def generate(
@@ -202,8 +230,9 @@ def generate(
     jobs: Sequence[Job],
     *,
     eos_ids: Sequence[int] = (-1, -1),
-    chunks: Iterable[int] = (32,) * 9,
+    chunks: Iterable[int] = (32,) * 99,
     rows: int = BATCH,
+    lanes: int = LANES,
     look: Callable[[DecodeState], None] = lambda state: None,
 ) -> list[list[Line]]:
     """Runs rows to their ends, so many steps at a time, and looks at the state in between. Others
@@ -211,68 +240,115 @@ def generate(
     config, params = model
     number = len(jobs)
     jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
-    state = start(config, params, jobs, CAPACITY)
-    sampler = batch_of(*(job.sampler for job in jobs))
-    actions = [mechanism.name for mechanism in sampler.mechanisms]
-    lines: list[list[Line]] = [[] for _ in jobs]
+    state = start(config, params, jobs, CAPACITY, eos_ids, lanes)
+    told = Told(rows, [mechanism.name for mechanism in state.settings.mechanisms])
     look(state)
     for chunk in chunks:
-        state, records, log = decode(
-            params,
-            sampler,
-            jnp.asarray(eos_ids, jnp.int32),
-            state,
-            jnp.int32(chunk),
-            config=config,
-            window=CAPACITY,
-            max_steps=32,
-            recording=Recording(),
-        )
-        records, log = jax.device_get((records, log))
-        look(state)
-        for step, row in zip(*np.nonzero(records.live), strict=True):
-            one = jax.tree.map(lambda x, at=(step, row): x[at], records)
-            branching = int(np.sum(records.branch[step] >= 0))
-            lines[row].append(line_of(one, log, branching, actions))
-        if not np.any(state.finish == RUNNING):
+        for state, records in advance(params, state, chunk, config=config):
+            look(state)
+            told.add(records)
+        if not np.any(np.isin(state.finish, (RUNNING, FORKS, BRANCH_ENDED))):
             break
-    return lines[:number]
+    return told.lines[:number]
 
 
-def line_of(
-    record: StepRecord, log: BranchLog, branching: int = 0, actions: Sequence[str] = ARMS
-) -> Line:
-    choice = record.choice
-    tokens, logprobs, rolled_out = [int(choice.token)], [float(choice.logprob)], 0
-    exact = [record.may_backspace, choice.observation.looping, choice.proposal.top_k]
-    floats = jax.tree.leaves(choice)
-    if record.branch >= 0:
-        branches, count = log.branches, int(log.committed[record.branch])
-        entry = jax.tree.map(lambda x: x[record.branch], branches)
-        rolled_out = int(entry.length.sum())
-        tokens = entry.tokens[entry.best, :count].tolist()
-        logprobs = entry.logprobs[:count].tolist()
-        exact += [entry.best, entry.ambiguous]
-        exact += [path[:n].tolist() for path, n in zip(entry.tokens, entry.length, strict=True)]
-        exact += entry.observation.regime[:count].tolist()
-        told = (entry.observation, entry.logprobs, log.sequence_varentropy[record.branch])
-        floats += [x[:count] for x in jax.tree.leaves(told)] + [entry.score]
-    action = actions[choice.proposal.action]
-    regime = REGIMES[choice.observation.regime]
-    return Line(
-        action=action,
-        regime=regime,
-        entropy=float(choice.observation.metrics.entropy),
-        tokens=tokens,
-        logprobs=logprobs,
-        position=int(record.position),
-        forwards=int(record.forwards),
-        rolled_out=rolled_out,
-        finish=int(record.finish),
-        branching=branching,
-        exact=(action, regime, tokens, record.position, record.forwards, record.finish, *exact),
-        numbers=np.concatenate([np.ravel(x) for x in floats if x.dtype == np.float32]),
-    )
+class Told:
+    """What is recorded of rows, as a line for each token, or for each fork."""
+
+    def __init__(self, rows: int, actions: Sequence[str] = ARMS) -> None:
+        self.lines: list[list[Line]] = [[] for _ in range(rows)]
+        self.actions = actions
+        self._steps = 0
+        self._forked: dict[int, int] = {}  # the steps in which rows were forked
+        self._waited: dict[int, int] = {}
+        self._paths: dict[int, list[list[StepRecord]]] = {}  # each token's record
+        self._forced: dict[int, Line] = {}  # forks whose first token comes by force
+
+    def add(self, records: StepRecord) -> None:
+        """Adds the records of a call."""
+        number = len(self.lines)
+        lanes_first = [*range(number, records.live.shape[1]), *range(number)]
+        for step in range(records.live.shape[0]):
+            self._steps += 1
+            for row in lanes_first:
+                one = jax.tree.map(lambda x, at=(step, row): x[at], records)
+                if one.live or one.joins:
+                    self._add(one)
+
+    def _add(self, record: StepRecord) -> None:
+        row = int(record.parent)
+        if record.branch == 0 and row in self._forked:
+            self._waited[row] = self._steps - self._forked.pop(row) - 1
+        if record.width:
+            self._forked[row] = self._steps
+            self._paths[row] = [
+                [replace(record, choice=replace(record.choice, token=token, logprob=logprob))]
+                for token, logprob in zip(
+                    record.candidates[: record.width], record.logprobs, strict=False
+                )
+            ]
+        elif record.joins:
+            self._join(row, record)
+        elif record.branch >= 0:
+            if record.finish != BRANCH_ENDED:
+                self._paths[row][record.branch].append(record)
+        elif not record.rewinds:
+            line = self._line([record], record)
+            fork = self._forced.pop(row, None)
+            if fork is not None:
+                line = replace(line, rolled_out=fork.rolled_out, exact=(fork.exact, line.exact))
+            self.lines[row].append(line)
+
+    def _join(self, row: int, record: StepRecord) -> None:
+        paths = self._paths.pop(row)
+        best = paths[record.best]
+        tokens = [[int(one.choice.token) for one in path] for path in paths]
+        exact = (int(record.best), bool(record.ambiguous), tokens)
+        numbers = record.scores[: len(paths)]
+        line = self._line(best[: record.committed] or best[:1], record)
+        line = replace(
+            line,
+            rolled_out=sum(map(len, paths)),
+            waited=self._waited.pop(row),
+            exact=(*line.exact, *exact),
+            numbers=np.concatenate([line.numbers, numbers]),
+        )
+        if record.committed:
+            self.lines[row].append(line)
+        else:
+            self._forced[row] = line
+
+    def _line(self, taken: Sequence[StepRecord], after: StepRecord) -> Line:
+        first = taken[0]
+        choice, seen = first.choice, first.choice.observation
+        action = self.actions[choice.proposal.action]
+        tokens = [int(one.choice.token) for one in taken]
+        regimes = [int(one.choice.observation.regime) for one in taken]
+        floats = [x for one in taken for x in jax.tree.leaves(one.choice) if x.dtype == np.float32]
+        return Line(
+            action=action,
+            regime=REGIMES[seen.regime],
+            entropy=float(seen.metrics.entropy),
+            tokens=tokens,
+            logprobs=[float(one.choice.logprob) for one in taken],
+            position=int(first.position),
+            forwards=int(after.forwards),
+            rolled_out=0,
+            finish=int(after.finish),
+            waited=0,
+            exact=(
+                action,
+                regimes,
+                tokens,
+                int(first.position),
+                int(after.forwards),
+                int(after.finish),
+                int(first.settled),
+                int(seen.rounds),
+                int(choice.proposal.top_k),
+            ),
+            numbers=np.array(floats),
+        )
 
 
 def tokens_of(lines: Sequence[Line]) -> list[int]:

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.names import REGIMES
+from entropix_jax.names import SERVED
 from entropix_jax.sampler.settings import RULES
 from tests.support.samplers import ARMS, CAPACITY, Job, params_of, tiny_model
 
 CONFIG, PARAMS = MODEL = tiny_model()
 
 
-NATURAL = ("argmax", "inject", "branch", "backspace", "adaptive")  # by regime
+NATURAL = ("argmax", "inject", "branch", "backspace", "adaptive", "resample")  # by regime
 
 
 def random_job(rng: np.random.Generator, row_id: str) -> Job:
@@ -45,7 +45,7 @@ def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
         bounds[str(rng.choice([*bounds]))].append(f"{quantity} > {rng.uniform(0.3, 0.7):.3f}")
     arms = {
         f"arms.{regime}": arm if rng.random() < 0.7 else str(rng.choice(ARMS))
-        for regime, arm in zip(REGIMES, NATURAL, strict=True)
+        for regime, arm in zip(SERVED, NATURAL, strict=True)
     }
     return {f"regimes.{box}": bound for box, bound in bounds.items()} | arms
 
@@ -74,6 +74,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "repetition.penalty": often(1.0, 1.3),
         "loop.max_period": often(0, number(1, 4)),
         "loop.repeats": 2,
+        "loop.heating": often(1.0, 0.0),
         "adaptive.draws": number(1, 16),
         "inject.thought": thoughts,
         "inject.cooldown": number(0, 6),
@@ -86,6 +87,9 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "branch.rollout_temperature": often(0.0, 0.7),
         "branch.commit_all": often(True, False),
         "branch.per_row": often(1000, number(0, 4)),
+        "branch.max_share": often(1000.0, 0.5),
+        "backspace.reach": often(1, number(2, 8)),
+        "backspace.max_prob": often(1.0, 0.5),
         "backspace.per_position": often(2, number(0, 8)),
         "backspace.per_row": often(1000, number(0, 6)),
     }

@@ -43,6 +43,8 @@ def rows_of(
         generated=jnp.full(batch, generated, jnp.int32),
         remaining=jnp.full(batch, remaining, jnp.int32),
         asks=jnp.full(batch, asks),
+        branch=jnp.full(batch, -1, jnp.int32),
+        vocab_size=VOCAB,
     )
 
 
@@ -82,7 +84,7 @@ class Play:
         self.budget = budget
         self.tokens = list(range(1, 1 + PROMPT))
         self.ahead: list[int] = []  # what stands in the history past the tokens
-        self.state = fresh_state(1, VOCAB)
+        self.state = fresh_state(1)
 
     def play(self, script: str) -> str:
         """Steps in the regimes of a script (l LELV, h HELV, e LEHV, r HEHV, m MID). Returns the

@@ -240,7 +240,7 @@ def read_batch(path: Path) -> None:
 
 
 def read_run(path: Path) -> object:
-    output = str(path.parent / "out.jsonl")
+    output = str(path).removesuffix(".run.json")
     return check_same_run(output, read_sidecar(output), RUN, mix=True)
 
 
