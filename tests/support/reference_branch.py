@@ -1,6 +1,6 @@
 """What branching means, written down a second time and as plainly as possible.
 
-No cache, no suffixes, no lanes, no batch: each token of each branch recomputes its whole text, and
+No cache, no lanes, no batch: each token of each branch recomputes its whole text, and
 everything made of the logits is float64 NumPy. Where an outcome hangs on less than a float32 can
 tell, the outcome says so in its `ties`.
 """
@@ -158,7 +158,7 @@ def step(read: Reader, case: Case) -> Outcome:
     ties = Ties()
     reading = read(case.text)
     seen = observe(reading, case, ties)
-    action = case.values[f"arms.{seen.regime}"]
+    action = case.values["arms.loop" if seen.looping else f"arms.{seen.regime}"]
     if action == "argmax":
         token = int(likeliest_first(modify(reading, seen, case), 1, ties)[0])
         logprobs = [float(seen.log_probs[token])]
@@ -181,7 +181,6 @@ def step(read: Reader, case: Case) -> Outcome:
         ambiguous = ranked[0] - ranked[1] < case.values["branch.margin"]
     chosen = branches[best]
     count = len(chosen.tokens) if case.values["branch.commit_all"] else 1
-    count = min(count, case.remaining)
     return Outcome(
         action="branch",
         seen=seen,
@@ -253,6 +252,8 @@ def roll_out(
         branch.after.append(after)
         if branch.tokens[-1] in case.eos or length == case.values["branch.depth"]:
             return branch
+        if length == case.remaining:
+            return branch
         if after.regime not in ("lehv", "hehv"):
             return branch
         branch.tokens.append(_continuation(reading, after, here, number, ties))
@@ -286,8 +287,7 @@ def observe(reading: Reading, case: Case, ties: Ties) -> Observation:
         values["loop.max_period"],
         values["loop.repeats"],
     )
-    regime = "lehv" if looping else _regime(metrics, values, ties)
-    return Observation(log_probs, heard, metrics, regime, looping)
+    return Observation(log_probs, heard, metrics, _regime(metrics, values, ties), looping)
 
 
 def is_looping(generated: Sequence[int], max_period: int, repeats: int) -> bool:

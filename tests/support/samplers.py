@@ -177,6 +177,12 @@ class Line:
     waited: int  # steps that a fork waited for lanes
     exact: tuple[Any, ...]  # all that must be the same wherever the row runs
     numbers: np.ndarray  # and all that may differ by rounding
+    records: tuple[StepRecord, ...]  # of each token
+    # Of a fork:
+    branches: tuple[list[int], ...] = ()  # the tokens of each
+    scores: tuple[float, ...] = ()
+    best: int = 0
+    ambiguous: bool = False
 
     @property
     def token(self) -> int:
@@ -296,22 +302,27 @@ class Told:
             line = self._line([record], record)
             fork = self._forced.pop(row, None)
             if fork is not None:
-                line = replace(line, rolled_out=fork.rolled_out, exact=(fork.exact, line.exact))
+                line = replace(
+                    fork, forwards=line.forwards, finish=line.finish, exact=(fork.exact, line.exact)
+                )
             self.lines[row].append(line)
 
     def _join(self, row: int, record: StepRecord) -> None:
         paths = self._paths.pop(row)
-        best = paths[record.best]
-        tokens = [[int(one.choice.token) for one in path] for path in paths]
-        exact = (int(record.best), bool(record.ambiguous), tokens)
-        numbers = record.scores[: len(paths)]
-        line = self._line(best[: record.committed] or best[:1], record)
+        branches = tuple([int(one.choice.token) for one in path] for path in paths)
+        best, ambiguous = int(record.best), bool(record.ambiguous)
+        scores = record.scores[: len(paths)]
+        line = self._line(paths[best][: max(record.committed, 1)], record)
         line = replace(
             line,
             rolled_out=sum(map(len, paths)),
             waited=self._waited.pop(row),
-            exact=(*line.exact, *exact),
-            numbers=np.concatenate([line.numbers, numbers]),
+            exact=(*line.exact, best, ambiguous, branches),
+            numbers=np.concatenate([line.numbers, scores]),
+            branches=branches,
+            scores=tuple(scores.tolist()),
+            best=best,
+            ambiguous=ambiguous,
         )
         if record.committed:
             self.lines[row].append(line)
@@ -348,6 +359,7 @@ class Told:
                 int(choice.proposal.top_k),
             ),
             numbers=np.array(floats),
+            records=tuple(taken),
         )
 
 
