@@ -273,7 +273,7 @@ def _run(
                 screen.end_text()
                 shown += 1
         if meter is not None:
-            meter.take(event, event.row.number if screen is None else min(shown, len(rows) - 1))
+            meter.update(event.row if screen is None else rows[min(shown, len(rows) - 1)])
 
     status.show("compiling and reading the prompt (the first run takes longer) ...")
     try:
