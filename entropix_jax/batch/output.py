@@ -28,7 +28,7 @@ from entropix_jax.batch.storage import (
     storage_errors,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import check_writable, is_standard_output, lock_alone, replacing
+from entropix_jax.host.files import check_writable, lock_alone, replacing
 
 FORMAT_VERSION = 1
 PART_RECORDS = 1000
@@ -170,8 +170,6 @@ def check_output(address: str, *, input: str | None = None) -> None:
         if is_local(fs):
             if fs.exists(path) and not fs.isfile(path):
                 raise UserError(f"{address}: cannot be written: not a regular file")
-            if is_standard_output(Path(path)):
-                raise UserError(f"{address}: cannot be written: it is where standard output goes")
             check_writable(Path(path))
 
 

@@ -245,8 +245,8 @@ def test_a_trace_is_not_mixed_with_the_text(
     with open(os.devnull, "w") as null, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", null)
         assert not is_standard_output(Path(os.devnull))
-    monkeypatch.setattr("entropix_jax.cli.generate.is_standard_output", lambda path: True)
-    one_error(command(*short("--trace", out)), "it is standard output, which is for the text")
+    monkeypatch.setattr("entropix_jax.host.files.is_standard_output", lambda path: True)
+    one_error(command(*short("--trace", out)), "it is where standard output goes")
 
 
 def test_two_runs_with_one_trace(command: Command, tmp_path: Path) -> None:

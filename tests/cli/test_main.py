@@ -254,6 +254,7 @@ def test_the_same_run_gives_the_same_bytes(
     monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)  # a step at a time
     assert trace() == expected
 
+
 @pytest.mark.parametrize("sampler", ["entropix", "document-001"])
 def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) -> None:
     path = tmp_path / "trace.jsonl"
