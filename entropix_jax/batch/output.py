@@ -312,8 +312,7 @@ class ObjectParts:
         if not self._pending:
             self._since = time.monotonic()
         self._pending.append(data)
-        old = time.monotonic() - self._since >= PART_SECONDS
-        if len(self._pending) >= PART_RECORDS or old:
+        if len(self._pending) >= PART_RECORDS or time.monotonic() - self._since >= PART_SECONDS:
             self.flush()
 
     def flush(self) -> None:

@@ -209,16 +209,9 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
             raise _InvalidRecord(
                 f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
             )
-    return Record(
-        line=line,
-        id=record_id,
-        digest=digest,
-        prompt=fields.get("prompt"),
-        messages=_parse_messages(fields["messages"]) if "messages" in fields else None,
-        sampler=fields.get("sampler"),
-        max_new_tokens=fields.get("max_new_tokens"),
-        seed=fields.get("seed"),
-    )
+    messages = _parse_messages(fields["messages"]) if "messages" in fields else None
+    given = {name: fields.get(name) for name in COLUMNS if name != "id"}
+    return Record(line, record_id, digest, messages=messages, **given)
 
 
 def _parse_text(what: str, value: object, *, may_be_empty: bool = False) -> str:
