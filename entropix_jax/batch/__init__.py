@@ -1,2 +1,3 @@
 """Batch generation: `records` reads the input, `run` drives the engine, `output` keeps the results,
-`merge` joins the outputs of several hosts. `storage` opens files on disk and in object stores."""
+`sidecar` says whose they are, `merge` joins the outputs of several hosts. `storage` opens files on
+disk and in object stores."""

@@ -28,7 +28,7 @@ from entropix_jax.batch.storage import (
     storage_errors,
 )
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import check_writable, is_standard_output, lock_alone, replacing
+from entropix_jax.host.files import check_writable, lock_alone, replacing
 
 FORMAT_VERSION = 1
 PART_RECORDS = 1000
@@ -170,8 +170,6 @@ def check_output(address: str, *, input: str | None = None) -> None:
         if is_local(fs):
             if fs.exists(path) and not fs.isfile(path):
                 raise UserError(f"{address}: cannot be written: not a regular file")
-            if is_standard_output(Path(path)):
-                raise UserError(f"{address}: cannot be written: it is where standard output goes")
             check_writable(Path(path))
 
 
@@ -314,8 +312,7 @@ class ObjectParts:
         if not self._pending:
             self._since = time.monotonic()
         self._pending.append(data)
-        old = time.monotonic() - self._since >= PART_SECONDS
-        if len(self._pending) >= PART_RECORDS or old:
+        if len(self._pending) >= PART_RECORDS or time.monotonic() - self._since >= PART_SECONDS:
             self.flush()
 
     def flush(self) -> None:

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 from entropix_jax.batch.storage import is_compressed, local_path, open_file, read_lines
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import allow_long_cells
 
 COLUMNS = ("prompt", "id", "sampler", "max_new_tokens", "seed")  # of CSV
 
@@ -134,7 +133,8 @@ def _parse_json(text: bytes) -> Mapping[str, Any]:
 
 
 def _csv_rows(file: BinaryIO, address: str) -> _Rows:
-    allow_long_cells()
+    # The module's own limit, 128 KiB, is less than a model's context.
+    csv.field_size_limit(max(csv.field_size_limit(), 2**24))
     # Bytes that are not UTF-8 become lone surrogates, so that only their record is refused.
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
     # Strict: a stray quote is an error of its line, instead of swallowing the lines after it.
@@ -209,16 +209,9 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
             raise _InvalidRecord(
                 f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
             )
-    return Record(
-        line=line,
-        id=record_id,
-        digest=digest,
-        prompt=fields.get("prompt"),
-        messages=_parse_messages(fields["messages"]) if "messages" in fields else None,
-        sampler=fields.get("sampler"),
-        max_new_tokens=fields.get("max_new_tokens"),
-        seed=fields.get("seed"),
-    )
+    messages = _parse_messages(fields["messages"]) if "messages" in fields else None
+    given = {name: fields.get(name) for name in COLUMNS if name != "id"}
+    return Record(line, record_id, digest, messages=messages, **given)
 
 
 def _parse_text(what: str, value: object, *, may_be_empty: bool = False) -> str:

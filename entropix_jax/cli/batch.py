@@ -43,7 +43,8 @@ class Arguments:
     """Generates a text for each record of a file, many in parallel.
 
     Input: JSON Lines, {"id", "prompt" or "messages", optional "sampler", "max_new_tokens",
-    "seed"}, or CSV with a column "prompt"; what a record gives itself comes before the options.
+    "seed"}, or CSV with a column "prompt". A record's own values override the options.
+
     Output: one JSON object for each record, in order of completion. A run that is started again
     resumes. Addresses are paths or URLs that fsspec knows, such as s3://bucket/key.
     """

@@ -25,7 +25,7 @@ from entropix_jax.cli.options import (
 )
 from entropix_jax.cli.status import StatusLine, is_terminal, show_status
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.host.files import check_apart, check_writable, is_standard_output, scratch_beside
+from entropix_jax.host.files import check_apart, check_writable, scratch_beside
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, announce_interrupts, deferred_interrupts
 
 if TYPE_CHECKING:
@@ -210,8 +210,6 @@ def _check_trace(path: Path, arguments: Arguments) -> None:
     check_apart(path, arguments.prompt_file, arguments.messages)
     if arguments.report is not None and path.exists() and not path.is_file():
         raise UserError(f"{path}: not a regular file: --report reads the trace again")
-    if is_standard_output(path):
-        raise UserError(f"{path}: cannot be written: it is standard output, which is for the text")
 
 
 @contextlib.contextmanager
@@ -273,7 +271,7 @@ def _run(
                 screen.end_text()
                 shown += 1
         if meter is not None:
-            meter.take(event, event.row.number if screen is None else min(shown, len(rows) - 1))
+            meter.update(event.row if screen is None else rows[min(shown, len(rows) - 1)])
 
     status.show("compiling and reading the prompt (the first run takes longer) ...")
     try:

@@ -1,6 +1,5 @@
 """One line of progress on standard error, by rich. Imports no JAX, which takes a while itself."""
 
-import io
 import os
 import stat
 import sys
@@ -32,7 +31,10 @@ class StatusLine:
         self._console = _Console(stderr=True)
         self._live: Live | None = None
         self._lock = threading.RLock()  # an interrupt is announced from a thread of its own
-        self._shared = _may_share_terminal(sys.stdout)
+        # Whether text may come out on the same terminal: also through `| cat`.
+        out = _stat(sys.stdout)
+        piped = out is None or stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode)
+        self._shared = piped or is_terminal(sys.stdout)
         self.enabled = self._console.is_terminal and not self._console.is_dumb_terminal
 
     def show(self, line: str | Text) -> None:
@@ -91,19 +93,8 @@ def is_same_file(one: Any, other: Any) -> bool:
     return first is not None and second is not None and os.path.samestat(first, second)
 
 
-def _may_share_terminal(stream: Any) -> bool:
-    """Whether what is written there may come out on a terminal: also through `| cat`."""
-    found = _stat(stream)
-    return (
-        found is None
-        or is_terminal(stream)
-        or stat.S_ISFIFO(found.st_mode)
-        or stat.S_ISSOCK(found.st_mode)
-    )
-
-
 def _stat(stream: Any) -> os.stat_result | None:
     try:
         return os.fstat(stream.fileno())
-    except (AttributeError, OSError, ValueError, io.UnsupportedOperation):
+    except (AttributeError, OSError, ValueError):  # no file behind it
         return None

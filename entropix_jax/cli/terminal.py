@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from entropix_jax.cli.status import StatusLine, is_same_file, is_terminal
-from entropix_jax.engine.results import Event, Row
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import ScoredToken
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import printable
@@ -131,8 +131,8 @@ def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
 
 
 class Meter:
-    """The metrics that `--verbose` shows: those of the latest token whose text is printed, on the
-    status line, or in a log every 64 tokens."""
+    """The metrics that `--verbose` shows: those of the latest token of the row whose text is being
+    printed, on the status line, or in a log every 64 tokens."""
 
     def __init__(
         self, status: StatusLine, rows: Sequence[Row], seconds: Callable[[], float]
@@ -144,52 +144,44 @@ class Meter:
         # Not where lines could end up in the middle of the text.
         self._logs = not is_terminal(sys.stderr) and not is_same_file(sys.stdout, sys.stderr)
         self._first = 0.0  # when the first token came
-        self._latest: dict[int, TokenRecord] = {}
-        self._counts: Counter[int] = Counter()
         self._shown: TokenRecord | None = None
 
-    def take(self, event: Event, row: int) -> None:
-        """Takes an event; `row` is the row whose text is being printed."""
-        token = event.token
-        if token is not None and not event.retracted:
-            if not self._latest:
-                self._first = self._seconds()
-            self._latest[event.row.number] = token
-            self._counts[event.row.number] += 1
-        latest = self._latest.get(row)
-        if latest is None or latest is self._shown:
+    def update(self, row: Row) -> None:
+        """Shows the row's latest token, unless it is shown already."""
+        if not row.tokens or row.tokens[-1] is self._shown:
             return
-        self._shown = latest
+        if self._shown is None:
+            self._first = self._seconds()
+        self._shown = row.tokens[-1]
         if self._status.enabled:
-            self._status.show(self._line(latest))
-        elif self._logs and self._counts[row] % _LOG_TOKENS == 0:
-            print(self._line(latest), file=sys.stderr)
+            self._status.show(self._line(self._shown))
+        elif self._logs and len(row.tokens) % _LOG_TOKENS == 0:
+            print(self._line(self._shown), file=sys.stderr)
 
     def summary(self) -> str:
         """Means over all tokens, and the number of tokens by action: two lines, or none."""
         tokens = [token for row in self._rows for token in row.tokens]
         if not tokens:
             return ""
-        means = {
-            name: sum(getattr(token, name) for token in tokens) / len(tokens)
+        means = [
+            sum(getattr(token, name) for token in tokens) / len(tokens)
             for name in ("entropy", "varentropy", "agreement", "attn_entropy_norm")
-        }
-        actions = Counter(token.action for token in tokens)
-        return (
-            f"mean entropy {means['entropy']:.2f} bits, varentropy {means['varentropy']:.2f} bits²,"
-            f" agreement {means['agreement']:.2f}, attention {means['attn_entropy_norm']:.2f}\n"
-            f"{' '.join(f'{name} {count}' for name, count in actions.most_common())}\n"
+        ]
+        actions = Counter(token.action for token in tokens).most_common()
+        line = (
+            "mean entropy {:.2f} bits, varentropy {:.2f} bits², agreement {:.2f}, attention {:.2f}"
         )
+        counts = " ".join(f"{name} {count}" for name, count in actions)
+        return f"{line.format(*means)}\n{counts}\n"
 
     def _line(self, token: TokenRecord) -> Text:
-        tokens = sum(self._counts.values()) - len(self._latest)
+        tokens = sum(max(len(row.tokens) - 1, 0) for row in self._rows)
         seconds = self._seconds() - self._first
         sample = f"{token.row + 1}/{len(self._rows)} " if len(self._rows) > 1 else ""
-        line = Text(f"{sample}{token.position:>4} ").append(
-            f"{token.regime:4}", style=_STYLES[token.regime]
-        )
-        line.append(
+        speed = f"  {tokens / seconds:.0f} tok/s" if tokens and seconds > 0 else ""
+        return Text.assemble(
+            f"{sample}{token.position:>4} ",
+            (f"{token.regime:4}", _STYLES[token.regime]),
             f" {token.action:9} h {token.entropy:.2f} bits  u {token.varentropy:.2f} bits²"
-            f"  agree {token.agreement:.2f}  T {token.temperature:.2f}"
+            f"  agree {token.agreement:.2f}  T {token.temperature:.2f}{speed}",
         )
-        return line.append(f"  {tokens / seconds:.0f} tok/s" if tokens and seconds > 0 else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import json
 import os
@@ -185,12 +184,6 @@ def _lock(folder: Path, *, wait: bool) -> int | None:
     return descriptor
 
 
-def allow_long_cells() -> None:
-    """Lets Python read CSV cells of up to 2**24 characters: its own limit, 128 KiB, is less than a
-    model's context."""
-    csv.field_size_limit(max(csv.field_size_limit(), 2**24))
-
-
 def check_writable(path: Path) -> None:
     """Refuses (UserError) a file that could not be written, without creating it."""
     if path.is_dir():
@@ -199,13 +192,8 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{path}: cannot be written: no permission")
-
-
-def check_apart(output: Path, *sources: Path | str | None) -> None:
-    """Refuses (UserError) an output that would replace one of its own sources."""
-    for source in sources:
-        if source is not None and os.path.realpath(output) == os.path.realpath(source):
-            raise UserError(f"{output}: would take the place of its own source: give another name")
+    if is_standard_output(path):
+        raise UserError(f"{path}: cannot be written: it is where standard output goes")
 
 
 def is_standard_output(path: Path) -> bool:
@@ -216,3 +204,10 @@ def is_standard_output(path: Path) -> bool:
     except (AttributeError, OSError, ValueError):  # not there; not a file
         return False
     return os.path.samestat(place, out) and not os.path.samestat(place, os.stat(os.devnull))
+
+
+def check_apart(output: Path, *sources: Path | str | None) -> None:
+    """Refuses (UserError) an output that would replace one of its own sources."""
+    for source in sources:
+        if source is not None and os.path.realpath(output) == os.path.realpath(source):
+            raise UserError(f"{output}: would take the place of its own source: give another name")

@@ -32,6 +32,7 @@ from entropix_jax.model.checkpoint import fingerprint
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
+from tests.support.disks import full_disk
 from tests.support.model_folders import poisoned, write_model
 from tests.support.runs import Spec, run_specs
 from tests.support.traces import Json, read_trace
@@ -287,6 +288,39 @@ def test_an_input_that_breaks_off(place: Place) -> None:
     assert line.startswith(f"error: {source}: cannot be read: EOFError")
     assert 0 < len(place.read()) < 40
     assert not any("error" in result for result in place.read().values())
+
+
+def test_an_input_that_shrinks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still there is run; the rest is not invented."""
+    source = place.write([{"id": f"r{i}", "prompt": "Once"} for i in range(3000)])
+    write = Store.write
+
+    def shrinking(*arguments: Any) -> None:
+        write(*arguments)
+        os.truncate(source, 0)
+
+    monkeypatch.setattr(Store, "write", shrinking)
+    assert place.run("--max-new-tokens", 1).status == EXIT_OK
+    found = list(place.read().values())
+    whole = [result for result in found if "text" in result]
+    assert 0 < len(whole) < 3000
+    assert len(found) - len(whole) <= 1  # the line that was cut off
+    assert {result["id"] for result in whole} == {f"r{i}" for i in range(len(whole))}
+
+
+def test_a_full_disk(place: Place) -> None:
+    """What has a trace has a result, and the next run makes the rest."""
+    place.write([{"id": name, "prompt": "Once"} for name in "ab"])
+    other = place.path / "other.jsonl"
+    assert place.run("--max-new-tokens", 3, "--output", other).status == EXIT_OK  # compiles
+    options = ("--max-new-tokens", 3, "--trace", place.path / "traces")
+    with full_disk(1500):
+        assert refusal(place.run(*options)).endswith("cannot be written: File too large")
+    assert place.run(*options).status == EXIT_OK
+    assert place.read() == place.read(other)
+    assert {path.name for path in (place.path / "traces").iterdir()} == {"a.jsonl", "b.jsonl"}
+    for name in "ab":
+        assert read_trace(place.path / "traces" / f"{name}.jsonl")[-1]["type"] == "footer"
 
 
 MISTAKES: list[tuple[list[str], str]] = [

@@ -74,6 +74,11 @@ def exists(address: str) -> bool:
     return bool(fs.exists(path))
 
 
+def beside(address: str, name: str) -> str:
+    """Another file of an output's folder."""
+    return address.removesuffix("out.jsonl") + name
+
+
 def lines_of(address: str) -> list[dict[str, Any]]:
     """The objects of an output, all of whose lines must be whole."""
     data = get(address)
@@ -81,8 +86,8 @@ def lines_of(address: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
 
-def ids(address: str) -> list[str]:
-    return [line["id"] for line in lines_of(address)]
+def numbers_in(address: str) -> list[int]:
+    return [line["line"] for line in lines_of(address)]
 
 
 def parts(address: str) -> list[str]:
@@ -91,10 +96,6 @@ def parts(address: str) -> list[str]:
     fs.invalidate_cache()
     names = fs.ls(path, detail=False) if fs.exists(path) else []
     return sorted(name.rpartition("/")[2] for name in names)
-
-
-def names(numbers: range) -> list[str]:
-    return [f"r{number}" for number in numbers]
 
 
 @pytest.fixture
@@ -106,69 +107,65 @@ def memory() -> str:
     return "memory://store"
 
 
-@pytest.fixture
-def local(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
 def either(*kinds: str) -> Any:
-    """A fixture: an empty folder of each of these kinds."""
+    """A fixture: the address of an output in an empty folder of each of these kinds."""
 
     @pytest.fixture(params=kinds)
-    def place(request: pytest.FixtureRequest) -> str:
-        found: str = request.getfixturevalue(request.param)
-        return found
+    def address(request: pytest.FixtureRequest) -> str:
+        return f"{request.getfixturevalue(request.param)}/out.jsonl"
 
-    return place
+    return address
 
 
-folder = either("local", "memory", "s3")
+output = either("tmp_path", "memory", "s3")
+
+
 remote = either("memory", "s3")  # where output cannot be appended to
-nearby = either("local", "memory")  # where S3 would add nothing but time
-
+local = either("tmp_path")
+nearby = either("tmp_path", "memory")  # where S3 would add nothing but time
 # What is written
 
 
-def test_what_is_written(folder: str) -> None:
-    address = f"{folder}/out.jsonl"
-    with Store(address, RUN) as store:
+def test_what_is_written(output: str) -> None:
+    with Store(output, RUN) as store:
         store.write(record(7), {"id": "x", "text": "caf\u00e9\n", "half": "\ud800", "digest": 1})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            store.write(bad(2), {"logprob": float("nan")})
+        assert not store.is_done(bad(2))
         store.write(bad(2), {"error": "bad"})
         store.finish()
-    first, second = lines_of(address)
+    first, second = lines_of(output)
     assert first.items() >= {"id": "r7", "line": 7, "digest": "000000000000007"}.items()
     assert (first["text"], first["half"]) == ("caf\u00e9\n", "\ud800")
     assert second == {"id": None, "line": 2, "digest": "000000000000002", "error": "bad"}
-    assert "caf\u00e9".encode() in get(address)
-    assert json.loads(get(f"{address}.run.json"))["identity"] == RUN
-    assert parts(address) == []
+    assert "caf\u00e9".encode() in get(output)
+    assert json.loads(get(f"{output}.run.json"))["identity"] == RUN
+    assert parts(output) == []
 
 
-def test_a_restart_writes_the_rest(folder: str) -> None:
-    address = f"{folder}/out.jsonl"
-    assert run(address, range(3)) == 3
-    assert run(address, range(2, 6)) == 3
-    assert run(address, range(6), finish=True) == 0
-    assert ids(address) == names(range(6))
-    before = get(address)
-    assert run(address, range(6), finish=True) == 0  # after the end
-    assert get(address) == before
-    assert run(address, range(8), finish=True) == 2  # a longer input
-    assert ids(address) == names(range(8))
-    assert parts(address) == []
-    with Store(address, RUN) as store:
+def test_a_restart_writes_the_rest(output: str) -> None:
+    assert run(output, range(3)) == 3
+    assert run(output, range(2, 6)) == 3
+    assert run(output, range(6), finish=True) == 0
+    assert numbers_in(output) == [*range(6)]
+    before = get(output)
+    assert run(output, range(6), finish=True) == 0  # after the end
+    assert get(output) == before
+    assert run(output, range(8), finish=True) == 2  # a longer input
+    assert numbers_in(output) == [*range(8)]
+    assert parts(output) == []
+    with Store(output, RUN) as store:
         assert store.done == 8
-    assert run(f"{folder}/empty", range(0), finish=True) == 0
-    assert get(f"{folder}/empty") == b""
+    assert run(beside(output, "empty"), range(0), finish=True) == 0
+    assert get(beside(output, "empty")) == b""
 
 
 def test_what_a_record_is_known_by(nearby: str) -> None:
     """Its id, or its line and digest. Another record under the same id is refused."""
-    address = f"{nearby}/out.jsonl"
     written = [BadRecord(1, None, "5", "bad"), BadRecord(2, None, "5", "bad")]
     written += [BadRecord(1, None, "6", "bad"), BadRecord(3, "a", "5", "bad")]
     for left in (4, 0):
-        with Store(address, RUN) as store:
+        with Store(nearby, RUN) as store:
             for one in written:
                 if not store.is_done(one):
                     store.write(one, {"error": "bad"})
@@ -181,18 +178,8 @@ def test_what_a_record_is_known_by(nearby: str) -> None:
                 store.is_done(Record(line=1, id="a", digest="6"))
             store.finish()
         assert left == 0
-    with Store(address, RUN, mix=True) as store:
+    with Store(nearby, RUN, mix=True) as store:
         assert store.is_done(Record(line=1, id="a", digest="6"))
-
-
-def test_a_result_that_is_no_json(local: str) -> None:
-    address = f"{local}/out.jsonl"
-    with Store(address, RUN) as store:
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            store.write(record(1), {"logprob": float("nan")})
-        assert not store.is_done(record(1))
-        store.write(record(1), {})
-    assert ids(address) == ["r1"]
 
 
 # Ends of all kinds, on this machine
@@ -241,7 +228,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
         assert not store.is_done(record(2))
         store.write(record(2), result(2))  # there is space again
-    assert ids(str(path)) == ["r1", "r2"]
+    assert numbers_in(str(path)) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -258,11 +245,11 @@ def test_file_systems(
     """Without locks, over a quota, and full as the sidecar is written."""
     monkeypatch.setattr(name, Mock(side_effect=error))
     if not told:
-        assert run(f"{local}/out.jsonl", range(2)) == 2
+        assert run(local, range(2)) == 2
         return
     with pytest.raises(UserError, match=told):
-        run(f"{local}/out.jsonl", range(1))
-    assert name == "os.fsync" or os.listdir(local) == []
+        run(local, range(1))
+    assert name == "os.fsync" or os.listdir(beside(local, "")) == []
 
 
 # Whose output it is
@@ -273,9 +260,8 @@ def other_run(**changes: Any) -> dict[str, Any]:
 
 
 def test_another_run(local: str) -> None:
-    address = f"{local}/out.jsonl"
-    run(address, range(2))
-    before = get(address), get(f"{address}.run.json")
+    run(local, range(2))
+    before = get(local), get(f"{local}.run.json")
     for identity, difference in (
         (other_run(model="b", input="c"), 'model was "tiny" and is now "b"'),
         ({**RUN, "sampler": {"name": "entropix"}}, "sampler.seed was 0 and is now absent"),
@@ -283,71 +269,68 @@ def test_another_run(local: str) -> None:
         (other_run(sampler={"name": "entropix", "seed": False}), "sampler.seed was 0 and is now"),
     ):
         with pytest.raises(UserError) as error:
-            Store(address, identity)
-        assert str(error.value).startswith(f"{address}: holds another run's results: {difference}")
-        assert (get(address), get(f"{address}.run.json")) == before
-    assert run(address, range(3)) == 1  # nor is it locked
+            Store(local, identity)
+        assert str(error.value).startswith(f"{local}: holds another run's results: {difference}")
+        assert (get(local), get(f"{local}.run.json")) == before
+    assert run(local, range(3)) == 1  # nor is it locked
 
 
 def test_mixing(nearby: str) -> None:
     """From then on the output is the new run's."""
-    address = f"{nearby}/out.jsonl"
-    run(address, range(2))
+    run(nearby, range(2))
     other = other_run(model="b")
-    with Store(address, other, mix=True) as store:
+    with Store(nearby, other, mix=True) as store:
         assert store.is_done(record(1))
         store.write(record(2), result(2))
     with pytest.raises(UserError, match='model was "b" and is now "tiny"'):
-        run(address, range(3))
-    with Store(address, other) as store:
+        run(nearby, range(3))
+    with Store(nearby, other) as store:
         assert store.done == 3
         store.finish()
-    assert ids(address) == names(range(3))
-    assert json.loads(get(f"{address}.run.json"))["identity"] == other
+    assert numbers_in(nearby) == [*range(3)]
+    assert json.loads(get(f"{nearby}.run.json"))["identity"] == other
 
 
 def test_a_new_output_that_stays_empty_goes_with_its_error(nearby: str) -> None:
-    address = f"{nearby}/out.jsonl"
 
     def fail(*numbers: int) -> NoReturn:
-        with Store(address, RUN) as store:
+        with Store(nearby, RUN) as store:
             for number in numbers:
                 store.write(record(number), result(number))
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert not exists(address)
-    assert not exists(f"{address}.run.json")
+    assert not exists(nearby)
+    assert not exists(f"{nearby}.run.json")
     for numbers in ((1,), ()):  # one that holds something, or did before, stays
         with pytest.raises(KeyError):
             fail(*numbers)
-        assert exists(f"{address}.run.json")
-    with Store(address, RUN) as store:
+        assert exists(f"{nearby}.run.json")
+    with Store(nearby, RUN) as store:
         assert store.done == 1
 
 
 def test_an_output_of_nobody(nearby: str) -> None:
-    address = f"{nearby}/out.jsonl"
     data = '{"id": 1, "text": "mine"}\n[2]\n\n'
-    put(address, data)
+    put(nearby, data)
     with pytest.raises(UserError) as error:
-        run(address, range(1))
+        run(nearby, range(1))
     assert str(error.value) == (
-        f"{address}: holds something, but no run's results (there is no {address}.run.json);"
+        f"{nearby}: holds something, but no run's results (there is no {nearby}.run.json);"
         " choose another output"
     )
-    assert get(address) == data.encode()
-    assert not exists(f"{address}.run.json")
-    assert run(address, range(2), mix=True, finish=True) == 2
-    assert run(address, range(3), finish=True) == 1
-    assert get(address).startswith(data.encode())
-    assert get(address).count(b"\n") == 6
+    assert get(nearby) == data.encode()
+    assert not exists(f"{nearby}.run.json")
+    assert run(nearby, range(2), mix=True, finish=True) == 2
+    assert run(nearby, range(3), finish=True) == 1
+    assert get(nearby).startswith(data.encode())
+    assert get(nearby).count(b"\n") == 6
     for tail in (b"hello", b'{"a": 1}', b"12"):  # nothing of it is dropped
-        put(f"{nearby}/torn", b'{"a": 0}\n' + tail)
+        put(beside(nearby, "torn"), b'{"a": 0}\n' + tail)
         with pytest.raises(UserError, match="torn: line 2 is torn, or not JSON"):
-            run(f"{nearby}/torn", range(1), mix=True)
-        assert get(f"{nearby}/torn") == b'{"a": 0}\n' + tail
+            run(beside(nearby, "torn"), range(1), mix=True)
+        assert get(beside(nearby, "torn")) == b'{"a": 0}\n' + tail
 
 
 # Object stores
@@ -355,49 +338,46 @@ def test_an_output_of_nobody(nearby: str) -> None:
 
 def test_parts(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By number of records, by time, and what is left on closing."""
-    address = f"{remote}/a/out.jsonl"
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(output_module, "PART_RECORDS", 5)
     seen = []
-    with Store(address, RUN) as store:
+    with Store(remote, RUN) as store:
         for number in range(20):
             now += 25.0 if number >= 12 else 0.0
             store.write(record(number), result(number))
-            seen.append(len(parts(address)))
-        assert not exists(address)
+            seen.append(len(parts(remote)))
+        assert not exists(remote)
     #                       5 records              10     60 seconds from record 10 on, and so on
     assert seen == [0] * 4 + [1] * 5 + [2] * 5 + [3] * 4 + [4] * 2
-    counts = [len(lines_of(f"{address}.parts/{name}")) for name in parts(address)]
-    assert parts(address) == [f"{number:06}.jsonl" for number in range(5)]
+    counts = [len(lines_of(f"{remote}.parts/{name}")) for name in parts(remote)]
+    assert parts(remote) == [f"{number:06}.jsonl" for number in range(5)]
     assert counts == [5, 5, 5, 4, 1]
-    assert run(address, range(22), finish=True) == 2
-    assert ids(address) == names(range(22))
-    assert parts(address) == []
+    assert run(remote, range(22), finish=True) == 2
+    assert numbers_in(remote) == [*range(22)]
+    assert parts(remote) == []
 
 
 def test_killed_runs(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What had not been uploaded is done again."""
     monkeypatch.setattr(output_module, "PART_RECORDS", 3)
-    address = f"{remote}/out.jsonl"
     for written in (5, 4, 3, 9):
-        store = Store(address, RUN)
+        store = Store(remote, RUN)
         for number in range(12):
             if not store.is_done(record(number)) and written:
                 store.write(record(number), result(number))
                 written -= 1
         del store  # without a word
-    assert run(address, range(12), finish=True) == 0
-    assert ids(address) == names(range(12))
+    assert run(remote, range(12), finish=True) == 0
+    assert numbers_in(remote) == [*range(12)]
 
 
 @pytest.mark.parametrize("removed", [0, 1, 4])
 def test_joining_cut_short(remote: str, monkeypatch: pytest.MonkeyPatch, removed: int) -> None:
     """After so many of four parts have been removed; a run that resumes may also go on."""
     monkeypatch.setattr(output_module, "PART_RECORDS", 2)
-    address = f"{remote}/out.jsonl"
-    put(f"{address}.parts/notes.txt", b"mine")
-    fs, _ = fsspec.core.url_to_fs(address)
+    put(f"{remote}.parts/notes.txt", b"mine")
+    fs, _ = fsspec.core.url_to_fs(remote)
     remove = fs.rm
 
     def rm(paths: list[str]) -> NoReturn:
@@ -408,55 +388,52 @@ def test_joining_cut_short(remote: str, monkeypatch: pytest.MonkeyPatch, removed
     with monkeypatch.context() as patch:
         patch.setattr(fs, "rm", rm)
         with pytest.raises(KeyboardInterrupt):
-            run(address, range(7), finish=True)
-    assert ids(address) == names(range(7))  # the object is whole
-    assert len(parts(address)) == 1 + 4 - removed
-    assert run(address, range(8), finish=True) == 1
-    assert ids(address) == names(range(8))
-    assert parts(address) == ["notes.txt"]
+            run(remote, range(7), finish=True)
+    assert numbers_in(remote) == [*range(7)]  # the object is whole
+    assert len(parts(remote)) == 1 + 4 - removed
+    assert run(remote, range(8), finish=True) == 1
+    assert numbers_in(remote) == [*range(8)]
+    assert parts(remote) == ["notes.txt"]
 
 
 def test_joining_that_fails(remote: str) -> None:
     """The output is as before. A torn part, which some stores allow, is written again."""
-    address = f"{remote}/out.jsonl"
-    run(address, range(3), finish=True)
-    before = get(address)
-    run(address, range(5))
-    put(f"{address}.parts/999999.jsonl", b"{\n{}\n")
+    run(remote, range(3), finish=True)
+    before = get(remote)
+    run(remote, range(5))
+    put(f"{remote}.parts/999999.jsonl", b"{\n{}\n")
     with pytest.raises(UserError, match=r"999999.jsonl: line 1 is torn, or not JSON"):
-        run(address, range(5), finish=True)
-    assert get(address) == before
-    put(f"{address}.parts/999999.jsonl", b"")
-    put(f"{address}.parts/000000.jsonl", get(f"{address}.parts/000000.jsonl")[:-10])
-    assert run(address, range(5), finish=True) == 1
-    assert sorted(ids(address)) == names(range(5))
+        run(remote, range(5), finish=True)
+    assert get(remote) == before
+    put(f"{remote}.parts/999999.jsonl", b"")
+    put(f"{remote}.parts/000000.jsonl", get(f"{remote}.parts/000000.jsonl")[:-10])
+    assert run(remote, range(5), finish=True) == 1
+    assert sorted(numbers_in(remote)) == [*range(5)]
 
 
 def test_two_runs_at_once_in_a_store(remote: str) -> None:
     """They cannot be told before both write."""
-    address = f"{remote}/out.jsonl"
-    with Store(address, RUN) as first:
-        second = Store(address, RUN)
+    with Store(remote, RUN) as first:
+        second = Store(remote, RUN)
         first.write(record(1), result(1))
         second.write(record(1), result(1))
     with pytest.raises(UserError, match=r"another run is writing to it: .*000000.jsonl is there$"):
         second.__exit__(None, None, None)
-    assert run(address, range(1, 3), finish=True) == 1
-    assert ids(address) == ["r1", "r2"]
+    assert run(remote, range(1, 3), finish=True) == 1
+    assert numbers_in(remote) == [1, 2]
 
 
 def test_an_upload_that_fails(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_module, "PART_RECORDS", 2)
-    address = f"{remote}/out.jsonl"
-    fs, _ = fsspec.core.url_to_fs(address)
-    with Store(address, RUN) as store:
+    fs, _ = fsspec.core.url_to_fs(remote)
+    with Store(remote, RUN) as store:
         store.write(record(0), result(0))
         with monkeypatch.context() as patch:
             patch.setattr(fs, "pipe_file", Mock(side_effect=ConnectionError("no route")))
             with pytest.raises(UserError) as error:
                 store.write(record(1), result(1))
-    assert str(error.value) == f"{address}: cannot be written: no route"
-    assert ids(f"{address}.parts/000000.jsonl") == ["r0", "r1"]  # closing tried again
+    assert str(error.value) == f"{remote}: cannot be written: no route"
+    assert numbers_in(f"{remote}.parts/000000.jsonl") == [0, 1]  # closing tried again
 
 
 def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +446,7 @@ def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(13):
             store.write(record(number), {"text": "x" * 2**20})
         store.finish()
-    assert ids(address) == names(range(13))
+    assert numbers_in(address) == [*range(13)]
     assert fs.info(address)["ETag"].endswith('-3"')  # pieces
 
 
@@ -498,31 +475,30 @@ def test_part_addresses() -> None:
         assert part_address(address, 1, 4) == expected
 
 
-def shared_run(folder: str, count: int) -> str:
-    """An input, and the outputs of `count` processes; gives the address of what is to be merged."""
+def shared_run(address: str, count: int) -> None:
+    """An input in in.jsonl, and the outputs of `count` processes that are to be merged."""
     lines = [json.dumps({"prompt": "a", "id": f"i{n}", "sampler": "own.toml"}) for n in range(10)]
     lines[3:3] = ["{", lines[0], "{"]
-    put(f"{folder}/in.jsonl", "\n".join(lines))
+    put(beside(address, "in.jsonl"), "\n".join(lines))
     for index in range(count):
-        with Store(part_address(f"{folder}/out.jsonl", index, count), RUN) as store:
-            for record in read_records(f"{folder}/in.jsonl", share=(index, count)):
+        with Store(part_address(address, index, count), RUN) as store:
+            for record in read_records(beside(address, "in.jsonl"), share=(index, count)):
                 store.write(record, {"process": index, "sampler_digest": "a"})
             store.finish()
-    return f"{folder}/out.jsonl"
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_merging(folder: str, count: int) -> None:
-    address = shared_run(folder, count)
+def test_merging(output: str, count: int) -> None:
+    shared_run(output, count)
     for _ in range(2):  # the second time over the first
-        merge(address, count, input=f"{folder}/in.jsonl")
-        pieces = [get(part_address(address, index, count)) for index in range(count)]
-        assert get(address) == b"".join(pieces)
-    assert sorted(line["line"] for line in lines_of(address)) == list(range(1, 14))
-    assert parts(address) == []
+        merge(output, count, input=beside(output, "in.jsonl"))
+        pieces = [get(part_address(output, index, count)) for index in range(count)]
+        assert get(output) == b"".join(pieces)
+    assert sorted(line["line"] for line in lines_of(output)) == list(range(1, 14))
+    assert parts(output) == []
     # It is the run's own output.
-    with Store(address, RUN) as store:
-        assert all(store.is_done(record) for record in read_records(f"{folder}/in.jsonl"))
+    with Store(output, RUN) as store:
+        assert all(store.is_done(record) for record in read_records(beside(output, "in.jsonl")))
 
 
 PART = "out.part-00002-of-00003.jsonl"
@@ -561,35 +537,35 @@ SPOILED: list[tuple[str, Callable[[bytes], bytes] | None, str]] = [
 def test_parts_that_cannot_be_merged(
     nearby: str, name: str, spoil: Callable[[bytes], bytes] | None, message: str
 ) -> None:
-    address = shared_run(nearby, 3)
+    shared_run(nearby, 3)
     if spoil is not None:
-        put(f"{nearby}/{name}", spoil(get(f"{nearby}/{name}")))
+        put(beside(nearby, name), spoil(get(beside(nearby, name))))
     else:
-        fs, path = fsspec.core.url_to_fs(f"{nearby}/{name}")
+        fs, path = fsspec.core.url_to_fs(beside(nearby, name))
         fs.rm(path)
     with pytest.raises(UserError, match=re.escape(message)):
-        merge(address, 3, input=f"{nearby}/in.jsonl")
-    assert not exists(address)
-    assert not exists(f"{address}.run.json")
+        merge(nearby, 3, input=beside(nearby, "in.jsonl"))
+    assert not exists(nearby)
+    assert not exists(f"{nearby}.run.json")
 
 
-def test_a_part_that_is_not_joined(memory: str) -> None:
-    address = shared_run(memory, 3)
-    put(f"{memory}/{PART}.parts/000000.jsonl", b"")
+def test_a_part_that_is_not_joined(remote: str) -> None:
+    shared_run(remote, 3)
+    put(beside(remote, f"{PART}.parts/000000.jsonl"), b"")
     with pytest.raises(UserError, match="missing or not finished: run this part to its end"):
-        merge(address, 3, input=f"{memory}/in.jsonl")
+        merge(remote, 3, input=beside(remote, "in.jsonl"))
 
 
 def test_merging_onto_something_else(nearby: str) -> None:
-    address = shared_run(nearby, 2)
-    put(address, b'{"mine": 1}\n')
+    shared_run(nearby, 2)
+    put(nearby, b'{"mine": 1}\n')
     with pytest.raises(UserError, match="holds something, but no run's results"):
-        merge(address, 2, input=f"{nearby}/in.jsonl")
-    assert get(address) == b'{"mine": 1}\n'
+        merge(nearby, 2, input=beside(nearby, "in.jsonl"))
+    assert get(nearby) == b'{"mine": 1}\n'
 
 
-def test_merging_that_fails_in_the_middle(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = shared_run(folder, 2)
+def test_merging_that_fails_in_the_middle(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_run(output, 2)
 
     def refuse(source: Any, out: Any, *args: object) -> NoReturn:
         out.write(source.read(10))
@@ -598,27 +574,27 @@ def test_merging_that_fails_in_the_middle(folder: str, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfileobj", refuse)
         with pytest.raises(UserError, match="No space left on device"):
-            merge(address, 2, input=f"{folder}/in.jsonl")
-    assert not exists(address)
-    merge(address, 2, input=f"{folder}/in.jsonl")
-    assert len(lines_of(address)) == 13
+            merge(output, 2, input=beside(output, "in.jsonl"))
+    assert not exists(output)
+    merge(output, 2, input=beside(output, "in.jsonl"))
+    assert len(lines_of(output)) == 13
 
 
 # Before the model is loaded
 
 
-def test_an_output_that_cannot_be_written(folder: str) -> None:
-    put(f"{folder}/in.jsonl", b"{}\n")
+def test_an_output_that_cannot_be_written(output: str) -> None:
+    put(beside(output, "in.jsonl"), b"{}\n")
     with pytest.raises(UserError, match=r"in\.jsonl: cannot be written: it is the input$"):
-        check_output(f"{folder}/in.jsonl", input=f"{folder}/in.jsonl")
-    with fsspec.open(f"{folder}/folder.jsonl/a", "wb", auto_mkdir=True):
+        check_output(beside(output, "in.jsonl"), input=beside(output, "in.jsonl"))
+    with fsspec.open(beside(output, "folder.jsonl/a"), "wb", auto_mkdir=True):
         pass
     for address, message in (
-        (f"{folder}/folder.jsonl", "cannot be written: it is a folder"),
+        (beside(output, "folder.jsonl"), "cannot be written: it is a folder"),
         ("-", "the output cannot be standard output"),
         ("", "'': the output must be a file, not a folder"),
-        (f"{folder}/new/", "new/': the output must be a file, not a folder"),
-        (f"{folder}/out.zst", "a compressed output cannot grow: choose a name in .jsonl"),
+        (beside(output, "new/"), "new/': the output must be a file, not a folder"),
+        (beside(output, "out.zst"), "a compressed output cannot grow: choose a name in .jsonl"),
         ("nonsense://out.jsonl", "ValueError: Protocol not known: nonsense"),
     ):
         for look in (check_output, lambda address: Store(address, RUN)):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bz2
 import dataclasses
 import gc
 import gzip
 import io
 import itertools
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -63,22 +61,16 @@ def one(**fields: Any) -> str:
 
 def test_json_fields() -> None:
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": "Hi", "name": "Ann"}]
+    full = {"id": "x", "prompt": " \n", "sampler": "entropix", "max_new_tokens": 1, "seed": 0}
     lines = [
-        one(prompt=" \n", id="x", sampler="entropix", max_new_tokens=1, seed=0),
+        one(**full),
         one(messages=chat, id=-7),
         one(prompt="b", messages=None, id=None, sampler=None, max_new_tokens=None, seed=None),
         one(prompt="c", label=3, category=None, promt="other", text=["t"]),
         '{"prompt": "\U0001f981 \\ud83e\\udd81\u2028\\u0000", "seed": 100000000000000000000000}',
     ]
     assert good("\n".join(lines)) == [
-        {
-            "line": 1,
-            "id": "x",
-            "prompt": " \n",
-            "sampler": "entropix",
-            "max_new_tokens": 1,
-            "seed": 0,
-        },
+        {"line": 1, **full},
         {"line": 2, "id": "-7", "messages": tuple(chat)},
         {"line": 3, "id": "3", "prompt": "b"},
         {"line": 4, "id": "4", "prompt": "c"},
@@ -256,14 +248,9 @@ def test_a_quote_that_is_not_closed() -> None:
 
 
 def test_compressed_files() -> None:
-    for compression, compress in (
-        ("gz", gzip.compress),
-        ("bz2", bz2.compress),
-        ("xz", lzma.compress),
-    ):
-        for suffix, plain in (("jsonl", one(prompt="a")), ("csv", "prompt\na\n")):
-            (record,) = good(compress(plain.encode()), f"{suffix}.{compression}")
-            assert record["prompt"] == "a"
+    for suffix, plain in (("jsonl", one(prompt="a")), ("csv", "prompt\na\n")):
+        (record,) = good(gzip.compress(plain.encode()), f"{suffix}.gz")
+        assert record["prompt"] == "a"
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

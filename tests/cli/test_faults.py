@@ -20,7 +20,6 @@ import pytest
 from jax._src.lru_cache import LRUCache
 
 from entropix_jax.batch.output import Store, check_output
-from entropix_jax.cli import batch
 from entropix_jax.cli.options import run_command
 from entropix_jax.engine.trace import TraceWriter
 from entropix_jax.errors import UserError
@@ -29,8 +28,7 @@ from entropix_jax.host.files import is_standard_output, replacing
 from entropix_jax.lab.tables import write_tables
 from entropix_jax.report.page import write_report
 from entropix_jax.sampler.thresholds import write_text
-from tests.support.commands import Command, Result, one_error, refusal, short
-from tests.support.commands import run_command as run_main
+from tests.support.commands import Command, one_error, short
 from tests.support.disks import full_disk
 from tests.support.traces import read_trace
 from tests.support.waiting import PATIENCE
@@ -119,32 +117,25 @@ def _row(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 700])
-@pytest.mark.parametrize("kind", ["page", "calibration", "tables", "sidecar"])
+@pytest.mark.parametrize("names", ["page.html", "mine.toml", "results.csv results.parquet", ""])
 def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
-    tmp_path: Path, small_trace: Path, kind: str, size: int
+    tmp_path: Path, small_trace: Path, names: str, size: int
 ) -> None:
     """And one line, no half of a file, and nothing temporary."""
-    names = {
-        "page": ["page.html"],
-        "calibration": ["mine.toml"],
-        "tables": ["results.csv", "results.parquet"],
-        "sidecar": [],
-    }[kind]
-    for name in names:
-        (tmp_path / name).write_text("before")
-    output = tmp_path / (names or ["out.jsonl"])[0]
+    paths = [tmp_path / name for name in names.split()]
+    for path in paths:
+        path.write_text("before")
     rows: Any = [_row(number) for number in range(50)]
     write = {
-        "page": lambda: write_report(small_trace, output),
-        "calibration": lambda: write_text(output, "x = 1\n" * 200),
-        "tables": lambda: write_tables(rows, [], tmp_path, "results"),
-        "sidecar": lambda: Store(str(output), {"model": "m" * 1000}),
-    }[kind]
-    with full_disk(size), pytest.raises(UserError) as error:
+        "page.html": lambda: write_report(small_trace, paths[0]),
+        "mine.toml": lambda: write_text(paths[0], "x = 1\n" * 200),
+        "results.csv results.parquet": lambda: write_tables(rows, [], tmp_path, "results"),
+        "": lambda: Store(str(tmp_path / "out.jsonl"), {"model": "m" * 1000}),
+    }[names]
+    with full_disk(size), pytest.raises(UserError, match="cannot be written: "):
         write()
-    assert "cannot be written: " in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert all((tmp_path / name).read_text() == "before" for name in names)
+    assert sorted(tmp_path.iterdir()) == paths
+    assert all(path.read_text() == "before" for path in paths)
 
 
 @pytest.fixture(scope="module")
@@ -175,42 +166,6 @@ def test_a_page_of_a_run_on_a_full_disk(
     assert "cannot be written: File too large" in result.err.splitlines()[-1]
     assert result.out.endswith("\n") or not result.out, "the error has a line of its own"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def batch_arguments(tmp_path_factory: pytest.TempPathFactory, folder: str) -> list[object]:
-    """Options of a batch whose programs are compiled."""
-    own = ["--model", folder, "--slots", 4, "--max-new-tokens", 3, "--ignore-eos"]
-    place = tmp_path_factory.mktemp("batch")
-    assert run_batch(place, [{"prompt": "Once"}], *own).status == 0
-    return own
-
-
-def run_batch(place: Path, records: list[dict[str, Any]], *options: object) -> Result:
-    """A batch of the records from in.jsonl to out.jsonl of a folder."""
-    source = place / "in.jsonl"
-    source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return run_main(batch.main, "--input", source, "--output", place / "out.jsonl", *options)
-
-
-def results_of(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "out.jsonl").read_text().splitlines()]
-
-
-def test_traces_of_a_batch_on_a_full_disk(tmp_path: Path, batch_arguments: list[object]) -> None:
-    """It ends; what has a trace has a result, and the next run makes the rest."""
-    records = [{"id": name, "prompt": "Once"} for name in "ab"]
-    options = ["--trace", tmp_path / "traces", *batch_arguments]
-    with full_disk(1500):
-        line = refusal(run_batch(tmp_path, records, *options))
-    assert line.endswith("cannot be written: File too large")
-    assert run_batch(tmp_path, records, *options).status == 0
-    assert sorted(result["id"] for result in results_of(tmp_path)) == ["a", "b"]
-    ends = [read_trace(tmp_path / "traces" / f"{name}.jsonl")[-1]["type"] for name in "ab"]
-    assert ends == ["footer", "footer"]
-    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    traces = ["traces", "traces/a.jsonl", "traces/b.jsonl"]
-    assert names == ["in.jsonl", "out.jsonl", "out.jsonl.run.json", *traces]
 
 
 # Standard streams.
@@ -290,8 +245,8 @@ def test_a_trace_is_not_mixed_with_the_text(
     with open(os.devnull, "w") as null, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", null)
         assert not is_standard_output(Path(os.devnull))
-    monkeypatch.setattr("entropix_jax.cli.generate.is_standard_output", lambda path: True)
-    one_error(command(*short("--trace", out)), "it is standard output, which is for the text")
+    monkeypatch.setattr("entropix_jax.host.files.is_standard_output", lambda path: True)
+    one_error(command(*short("--trace", out)), "it is where standard output goes")
 
 
 def test_two_runs_with_one_trace(command: Command, tmp_path: Path) -> None:
@@ -336,29 +291,6 @@ def test_a_pipe_waits_for_its_reader_until_ctrl_c(command: Command, tmp_path: Pa
         result = command(*recorded("--trace", pipe))
     note = f"note: {pipe}: a pipe, which waits for its reader\n"
     assert (result.status, result.out, result.err) == (130, "", note)
-
-
-# Inputs.
-
-
-def test_an_input_that_shrinks_while_it_is_read(
-    tmp_path: Path, batch_arguments: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is still there is run; the rest is not invented."""
-    write = Store.write
-
-    def shrinking(*arguments: Any) -> None:
-        write(*arguments)
-        os.truncate(tmp_path / "in.jsonl", 0)
-
-    monkeypatch.setattr(Store, "write", shrinking)
-    records = [{"id": f"r{i}", "prompt": "Once"} for i in range(3000)]
-    assert run_batch(tmp_path, records, *batch_arguments).status == 0
-    found = results_of(tmp_path)
-    whole = [result for result in found if "text" in result]
-    assert 0 < len(whole) < 3000
-    assert len(found) - len(whole) <= 1  # the line that was cut off
-    assert {result["id"] for result in whole} == {f"r{i}" for i in range(len(whole))}
 
 
 # Compiled programs that are kept.

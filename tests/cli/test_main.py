@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +95,7 @@ def test_an_encoding_that_lacks_characters(
             assert out.getvalue().decode() == text + "\n"
 
 
+Traced = Callable[..., list[Json]]
 COLOUR = re.compile(r"\x1b\[(?=[^m]*[34]\d)[\d;]+m")
 ERASED = "\x1b[2K"
 
@@ -133,43 +134,47 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 # Prompts.
 
 
-def prompt_of(trace: Path) -> str:
-    return read_trace(trace)[0]["prompt"]
+@pytest.fixture
+def traced(command: Command, tmp_path: Path) -> Traced:
+    """Runs the command and gives its trace."""
+
+    def run(*arguments: object, model: object = None) -> list[Json]:
+        path = tmp_path / "trace.jsonl"
+        assert command(*arguments, "--trace", path, model=model and str(model)).status == 0
+        return read_trace(path)
+
+    return run
+
+
+ONE = ("--no-chat", "--max-new-tokens", 1)
 
 
 def test_prompts_from_files(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, trace = tmp_path / "prompt.txt", tmp_path / "trace.jsonl"
+    path = tmp_path / "prompt.txt"
     for content, prompt in (("né\n", "né"), ("a\n\n", "a\n"), ("a", "a"), ("a\r\n", "a\r")):
         path.write_bytes(content.encode())
         set_stdin(monkeypatch, content.encode())
         for file in (path, "-"):
-            options = ["--no-chat", "--max-new-tokens", 1, "--trace", trace]
-            assert command("--prompt-file", file, *options).status == 0
-            assert prompt_of(trace) == "<|begin_of_text|>" + prompt
+            assert traced("--prompt-file", file, *ONE)[0]["prompt"] == "<|begin_of_text|>" + prompt
 
 
-def test_prompts_that_look_like_something_else(command: Command, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
+def test_prompts_that_look_like_something_else(traced: Traced) -> None:
     for prompt in ("None", "-5 degrees", "--", "🙂"):
-        options = ["--no-chat", "--max-new-tokens", 1, "--trace", trace]
-        assert command(f"--prompt={prompt}", *options).status == 0
-        assert prompt_of(trace) == "<|begin_of_text|>" + prompt
+        assert traced(f"--prompt={prompt}", *ONE)[0]["prompt"] == "<|begin_of_text|>" + prompt
 
 
 def test_chats(
-    command: Command, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    traced: Traced, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = tmp_path / "trace.jsonl"
     base = shutil.copytree(folder, tmp_path / "base")
     end = token_ids()["<|end_of_text|>"]
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
 
     def prompt(*arguments: object, model: object = folder) -> str:
-        options = ["--max-new-tokens", 1, "--trace", trace]
-        assert command(*arguments, *options, model=str(model)).status == 0
-        return prompt_of(trace).removeprefix("<|begin_of_text|>")
+        header, *_ = traced(*arguments, "--max-new-tokens", 1, model=model)
+        return header["prompt"].removeprefix("<|begin_of_text|>")
 
     head = "<|start_header_id|>{}<|end_header_id|>\n\n"
     answer = head.format("assistant")
@@ -192,13 +197,12 @@ def test_chats(
 # Options.
 
 
-def test_settings(command: Command, tmp_path: Path) -> None:
-    trace, mine = tmp_path / "trace.jsonl", tmp_path / "mine.toml"
+def test_settings(traced: Traced, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
     mine.write_text('extends = "entropix"\n[base]\ntemperature = 0.25\ntop_k = 3\n')
 
     def sampler(*arguments: object) -> tuple[str, Json]:
-        assert command(*short("--trace", trace, *arguments, tokens=1)).status == 0
-        header = read_trace(trace)[0]
+        header, *_ = traced(*short(*arguments, tokens=1))
         return header["sampler"], header["sampler_parameters"]
 
     name, values = sampler()
@@ -209,7 +213,7 @@ def test_settings(command: Command, tmp_path: Path) -> None:
     assert sampler("--sampler", mine, "--set", changes[2]) == ("mine", changed)
 
 
-def test_stop_strings(command: Command, tmp_path: Path) -> None:
+def test_stop_strings(command: Command) -> None:
     (whole,) = command_rows(command, *short(tokens=40))
     stop = whole["text"][20:26]
     before = whole["text"][: whole["text"].index(stop)]
@@ -235,12 +239,6 @@ def test_options_reach_the_run(command: Command, tmp_path: Path) -> None:
 # The trace.
 
 
-def without_timings(path: Path) -> bytes:
-    *lines, footer = path.read_bytes().splitlines()
-    rest = {key: value for key, value in json.loads(footer).items() if key != "timings"}
-    return b"\n".join([*lines, json.dumps(rest).encode()])
-
-
 def test_the_same_run_gives_the_same_bytes(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,10 +246,9 @@ def test_the_same_run_gives_the_same_bytes(
 
     def trace(*arguments: object) -> bytes:
         assert command(*short("--trace", path, "--samples", 3, *arguments, tokens=40)).status == 0
-        return without_timings(path)
+        return re.sub(rb'"timings": \{[^}]*\}', b"", path.read_bytes())
 
     expected = trace()
-    assert trace() == expected
     assert trace("--format", "json") == expected
     assert trace("--seed", 1) != expected
     monkeypatch.setattr(Engine, "_pace", lambda self, waited: None)  # a step at a time
@@ -305,16 +302,14 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) 
     assert all(branch.keys() == {"tokens", "text", "score", "chosen"} for branch in branches)
 
 
-def test_passages_are_injected(command: Command, tmp_path: Path) -> None:
+def test_passages_are_injected(traced: Traced, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     passage = "Once upon a time Anna lived in Graz."
     (tmp_path / "notes" / "a.md").write_text(passage)
     thinking = ["regimes.helv=['entropy > 1.5']", "arms.lehv=explore", "inject.thought=Hm."]
-    options = ["--set", *(f"sampler.{setting}" for setting in thinking)]
-    options += ["--retrieve", str(tmp_path / "notes"), "--trace", str(tmp_path / "trace")]
-    assert command(*short(*options, tokens=40)).status == 0
-    tokens = [line for line in read_trace(tmp_path / "trace") if line.get("action") == "inject"]
-    text = "".join(token["text"] for token in tokens)
+    settings = [f"sampler.{setting}" for setting in thinking]
+    lines = traced(*short("--set", *settings, "--retrieve", tmp_path / "notes", tokens=40))
+    text = "".join(line["text"] for line in lines if line.get("action") == "inject")
     assert text.startswith(f"\n{passage}\nHm."), "once, and then the sampler's own thought"
 
 

@@ -169,44 +169,32 @@ def test_the_hub_is_asked_for_an_id_alone(own: Path, monkeypatch: pytest.MonkeyP
 # The cache of compiled programs.
 
 
-@pytest.fixture
-def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is set of JAX, with a cache folder of one's own."""
-    found: dict[str, Any] = {}
-    monkeypatch.setattr(jax.config, "update", found.__setitem__)
+def test_compiled_programs_are_kept_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return found
+    folders = tmp_path / "entropix_jax", tmp_path / "entropix_jax" / "xla"
 
-
-def test_compiled_programs_are_kept_from_others(chosen: dict[str, Any], tmp_path: Path) -> None:
-    own, programs = tmp_path / "entropix_jax", tmp_path / "entropix_jax" / "xla"
-    for _ in range(2):
+    def is_used() -> bool:
+        chosen.clear()
         use_compilation_cache()
-        assert chosen["jax_compilation_cache_dir"] == str(programs)
-        assert [stat.S_IMODE(p.stat().st_mode) for p in (own, programs)] == [0o700, 0o700]
-        own.chmod(0o755)  # as an earlier version left it
-        programs.chmod(0o775)
+        return "jax_compilation_cache_dir" in chosen
 
-
-@pytest.mark.parametrize("name", ["entropix_jax", "entropix_jax/xla"])
-def test_a_cache_that_others_could_write_to_is_not_used(
-    chosen: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-) -> None:
-    (tmp_path / "entropix_jax" / "xla").mkdir(parents=True)
-    (tmp_path / name).chmod(0o777)
-    use_compilation_cache()
-    assert "jax_compilation_cache_dir" not in chosen
-    said = capsys.readouterr().err
-    assert said.startswith(f"note: {tmp_path / name}: others could write there")
-    assert said.count("\n") == 1
-    (tmp_path / name).chmod(0o700)
-    use_compilation_cache()
-    assert chosen.pop("jax_compilation_cache_dir")
+    for _ in range(2):
+        assert is_used()
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700, 0o700]
+        folders[0].chmod(0o755)  # as an earlier version left it
+        folders[1].chmod(0o775)
+    for folder in folders:
+        folder.chmod(0o777)
+        assert not is_used()
+        said = capsys.readouterr().err
+        assert said.startswith(f"note: {folder}: others could write there")
+        assert said.count("\n") == 1
+        folder.chmod(0o700)
+        assert is_used()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # then it is another's
-    use_compilation_cache()
-    assert "jax_compilation_cache_dir" not in chosen
+    assert not is_used()

@@ -16,15 +16,8 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import (
-    Meter,
-    TextScreen,
-    ask_person,
-    print_legend,
-    style_of,
-    summary,
-)
-from entropix_jax.engine.results import Event, Piece, Row
+from entropix_jax.cli.terminal import Meter, TextScreen, ask_person, print_legend, style_of, summary
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
@@ -292,10 +285,6 @@ def measured(**changes: Any) -> TokenRecord:
     return replace(token("hehv", "backspace"), **{**MEASURED, **changes})
 
 
-def event(one: TokenRecord, *, retracted: bool = False) -> Event:
-    return Event(Row(unrun(), number=one.row), one, (Piece(one.text, one),), retracted)
-
-
 def rows(number: int) -> list[Row]:
     return [Row(unrun([1], str(i), 9)) for i in range(number)]
 
@@ -303,23 +292,28 @@ def rows(number: int) -> list[Row]:
 def test_the_metrics_of_the_latest_token(terminal: Callable[..., Screen]) -> None:
     screen = terminal(NO_COLOR="1", COLUMNS="80")
     times = iter([2.0, 2.0, 2.5, 3.0])
-    meter = Meter(StatusLine(), rows(1), lambda: next(times))
-    meter.take(event(measured()), 0)
+    (row,) = rows(1)
+    meter = Meter(StatusLine(), [row], lambda: next(times))
+    row.tokens.append(measured())
+    meter.update(row)
     line = "hehv backspace h 3.21 bits  u 10.52 bits²  agree 0.83  T 0.67"
     shown = ESCAPE.sub("", screen.read())
     assert shown == f"  97 {line}", "no speed: the first token waited for the compiler"
-    meter.take(event(measured(position=99), retracted=True), 0)
+    meter.update(row)  # after a token that was taken back
     assert screen.read() == ""
-    meter.take(event(measured(position=98)), 0)
+    row.tokens.append(measured(position=98))
+    meter.update(row)
     shown = ESCAPE.sub("", screen.read())
     assert shown == f"\r\x1b[2K  98 {line}  2 tok/s"
 
 
 def test_the_metrics_are_of_the_sample_that_is_printed(terminal: Callable[..., Screen]) -> None:
     screen = terminal()
-    meter = Meter(StatusLine(), rows(3), lambda: 2.0)
+    three = rows(3)
+    meter = Meter(StatusLine(), three, lambda: 2.0)
     for row, printed, start in ((1, 0, ""), (0, 0, "1/3   97 hehv"), (2, 1, "2/3   97 hehv")):
-        meter.take(event(measured(row=row)), printed)
+        three[row].tokens.append(measured(row=row))
+        meter.update(three[printed])
         shown = ESCAPE.sub("", screen.read()).removeprefix("\r\x1b[2K")
         assert shown.startswith(start)
         assert bool(shown) == bool(start)
@@ -334,9 +328,11 @@ def test_a_log_has_a_line_now_and_then(
     with paths[0].open("a") as out, paths[1].open("a") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        meter = Meter(StatusLine(), rows(1), lambda: 2.0)
+        (row,) = rows(1)
+        meter = Meter(StatusLine(), [row], lambda: 2.0)
         for position in range(150):
-            meter.take(event(measured(position=position)), 0)
+            row.tokens.append(measured(position=position))
+            meter.update(row)
     lines = [line.split()[:3] for line in paths[1].read_text().splitlines()]
     assert lines == [] if shared else [[n, "hehv", "backspace"] for n in ("63", "127")]
 
