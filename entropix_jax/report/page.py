@@ -30,14 +30,11 @@ _ENDS = {
     "length": "token limit",
     "context": "the model's context limit",
     "stop": "stop string",
-    "error": "error",
-    "interrupt": "interrupt",
 }
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 _SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt")  # of a header
 _NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
-_PROMPT = 60  # characters of a prompt in an error
 
 
 def check_report(output: Path, *inputs: Path | str | None) -> None:
@@ -78,7 +75,14 @@ def comparison_page(traces: Sequence[Path]) -> str:
     readers, payloads = [_Reader(trace) for trace in traces], []
     for reader in readers:
         payloads.append(pack(reader.lines(compare=True)))
-        _check_prompt(readers[0], reader)
+        first, header = readers[0].header, reader.header
+        # Models with different vocabularies encode one prompt differently.
+        name = "prompt_tokens" if first["model"] == header["model"] else "prompt"
+        if first[name] != header[name]:
+            which = (
+                f"another prompt than {traces[0]}: {header['prompt']!r}, not {first['prompt']!r}"
+            )
+            raise UserError(f"{reader.path}: {which}: only traces of one prompt can be compared")
     if len(readers) == 1 and len(readers[0].rows) < 2:
         raise UserError(f"{traces[0]}: only one text: nothing to compare it with")
     return _render(readers, payloads, compare=True)
@@ -137,9 +141,7 @@ class _Reader(TraceReader):
 
     def _speed(self) -> float | None:
         """Tokens per second after the first step, which includes prefill and compilation."""
-        if self.footer is None:
-            return None
-        timings = self.footer["timings"]
+        timings = self.footer["timings"] if self.footer else {}
         count = sum(self.tokens.values()) - len(self.tokens)
         seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
         return count / seconds if count > 0 and seconds > 0 else None
@@ -163,18 +165,6 @@ class _Reader(TraceReader):
             key = "name" if isinstance(bound, str) else "value"
             found.append({"quantity": quantity, "sign": sign, key: bound})
         return found
-
-
-def _check_prompt(first: _Reader, other: _Reader) -> None:
-    """Raises where the prompts differ. Within a model the tokens decide; models with different
-    vocabularies encode one prompt differently."""
-    name = "prompt_tokens" if first.header["model"] == other.header["model"] else "prompt"
-    if first.header[name] != other.header[name]:
-        ours, theirs = (reader.header["prompt"][:_PROMPT] for reader in (other, first))
-        raise UserError(
-            f"{other.path}: another prompt than {first.path}: {ours!r}, not {theirs!r}: only traces"
-            " of one prompt can be compared"
-        )
 
 
 def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:
