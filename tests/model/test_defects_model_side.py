@@ -124,14 +124,8 @@ def test_defect_05_every_layer_counts(params) -> None:
     log_probs = jax.nn.log_softmax(jnp.asarray(logits[:, -1]))
     one_by_one = [measure(log_probs, stats, w[None]) for w in jnp.eye(3, dtype=jnp.float32)]
     together = all_metrics(TINY, logits[:, -1], stats)
-    for name in (
-        "attn_entropy",
-        "attn_entropy_norm",
-        "attn_varentropy",
-        "agreement",
-        "agreement_published",
-        "interaction_strength",
-    ):
+    names = "attn_entropy attn_entropy_norm attn_varentropy agreement agreement_published"
+    for name in (*names.split(), "interaction_strength"):
         layers = [float(getattr(m, name)[0]) for m in one_by_one]
         assert len(set(layers)) == 3, name  # the layers differ, so that one cannot stand for all
         assert float(getattr(together, name)[0]) == pytest.approx(np.mean(layers), abs=1e-5), name
@@ -141,8 +135,7 @@ def test_defect_05_every_layer_counts(params) -> None:
     "changes",
     [
         {"norm_eps": 1e-6},
-        {"norm_eps": 0.1},
-        {"rope_theta": 500.0},
+        {"norm_eps": 0.1, "rope_theta": 500.0},
         {"rope_scaling": replace(SCALING, factor=8.0)},
         {"rope_scaling": replace(SCALING, original_max_positions=16)},
     ],

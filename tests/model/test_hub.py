@@ -82,7 +82,6 @@ def test_into_a_folder(hub: Hub, folder: Path, tmp_path: Path) -> None:
     assert download(hub, tmp_path / "home", REPO, "--output", output)[:2] == (0, f"{output}\n")
     for name in ("config.json", "tokenizer.json", WEIGHTS):
         assert (output / name).read_bytes() == (folder / name).read_bytes()
-    assert not (output / "pytorch_model.bin").exists()
 
 
 def test_a_gated_repository(hub: Hub, tmp_path: Path) -> None:
