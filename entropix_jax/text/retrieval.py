@@ -35,8 +35,7 @@ class Retriever:
 
     Passages are ranked by BM25 (Robertson et al. 1994, "Okapi at TREC-3"; Lucene's variant, with
     k1 = 1.5 and b = 0.75). Words are compared without stemming, and without regard to case and
-    compatibility forms (NFKC). English stop words do not count, and neither do passages without
-    any other word.
+    compatibility forms (NFKC). English stop words do not count, nor passages of them alone.
     """
 
     def __init__(self, folder: Path, *, longest: int = LONGEST) -> None:

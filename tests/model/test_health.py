@@ -268,7 +268,7 @@ def test_attention_over_16k_keys() -> None:
     values = rng.normal(size=(1, 2, slots, dim)).astype(np.float32) + 1.0
     length = slots - 3
     at, lengths = jnp.full((1, 1), length - 1, jnp.int32), jnp.full(1, length, jnp.int32)
-    mixed, scores = attend(*map(jnp.asarray, (query, keys, values)), at, lengths)
+    mixed, scores = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), at, lengths)
     wide_k = np.repeat(keys[0].astype(np.float64), 2, axis=0)[:, :length]
     wide_v = np.repeat(values[0].astype(np.float64), 2, axis=0)[:, :length]
     exact = np.einsum("nh,nsh->ns", query[0, 0].astype(np.float64), wide_k) / np.sqrt(dim)
