@@ -239,8 +239,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, tensors: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize(
-    "shard",
-    ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "", 7],
+    "shard", ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "", 7]
 )
 def test_an_index_that_points_elsewhere_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], shard: Any

@@ -115,8 +115,7 @@ EVERY_FOURTH = {"layers_without_rope": tuple(range(3, 36, 4))}
 LOADED: Mapping[str, tuple[Raw, int, float, Raw]] = {
     "SmolLM2-135M-Instruct": (
         published(
-            f"{SMOLLM2} initializer_range=0.041666666666666664",
-            "30 576 1536 9 3 49152 8192",
+            f"{SMOLLM2} initializer_range=0.041666666666666664", "30 576 1536 9 3 49152 8192"
         ),
         *(64, 1e5, {}),
     ),

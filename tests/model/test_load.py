@@ -32,9 +32,7 @@ DEFAULT_MODEL = loading.default_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("model"))
-    (folder / "pytorch_model.bin").write_bytes(b"neither read nor downloaded")
-    return folder
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -183,8 +181,9 @@ GATED = f"{REPO}: access is restricted; accept its terms on its page, then run '
 
 
 @pytest.fixture
-def hub(folder: Path) -> Iterator[Hub]:
-    with serving(Hub(folder)) as hub:
+def hub(copy: Path) -> Iterator[Hub]:
+    (copy / "pytorch_model.bin").write_bytes(b"not asked for")
+    with serving(Hub(copy)) as hub:
         yield hub
 
 
