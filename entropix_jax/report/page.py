@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _ENDS = {
     "context": "the model's context limit",
     "stop": "stop string",
 }
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 _SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt")  # of a header
 _NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
@@ -168,7 +169,7 @@ class _Reader(TraceReader):
 
 
 def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:
-    plotly, own = plotly_source(), script("page")
+    plotly, own = plotly_source(), script()
     drawn = [token for reader in readers for row in reader.rows.values() for token in row]
     return html_template("page.html").render(
         compare=compare,
@@ -218,23 +219,17 @@ def plotly_source() -> bytes:
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes()
 
 
-def script(name: str) -> str:
-    """A module of `static/` and everything that it imports, as one script in dependency order.
+def script() -> str:
+    """The modules of `static/` as one script, in dependency order.
 
     A page opened from disk cannot import, so imports and exports are removed: top-level names must
     be unique across modules.
     """
-    done: dict[str, str] = {}
-
-    def add(module: str) -> None:
-        text = (STATIC / f"{module}.js").read_text("utf-8")
-        for other in _IMPORT.findall(text):
-            if other not in done:
-                add(other)
-        done[module] = f"// {module}.js\n\n" + _EXPORT.sub("", _IMPORT.sub("", text)).strip()
-
-    add(name)
-    return "\n\n" + "\n\n".join(done.values()) + "\n"
+    names = sorted(path.name for path in STATIC.iterdir() if path.name.endswith(".js"))
+    sources = {name: (STATIC / name).read_text("utf-8") for name in names}
+    order = TopologicalSorter({name: _IMPORT.findall(text) for name, text in sources.items()})
+    texts = {name: _EXPORT.sub("", _IMPORT.sub("", sources[name])) for name in order.static_order()}
+    return "".join(f"\n\n// {name}\n\n{text.strip()}" for name, text in texts.items()) + "\n"
 
 
 def digest(source: bytes) -> str:

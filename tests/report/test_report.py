@@ -266,7 +266,7 @@ def hostile(value: Any, path: tuple[Any, ...]) -> Any:
 def test_no_text_breaks_out_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text and each key of a trace in turn: only elements that a plain page has."""
     monkeypatch.setattr(page, "plotly_source", bytes)
-    monkeypatch.setattr(page, "script", lambda name: "")
+    monkeypatch.setattr(page, "script", str)
     records = [token(3), branching(4), token(5, retracted=True), token(5)]
     lines = [header(), *records, footer(records)]
     other = write(tmp_path / "other.jsonl", *lines)
@@ -320,7 +320,7 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
 
 
 def test_scripts_are_joined_in_dependency_order() -> None:
-    text = page.script("page")
+    text = page.script()
     names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)
     assert sorted(names) == sorted(path.stem for path in STATIC.glob("*.js"))
     for i, name in enumerate(names):
