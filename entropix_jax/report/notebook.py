@@ -46,7 +46,10 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
     for number, row in enumerate(rows[:_MAX_ROWS], 1):
         if number > 1 and len(all_drawn) == MAX_TOKENS:
             break
-        drawn = _draw(row, MAX_TOKENS - len(all_drawn))
+        history = islice(row.log, MAX_TOKENS - len(all_drawn))
+        records = [token.to_json(retracted=retracted) for token, retracted in history]
+        pairs = zip([None, *records], records, strict=False)
+        drawn = [{**draw(record, before), "hint": _hint(record)} for before, record in pairs]
         all_drawn += drawn
         shown.append(
             {
@@ -64,13 +67,6 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
         regimes=_shares([token.to_json() for row in rows for token in row.tokens]),
         marks=marks(all_drawn),
     )
-
-
-def _draw(row: Shown, most: int) -> list[dict[str, Any]]:
-    history = islice(row.log, most)
-    records = [token.to_json(retracted=retracted) for token, retracted in history]
-    pairs = zip([None, *records], records, strict=False)
-    return [{**draw(record, before), "hint": _hint(record)} for before, record in pairs]
 
 
 def _hint(record: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,11 @@ _ENDS = {
     "length": "token limit",
     "context": "the model's context limit",
     "stop": "stop string",
-    "error": "error",
-    "interrupt": "interrupt",
 }
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
 _SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt")  # of a header
 _NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
-_PROMPT = 60  # characters of a prompt in an error
 
 
 def check_report(output: Path, *inputs: Path | str | None) -> None:
@@ -78,7 +76,14 @@ def comparison_page(traces: Sequence[Path]) -> str:
     readers, payloads = [_Reader(trace) for trace in traces], []
     for reader in readers:
         payloads.append(pack(reader.lines(compare=True)))
-        _check_prompt(readers[0], reader)
+        first, header = readers[0].header, reader.header
+        # Models with different vocabularies encode one prompt differently.
+        name = "prompt_tokens" if first["model"] == header["model"] else "prompt"
+        if first[name] != header[name]:
+            which = (
+                f"another prompt than {traces[0]}: {header['prompt']!r}, not {first['prompt']!r}"
+            )
+            raise UserError(f"{reader.path}: {which}: only traces of one prompt can be compared")
     if len(readers) == 1 and len(readers[0].rows) < 2:
         raise UserError(f"{traces[0]}: only one text: nothing to compare it with")
     return _render(readers, payloads, compare=True)
@@ -137,9 +142,7 @@ class _Reader(TraceReader):
 
     def _speed(self) -> float | None:
         """Tokens per second after the first step, which includes prefill and compilation."""
-        if self.footer is None:
-            return None
-        timings = self.footer["timings"]
+        timings = self.footer["timings"] if self.footer else {}
         count = sum(self.tokens.values()) - len(self.tokens)
         seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
         return count / seconds if count > 0 and seconds > 0 else None
@@ -165,20 +168,8 @@ class _Reader(TraceReader):
         return found
 
 
-def _check_prompt(first: _Reader, other: _Reader) -> None:
-    """Raises where the prompts differ. Within a model the tokens decide; models with different
-    vocabularies encode one prompt differently."""
-    name = "prompt_tokens" if first.header["model"] == other.header["model"] else "prompt"
-    if first.header[name] != other.header[name]:
-        ours, theirs = (reader.header["prompt"][:_PROMPT] for reader in (other, first))
-        raise UserError(
-            f"{other.path}: another prompt than {first.path}: {ours!r}, not {theirs!r}: only traces"
-            " of one prompt can be compared"
-        )
-
-
 def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:
-    plotly, own = plotly_source(), script("page")
+    plotly, own = plotly_source(), script()
     drawn = [token for reader in readers for row in reader.rows.values() for token in row]
     return html_template("page.html").render(
         compare=compare,
@@ -228,23 +219,17 @@ def plotly_source() -> bytes:
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes()
 
 
-def script(name: str) -> str:
-    """A module of `static/` and everything that it imports, as one script in dependency order.
+def script() -> str:
+    """The modules of `static/` as one script, in dependency order.
 
     A page opened from disk cannot import, so imports and exports are removed: top-level names must
     be unique across modules.
     """
-    done: dict[str, str] = {}
-
-    def add(module: str) -> None:
-        text = (STATIC / f"{module}.js").read_text("utf-8")
-        for other in _IMPORT.findall(text):
-            if other not in done:
-                add(other)
-        done[module] = f"// {module}.js\n\n" + _EXPORT.sub("", _IMPORT.sub("", text)).strip()
-
-    add(name)
-    return "\n\n" + "\n\n".join(done.values()) + "\n"
+    names = sorted(path.name for path in STATIC.iterdir() if path.name.endswith(".js"))
+    sources = {name: (STATIC / name).read_text("utf-8") for name in names}
+    order = TopologicalSorter({name: _IMPORT.findall(text) for name, text in sources.items()})
+    texts = {name: _EXPORT.sub("", _IMPORT.sub("", sources[name])) for name in order.static_order()}
+    return "".join(f"\n\n// {name}\n\n{text.strip()}" for name, text in texts.items()) + "\n"
 
 
 def digest(source: bytes) -> str:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from entropix_jax.errors import UserError, check_range, require
+from entropix_jax.errors import UserError, require
 from entropix_jax.host.files import read_text
 
 LONGEST = 200  # characters: about 50 tokens of English; a thought has at most 64
@@ -35,8 +35,7 @@ class Retriever:
 
     Passages are ranked by BM25 (Robertson et al. 1994, "Okapi at TREC-3"; Lucene's variant, with
     k1 = 1.5 and b = 0.75). Words are compared without stemming, and without regard to case and
-    compatibility forms (NFKC). English stop words do not count, and neither do passages without
-    any other word.
+    compatibility forms (NFKC). English stop words do not count, nor passages of them alone.
     """
 
     def __init__(self, folder: Path, *, longest: int = LONGEST) -> None:
@@ -46,7 +45,8 @@ class Retriever:
             UserError: no bm25s, no such folder, something in it that cannot be read, or no text.
         """
         require("retrieve", "bm25s")
-        check_range("longest", longest, 1)
+        if longest < 1:
+            raise ValueError(f"a passage cannot have {longest} characters")
         # This import starts JAX, so it must come after JAX has been configured.
         import bm25s
 
@@ -70,8 +70,8 @@ class Retriever:
         white space and case.
 
         Returns:
-            The best passage (the earlier one of equals) on lines of its own, since the text may
-            stop in the middle of a sentence. "" where no new passage has a word of the query.
+            The best passage (the earlier one of equals) on lines of its own, for a text may stop
+            anywhere. "" where no new passage has a word of the query.
         """
         whole = query = _normalize(text)
         present: set[int] = set()

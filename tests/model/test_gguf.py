@@ -127,9 +127,9 @@ def write(
         values = np.asarray(leaf)
         if family in ("llama", "smollm3") and ("q_proj" in spec.name or "k_proj" in spec.name):
             values = interleaved(values, len(values) // config.head_dim)
-        name = names.get_name(spec.name, try_suffixes=(".weight", ".bias"))
-        if name != drop:
-            writer.add_tensor(name, values)
+        own_name = str(names.get_name(spec.name, try_suffixes=(".weight", ".bias")))
+        if own_name != drop:
+            writer.add_tensor(own_name, values)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

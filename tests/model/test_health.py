@@ -46,29 +46,22 @@ PROMPT = [token_ids()["<|begin_of_text|>"], 40, 41, 42, 43, 44]
 AT = 3  # where in the prompt the token stands that is not as the others
 
 
-def marked(change: Callable[[Params], Params]) -> Params:
-    """Weights in which one token alone has anything in the first channel, in every layer."""
-    params = sharp_params()
-    own = params.embedding.at[:, 0].set(0.0)
-    own = own.at[PROMPT[AT]].set(0.0).at[PROMPT[AT], 0].set(1000.0)
-    layers = tuple(
-        replace(layer, output=layer.output.at[0].set(0.0), down=layer.down.at[0].set(0.0))
-        for layer in params.layers
-    )
-    return change(replace(params, embedding=own, layers=layers))
-
-
 def overflowing(layer: int, name: str) -> Callable[[Params], Params]:
-    """The weights of one layer's matrix are so large that the marked token alone overflows."""
+    """Weights in which one token alone has anything in the first channel, in every layer, and one
+    layer's matrix is so large that this token alone overflows."""
 
     def change(params: Params) -> Params:
-        one = params.layers[layer]
-        matrix = getattr(one, name)
-        huge = replace(one, **{name: matrix.at[:, 0].set(3e38)})
-        layers = (*params.layers[:layer], huge, *params.layers[layer + 1 :])
-        return replace(params, layers=layers)
+        embedding = params.embedding.at[:, 0].set(0.0)
+        embedding = embedding.at[PROMPT[AT]].set(0.0).at[PROMPT[AT], 0].set(1000.0)
+        layers = [
+            replace(one, output=one.output.at[0].set(0.0), down=one.down.at[0].set(0.0))
+            for one in params.layers
+        ]
+        huge = getattr(layers[layer], name).at[:, 0].set(3e38)
+        layers[layer] = replace(layers[layer], **{name: huge})
+        return replace(params, embedding=embedding, layers=tuple(layers))
 
-    return lambda _: marked(change)
+    return change
 
 
 def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any:
@@ -268,7 +261,7 @@ def test_attention_over_16k_keys() -> None:
     values = rng.normal(size=(1, 2, slots, dim)).astype(np.float32) + 1.0
     length = slots - 3
     at, lengths = jnp.full((1, 1), length - 1, jnp.int32), jnp.full(1, length, jnp.int32)
-    mixed, scores = attend(*map(jnp.asarray, (query, keys, values)), at, lengths)
+    mixed, scores = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), at, lengths)
     wide_k = np.repeat(keys[0].astype(np.float64), 2, axis=0)[:, :length]
     wide_v = np.repeat(values[0].astype(np.float64), 2, axis=0)[:, :length]
     exact = np.einsum("nh,nsh->ns", query[0, 0].astype(np.float64), wide_k) / np.sqrt(dim)

@@ -20,12 +20,7 @@ from entropix_jax.engine.state import RUNNING, Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
-from entropix_jax.model.mesh import (
-    check_mesh,
-    parse_mesh,
-    place,
-    rules_for,
-)
+from entropix_jax.model.mesh import check_mesh, parse_mesh, place, rules_for
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from tests.support.eight_devices import BATCH, CAPACITY, CHUNKS, CONFIG, LANES, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two

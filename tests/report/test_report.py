@@ -99,21 +99,17 @@ def conditions(**changes: Any) -> Json:
         # Not a trace, or of another version.
         ([], "empty: not a trace"),
         (["Once upon a time\n"], "line 1: not JSON: not a trace"),
-        ([b"\x89PNG\r\n\x1a\n\xff\x00"], "line 1: not UTF-8"),
-        (["[1, 2]\n"], "line 1: not a JSON object: not a trace"),
         ([token(3)], "line 1: not a trace: the first line must be a header"),
         (['{"type": "header", "for'], "line 1: truncated within the header"),
         ([header(format_version=2)], "line 1: trace format 2; this version"),
         # A bad header.
         ([without(header(), "model")], "line 1: 'model' is missing"),
-        ([header(model=1)], "line 1: 'model' is not text"),
         ([header(sampler_parameters={}), token(3)], "lack 'regimes.lelv'"),
         ([conditions(**{"regimes.lehv": ["entropy ~ 3"]})], "'entropy ~ 3': expected QUANTITY"),
         ([conditions(**{"regimes.lehv": [3]})], "regimes.lehv: 3: expected QUANTITY"),
         ([conditions(**{"thresholds.h2": None})], "'thresholds.h2' is missing"),
         # Bad lines.
         ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
-        ([header(), '{"type": "to\n', token(3)], "line 2: not JSON"),
         ([header(), token(3), "Killed"], "line 3: not JSON"),
         # Bad tokens.
         ([header(), token(3, entropy=float("nan"))], "line 2: NaN is not a number"),
@@ -270,7 +266,7 @@ def hostile(value: Any, path: tuple[Any, ...]) -> Any:
 def test_no_text_breaks_out_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text and each key of a trace in turn: only elements that a plain page has."""
     monkeypatch.setattr(page, "plotly_source", bytes)
-    monkeypatch.setattr(page, "script", lambda name: "")
+    monkeypatch.setattr(page, "script", str)
     records = [token(3), branching(4), token(5, retracted=True), token(5)]
     lines = [header(), *records, footer(records)]
     other = write(tmp_path / "other.jsonl", *lines)
@@ -324,7 +320,7 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
 
 
 def test_scripts_are_joined_in_dependency_order() -> None:
-    text = page.script("page")
+    text = page.script()
     names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)
     assert sorted(names) == sorted(path.stem for path in STATIC.glob("*.js"))
     for i, name in enumerate(names):

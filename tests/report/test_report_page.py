@@ -304,7 +304,7 @@ def sampler_of(page: Any, folder: Path) -> dict[str, Any]:
 def test_other_thresholds_reclassify_the_run(
     page: Any, run: tuple[Path, Trace], tmp_path: Path
 ) -> None:
-    """As the sampler itself would have."""
+    """Its texts, its shares and its plots; how they are classified is checked below."""
     records = run[1].tokens
     start = Counter(r["regime"] for r in committed(run[1]))
     before = {name: [start[name], start[name]] for name in REGIMES}
@@ -315,16 +315,10 @@ def test_other_thresholds_reclassify_the_run(
     for name, value in values.items():
         set_knob(page, name, value)
     settings = {f"thresholds.{name}": value for name, value in values.items()}
-    sampler = load_sampler("entropix").with_values(settings | {"thresholds.calibrated": False})
-    made = sampler.settings(num_layers=2, epsilon=2.0**-7, encode=lambda text: [1])
-    metrics = [metrics_of(**{name: r[name] for name in QUANTITIES}) for r in records]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *metrics)
-    found = np.asarray(jax.jit(jax.vmap(classify, in_axes=(0, None)))(stacked, made))
-    expected = ["lehv" if r["loop"] else REGIMES[i] for r, i in zip(records, found, strict=True)]
-    now = Counter(e for e, r in zip(expected, records, strict=True) if r["type"] == "token")
+    found = zip(each(page, "#text-0 .token", "node.dataset.regime"), records, strict=True)
+    now = Counter(regime for regime, record in found if record["type"] == "token")
     assert now != start
     assert shares(page) == {name: [start[name], now[name]] for name in REGIMES}
-    assert each(page, "#text-0 .token", "node.dataset.regime") == expected
     assert plot(page, "plane", "layout.shapes[0].x1") == float(np.float32(0.8))
 
     # The command and a sampler file understand what the page prints.
