@@ -25,6 +25,8 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
+from entropix_jax.host.compile_cache import drop_torn_programs  # noqa: E402
+from entropix_jax.model import loading  # noqa: E402
 from tests.support.browser import Watched  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -76,8 +78,6 @@ def pytest_configure(config: pytest.Config) -> None:
     own = config.cache.mkdir("user")
     os.environ["XDG_CACHE_HOME"] = str(own)
     if not hasattr(config, "workerinput"):  # once, not in each process of xdist's
-        from entropix_jax.host.compile_cache import drop_torn_programs
-
         shutil.rmtree(own / "entropix_jax", ignore_errors=True)
         drop_torn_programs(folder, sized=True)
     PROGRAMS["jax_compilation_cache_dir"] = str(folder)
@@ -231,8 +231,6 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _tiny_is_the_default() -> Iterator[None]:
     """Whether or not another model is installed."""
-    from entropix_jax.model import loading
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "default_model", lambda: loading.TINY)
         yield
@@ -250,16 +248,10 @@ def forget_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(folder: str) -> Any:
-    """That model."""
-    from entropix_jax.model.loading import load
-
-    return load(folder)
+def model(folder: str) -> loading.LanguageModel:
+    return loading.load(folder)
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Any:
-    """The embedded model."""
-    from entropix_jax.model.loading import load
-
-    return load("tiny")
+def tiny() -> loading.LanguageModel:
+    return loading.load("tiny")

@@ -115,40 +115,39 @@ def score_tokens(
     if len(tokens) < 2:
         raise UserError("the text is too short: the model expects nothing before its first token")
     segments = _split(tokens, _checked_context(model, context))
-    return _score_segments(_Reader(model, sampler, recording), tokens, segments)
+    stream = model.tokenizer.stream(after=tokens[:1])
 
-
-def _score_segments(
-    reader: "_Reader", tokens: Sequence[int], segments: Sequence["_Text"]
-) -> Iterator[ScoredToken]:
-    stream = reader.model.tokenizer.stream(after=tokens[:1])
-    decode = reader.model.tokenizer.decode_within
-    count, mean, squares = 0, 0.0, 0.0  # of the entropies so far (Welford)
-    for segment, at, scores in reader.read(segments, batch=1):
-        assert scores.measured is not None
-        measured = each(
-            regime=[REGIMES[regime] for regime in scores.measured.regime],
-            logprob=plain(scores.logprob[:, 0]),
-            **{name: plain(values) for name, values in vars(scores.measured.metrics).items()},
-            **extras_fields(scores.measured.extras, reader.recording, decode),
-        )
-        start = segments[segment].start
-        for position, fields in enumerate(measured, start + at + 1):
-            text = stream.push(tokens[position])
-            if position == len(tokens) - 1:
-                text += stream.flush()
-            count += 1
-            deviation = fields["entropy"] - mean
-            mean += deviation / count
-            squares += deviation * (fields["entropy"] - mean)
-            yield ScoredToken(
-                position=position,
-                context=position - start,
-                token_id=int(tokens[position]),
-                text=text,
-                sequence_varentropy=plain(np.float32(squares / count)),
-                **fields,
+    def score_segments() -> Iterator[ScoredToken]:
+        count, mean, squares = 0, 0.0, 0.0  # of the entropies so far (Welford)
+        reader = _Reader(model, sampler, recording)
+        for segment, at, scores in reader.read(segments, batch=1):
+            assert scores.measured is not None
+            metrics, regime, extras = scores.measured
+            measured = each(
+                regime=[REGIMES[number] for number in regime],
+                logprob=plain(scores.logprob[:, 0]),
+                **{name: plain(values) for name, values in vars(metrics).items()},
+                **extras_fields(extras, recording, model.tokenizer.decode_within),
             )
+            start = segments[segment].start
+            for position, fields in enumerate(measured, start + at + 1):
+                text = stream.push(tokens[position])
+                if position == len(tokens) - 1:
+                    text += stream.flush()
+                count += 1
+                deviation = fields["entropy"] - mean
+                mean += deviation / count
+                squares += deviation * (fields["entropy"] - mean)
+                yield ScoredToken(
+                    position=position,
+                    context=position - start,
+                    token_id=int(tokens[position]),
+                    text=text,
+                    sequence_varentropy=plain(np.float32(squares / count)),
+                    **fields,
+                )
+
+    return score_segments()
 
 
 def measure_entropies(
@@ -175,7 +174,7 @@ def measure_entropies(
     points = {}
     for number, scores in _Reader(model, sampler).read_whole(segments, _BATCH):
         assert scores.measured is not None
-        metrics = scores.measured.metrics
+        metrics, *_ = scores.measured
         points[number] = np.stack([metrics.entropy, metrics.varentropy], axis=-1)
     return np.concatenate([points[number] for number in range(len(segments))])
 
@@ -267,15 +266,6 @@ class _Text:
 
 
 @struct.dataclass
-class _Measured:
-    """The metrics of the distribution after each token; fields [B, T, ...] or [n, ...]."""
-
-    metrics: Metrics
-    regime: jax.Array  # int32
-    extras: Extras
-
-
-@struct.dataclass
 class _Scores:
     """The scores after each token; fields [B, T, ...] or [n, ...]."""
 
@@ -283,7 +273,8 @@ class _Scores:
     greedy: jax.Array  # bool [..., K], whether it is the likeliest
     finite: jax.Array  # bool, the logits and the activations, where they are checked
     sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
-    measured: _Measured | None  # None without a sampler
+    # Metrics, regime (int32), and what is recorded of the distribution; None without a sampler.
+    measured: tuple[Metrics, jax.Array, Extras] | None
 
 
 def _split(text: Sequence[int], context: int, where: str = "") -> list[_Text]:
@@ -434,7 +425,7 @@ def _score_chunk(
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
         regime = jax.vmap(classify)(metrics, of_token)
-        measured = _Measured(metrics, regime, extras_of(logits, stats, recording))
+        measured = metrics, regime, extras_of(logits, stats, recording)
     scores = _Scores(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
         greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),

@@ -45,15 +45,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _AUTO_SLOTS = 32
 _ARGUMENTS = (
-    "pretrained",
-    "sampler",
-    "sampler.KEY",
-    "seed",
-    "dtype",
-    "batch_size",
-    "max_batch_size",
-    "max_length",
-    "max_gen_toks",
+    *("pretrained", "sampler", "sampler.KEY", "seed", "dtype", "batch_size", "max_batch_size"),
+    *("max_length", "max_gen_toks"),
 )
 # What a task may set of its generation; the others say how to sample, which the sampler does.
 _USED = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}

@@ -43,6 +43,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -119,7 +120,18 @@ def read_sweep(path: Path, calibrate: Calibrate = lambda sampler: sampler) -> Sw
     Raises:
         UserError: the file is invalid; the message names the file and the key.
     """
-    return _Reader(str(path), read_toml(path), path.parent, calibrate).sweep()
+    raw = read_toml(path)
+    with _within(str(path)):
+        return _Reader(raw, path.parent, calibrate).sweep()
+
+
+@contextmanager
+def _within(where: str) -> Iterator[None]:
+    """Errors begin with their place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def find_sweep(name: str) -> Path:
@@ -234,10 +246,9 @@ def _inherited_ranges(
 
 
 class _Reader:
-    """Reads one sweep file; errors name the file."""
+    """Reads one sweep file."""
 
-    def __init__(self, where: str, raw: dict[str, Any], folder: Path, calibrate: Calibrate) -> None:
-        self._where = where
+    def __init__(self, raw: dict[str, Any], folder: Path, calibrate: Calibrate) -> None:
         self._raw = raw
         self._folder = folder
         self._calibrate = calibrate
@@ -248,23 +259,20 @@ class _Reader:
         tasks = self._texts("tasks")
         prompts = self._text("prompts")
         if bool(tasks) == (prompts is not None):
-            raise self._error("give either 'tasks' or 'prompts'")
+            raise UserError("give either 'tasks' or 'prompts'")
         split = self._text("split") or "test"
         if split not in get_args(Split):
-            raise self._error(f"split = {split!r}: must be one of {', '.join(get_args(Split))}")
+            raise UserError(f"split = {split!r}: must be one of {', '.join(get_args(Split))}")
         tuning = self._tuning()
         if tuning and prompts is not None:
-            raise self._error("tuning: 'prompts' have no answers to tune by")
+            raise UserError("tuning: 'prompts' have no answers to tune by")
         if tuning and split == "tuning":
-            raise self._error("split = 'tuning': is used for tuning: test on the other one")
+            raise UserError("split = 'tuning': is used for tuning: test on the other one")
         settings = tuple(self._settings(tuning))
-        try:
-            names = list_names(settings, tuning)
-        except UserError as error:
-            raise self._error(str(error)) from None
+        names = list_names(settings, tuning)
         baseline = self._text("baseline") or names[0]
         if baseline not in names:
-            raise self._error(f"baseline = '{baseline}': no such setting{nearest(baseline, names)}")
+            raise UserError(f"baseline = '{baseline}': no such setting{nearest(baseline, names)}")
         budget = None
         if "max_new_tokens" in raw:
             budget = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
@@ -295,32 +303,30 @@ class _Reader:
             yield Setting(base.name, base)
         for name, changes in named.items():
             if not isinstance(changes, dict):
-                raise self._error(f"settings.{name}: must be a table, [settings.{name}]")
+                raise UserError(f"settings.{name}: must be a table, [settings.{name}]")
             changes = dict(changes)
             other = changes.pop("sampler", None)
+            where = f"settings.{name}"
             if other is not None and not isinstance(other, str):
-                raise self._error(f"settings.{name}.sampler: must be the name of a sampler")
-            sampler = base
-            if other is not None:
-                sampler = self._sampler(other, common, f"settings.{name}")
-            values = self._values(changes, f"settings.{name}")
-            changed_sampler = self._changed(sampler, values, f"settings.{name}")
-            yield Setting(name, changed_sampler, base=base.name if other is None else None)
+                raise UserError(f"{where}.sampler: must be the name of a sampler")
+            sampler = base if other is None else self._sampler(other, common, where)
+            sampler = self._changed(sampler, self._values(changes, where), where)
+            yield Setting(name, sampler, base=base.name if other is None else None)
         yield from self._grid(base, grid)
         yield from self._random(base, random)
 
     def _grid(self, base: Sampler, table: Mapping[str, Any]) -> Iterator[Setting]:
         axes = flatten(table)
         if "grid" in self._raw and not axes:
-            raise self._error("grid: has no keys")
+            raise UserError("grid: has no keys")
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
-                raise self._error(f"grid: {key}: must be a list of values")
+                raise UserError(f"grid: {key}: must be a list of values")
             if len({name_setting({key: value}) for value in values}) < len(values):
-                raise self._error(f"grid: {key}: has a value twice")
+                raise UserError(f"grid: {key}: has a value twice")
         number = math.prod(len(values) for values in axes.values())
         if number > _MAX_SETTINGS:
-            raise self._error(f"grid: {number} settings: at most {_MAX_SETTINGS} are possible")
+            raise UserError(f"grid: {number} settings: at most {_MAX_SETTINGS} are possible")
         if axes:
             for values in itertools.product(*axes.values()):
                 point = dict(zip(axes, values, strict=True))
@@ -335,13 +341,10 @@ class _Reader:
         rng = Random(self._count(table, "seed", "random.seed", 0, 0))
         ranges = flatten(self._table(table, "over", "random.over"))
         if not ranges:
-            raise self._error("random.over: has no keys")
-        try:
-            calibrated = self._calibrate(base)
-            for drawn, sampler in draw_samplers(ranges, rng, calibrated, number, "random.over"):
-                yield Setting(name_setting(drawn), sampler, drawn, base.name)
-        except UserError as error:
-            raise self._error(str(error)) from None
+            raise UserError("random.over: has no keys")
+        calibrated = self._calibrate(base)
+        for drawn, sampler in draw_samplers(ranges, rng, calibrated, number, "random.over"):
+            yield Setting(name_setting(drawn), sampler, drawn, base.name)
 
     def _tuning(self) -> Tuning | None:
         if "tuning" not in self._raw:
@@ -351,30 +354,27 @@ class _Reader:
         over = self._table(table, "over", "tuning.over")
         samplers = table.get("samplers")
         if not is_list_of(samplers, str) or not samplers:
-            raise self._error("tuning.samplers: must be a list of samplers")
+            raise UserError("tuning.samplers: must be a list of samplers")
         settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
         items = self._count(table, "items", "tuning.items", 50, 0)
         seeds = self._seeds(table, "tuning.")
         ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
         places = [self._place(name) for name in samplers]
-        try:
+        common = self._values(self._raw.get("set", {}), "set")
+        with _within("tuning"):
             return make_tuning(
                 places,
                 settings=settings,
                 items=items,
                 seeds=seeds,
                 over=ranges,
-                common=self._values(self._raw.get("set", {}), "set"),
+                common=common,
                 calibrate=self._calibrate,
             )
-        except UserError as error:
-            raise self._error(f"tuning: {error}") from None
 
     def _sampler(self, name: str, common: Mapping[str, Any], where: str) -> Sampler:
-        try:
+        with _within(where):
             sampler = load_sampler(self._place(name))
-        except UserError as error:
-            raise self._error(f"{where}: {error}") from None
         return self._changed(sampler, common, "set")
 
     def _place(self, name: str) -> str:
@@ -393,10 +393,8 @@ class _Reader:
         return name if "://" in name else str(self._folder / name)
 
     def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
-        try:
+        with _within(where):
             return change_sampler(sampler, values) if values else sampler
-        except UserError as error:
-            raise self._error(f"{where}: {error}") from None
 
     def _values(self, table: Any, where: str) -> dict[str, Any]:
         return flatten(self._table({where: table}, where, where))
@@ -404,7 +402,7 @@ class _Reader:
     def _table(self, raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
         table = raw.get(key, {})
         if not isinstance(table, dict):
-            raise self._error(f"{where}: must be a table, [{where}]")
+            raise UserError(f"{where}: must be a table, [{where}]")
         return table
 
     def _seeds(self, raw: Mapping[str, Any], within: str) -> tuple[int, ...]:
@@ -414,9 +412,9 @@ class _Reader:
             or not seeds
             or not 0 <= min(seeds) <= max(seeds) <= _MAX_SEED
         ):
-            raise self._error(f"{within}seeds: must be a list of integers from 0 to {_MAX_SEED}")
+            raise UserError(f"{within}seeds: must be a list of integers from 0 to {_MAX_SEED}")
         if len(set(seeds)) < len(seeds):
-            raise self._error(f"{within}seeds: has a value twice")
+            raise UserError(f"{within}seeds: has a value twice")
         return tuple(seeds)
 
     def _count(
@@ -430,27 +428,24 @@ class _Reader:
     ) -> int:
         value = raw.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self._error(f"{where} = {value!r}: must be an integer from {least} to {most}")
+            raise UserError(f"{where} = {value!r}: must be an integer from {least} to {most}")
         return value
 
     def _text(self, key: str) -> str | None:
         value = self._raw.get(key)
         if value is not None and not isinstance(value, str):
-            raise self._error(f"{key}: must be text")
+            raise UserError(f"{key}: must be text")
         return value
 
     def _texts(self, key: str) -> tuple[str, ...]:
         value = self._raw.get(key, [])
         if not is_list_of(value, str):
-            raise self._error(f"{key}: must be a list of texts")
+            raise UserError(f"{key}: must be a list of texts")
         if len(set(value)) < len(value):
-            raise self._error(f"{key}: has a value twice")
+            raise UserError(f"{key}: has a value twice")
         return tuple(value)
 
     def _check_keys(self, raw: Mapping[str, Any], known: Sequence[str], within: str) -> None:
         for key in raw:
             if key not in known:
-                raise self._error(f"{within}no key '{key}'{nearest(key, known)}")
-
-    def _error(self, problem: str) -> UserError:
-        return UserError(f"{self._where}: {problem}")
+                raise UserError(f"{within}no key '{key}'{nearest(key, known)}")

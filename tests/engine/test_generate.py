@@ -482,8 +482,8 @@ def test_hooks_of_the_command(
     """Passages are written into the text; without a terminal nobody is asked."""
     monkeypatch.setattr(terminal, "ask_person", None)
     (tmp_path / "adam.txt").write_text("Once upon a time Adam lived in Rome.")
-    changes = ('regimes.helv=["entropy > 2"]', "inject.cooldown=3")
-    changes += ('regimes.lehv=["entropy > 0.5"]', "branch.margin=1e6", "branch.min_p=0")
+    changes = ['regimes.helv=["entropy > 2"]', "inject.cooldown=3"]
+    changes += ['regimes.lehv=["entropy > 0.5"]', "branch.margin=1e6", "branch.min_p=0"]
     options = [x for change in changes for x in ("--set", f"sampler.{change}")]
     plain = command(*short(*options, tokens=30), model="tiny")
     asked = command(*short(*options, "--ask", tokens=30), model="tiny")

@@ -19,7 +19,7 @@ from entropix_jax.engine.score import measure_entropies
 from entropix_jax.lab import calibrate
 from entropix_jax.lab.world.corpus import write_row
 from entropix_jax.lab.world.facts import WORLD_SEED, create
-from entropix_jax.model.loading import CALIBRATION_FILE, LanguageModel, load
+from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.boxes import occupancy, read_boxes
 from entropix_jax.sampler.presets import load_sampler
@@ -203,10 +203,3 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     # With a branching budget that never runs out, nothing is explored instead.
     served = "argmax inject branch backspace resample adaptive sample"
     assert {token.action for token in tokens} == {*served.split()}
-
-
-def test_the_default_sampler_takes_the_measured_thresholds(tiny: LanguageModel) -> None:
-    thresholds = json.loads((tiny.folder / CALIBRATION_FILE).read_text())["thresholds"]
-    sampler = calibrate_sampler(load_sampler("entropix"), tiny)
-    assert sampler.notes == ()
-    assert {k: sampler.values[f"thresholds.{k}"] for k in thresholds} == thresholds

@@ -424,6 +424,7 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     assert "has a result of another record" in refusal(run(*command))
     write(records[0])
     assert "there are fewer items now" in refusal(run(*command))
+    write(*records)
     (output / "test.jsonl").write_bytes(before + b"{}\n")
     assert "test.jsonl: line 5 is not a result of a study" in refusal(run(*command))
     (output / "test.jsonl").write_bytes(before)
