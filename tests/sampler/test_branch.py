@@ -34,7 +34,7 @@ from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.keys import STREAM_NOISE
 from entropix_jax.sampler.mechanisms import ACTIONS
-from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
 from tests.support import reference
 from tests.support.reference_branch import (
@@ -47,7 +47,7 @@ from tests.support.reference_branch import (
     step,
     uniform_numbers,
 )
-from tests.support.samplers import EPSILON, batch_of, encode
+from tests.support.samplers import EPSILON, batch_of, settings_of
 
 Model = tuple[ModelConfig, Params]
 
@@ -149,10 +149,7 @@ def proceed(model: Model, cases: Sequence[Case], state: DecodeState) -> Ran:
     config, params = model
     (ends,) = {case.eos for case in cases}  # of a call, not of a row
     samplers = [
-        PRESET.with_values(case.values).settings(
-            num_layers=config.num_layers, epsilon=EPSILON, encode=encode
-        )
-        for case in cases
+        settings_of(PRESET.with_values(case.values), num_layers=config.num_layers) for case in cases
     ]
     state, records, log = decode(
         params,
@@ -169,19 +166,13 @@ def proceed(model: Model, cases: Sequence[Case], state: DecodeState) -> Ran:
 
 
 def carry_out(model: Model, cases: Sequence[Case]) -> Ran:
-    cases = padded(cases)
-    return proceed(model, cases, started(model, cases))
-
-
-def padded(cases: Sequence[Case]) -> list[Case]:
-    """A whole batch: one shape, one program."""
-    return [*cases, *[cases[0]] * (ROWS - len(cases))]
+    return carry_on(model, cases, 1)[0]
 
 
 def carry_on(model: Model, cases: Sequence[Case], steps: int) -> list[Ran]:
-    """So many steps, fewer once all rows have ended."""
-    cases = padded(cases)
-    ran = [carry_out(model, cases)]
+    """So many steps of a whole batch (one shape, one program), fewer once all rows have ended."""
+    cases = [*cases, *[cases[0]] * (ROWS - len(cases))]
+    ran = [proceed(model, cases, started(model, cases))]
     while len(ran) < steps and (ran[-1].state.finish == RUNNING).any():
         ran.append(proceed(model, cases, ran[-1].device))
     return ran
@@ -265,34 +256,6 @@ def test_the_reference_reads_as_float64_does(model: Model, texts: np.ndarray, re
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, abs=2e-5), name
-
-
-# Cases, drawn at random
-
-
-def test_the_cache_holds_the_branch(model: Model, texts: np.ndarray, read: Reader) -> None:
-    """It is that of a text which was read in one go, and so are the next logits."""
-    batch = [everywhere(texts[i, : 5 + i], 12, depth=i % 6 + 1) for i in range(ROWS)]
-    ran = carry_out(model, batch)
-    fresh = [
-        replace(case, text=[*case.text, *decided(read, case).committed], remaining=1)
-        for case in batch
-    ]
-    expected = started(model, fresh)
-    lengths = [len(case.text) - 1 for case in fresh]
-    assert ran.state.cache.length.tolist() == expected.cache.length.tolist() == lengths
-    for side in ("keys", "values"):
-        arrays = zip(getattr(ran.state.cache, side), getattr(expected.cache, side), strict=True)
-        for ours, theirs in arrays:
-            for row, length in enumerate(lengths):
-                np.testing.assert_allclose(
-                    ours[row, :, :length], theirs[row, :, :length], rtol=0, atol=1e-4
-                )
-    # Every row goes on, whether or not its budget is spent.
-    running = replace(ran.device, finish=jnp.full(ROWS, RUNNING, jnp.int32))
-    ours = proceed(model, fresh, running).state.sampler.last.logits
-    theirs = proceed(model, fresh, expected).state.sampler.last.logits
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
 # Whole rows
@@ -390,26 +353,6 @@ def test_the_budget_cuts_the_branch(model: Model, texts: np.ndarray, read: Reade
         agrees(case, outcome, ran, row)
         holds(case, outcome, ran, row)
     assert ran.state.finish.tolist() == [FINISHED_LENGTH] * 6 + [RUNNING] * 4
-
-
-@pytest.mark.parametrize("depth", [7, MAX_DEPTH])
-def test_branches_fill_the_cache_to_the_last_slot(
-    model: Model, texts: np.ndarray, read: Reader, depth: int
-) -> None:
-    """And past it in what was not committed."""
-    case = everywhere(texts[2, :22], CAPACITY - 22, depth=depth, width=2)
-    steps = follow(read, case)
-    assert sum(len(outcome.committed) for _, outcome in steps) == CAPACITY - 22
-    last, outcome = steps[-1]
-    assert len(last.text) + depth > CAPACITY
-    ran = carry_on(model, [case], STEPS)
-    for now, (before, outcome) in zip(ran, steps, strict=True):
-        assert not outcome.ties
-        agrees(before, outcome, now, 0)
-    state = ran[-1].state
-    assert state.history[0].tolist() == [*last.text, *outcome.committed]
-    assert state.cache.length[0] == CAPACITY - 1
-    assert state.finish[0] == FINISHED_LENGTH
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])

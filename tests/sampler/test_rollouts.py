@@ -21,7 +21,14 @@ from entropix_jax.sampler.state import Rows
 from entropix_jax.sampler.step import observe
 from entropix_jax.stats import AttnStats
 from tests.support.reference_branch import Case, Outcome, Reading, step
-from tests.support.samplers import EPSILON, NUM_HEADS, NUM_LAYERS, attn_stats, batch_of, encode
+from tests.support.samplers import (
+    EPSILON,
+    NUM_HEADS,
+    NUM_LAYERS,
+    attn_stats,
+    batch_of,
+    settings_of,
+)
 
 VOCAB = 24
 SLOTS = 16
@@ -78,12 +85,6 @@ def rolled(
     return branches, seen
 
 
-def params_of(values: Mapping[str, Any]) -> SamplerSettings:
-    return PRESET.with_values(values).settings(
-        num_layers=NUM_LAYERS, epsilon=EPSILON, encode=encode
-    )
-
-
 def roll(
     table: np.ndarray, cases: Sequence[Case], active: Sequence[bool] | None = None
 ) -> tuple[Branches, np.ndarray]:
@@ -106,7 +107,7 @@ def roll(
     branches, seen = rolled(
         jnp.asarray(table, jnp.float32),
         jnp.asarray([*(active or []), *[True] * (BATCH - len(active or []))]),
-        batch_of(*(params_of(case.values) for case in some)),
+        batch_of(*(settings_of(PRESET.with_values(case.values)) for case in some)),
         rows,
         jnp.asarray(ends, jnp.int32),
     )
