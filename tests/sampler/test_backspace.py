@@ -7,7 +7,6 @@ all that the oracle needs to follow a row, step by step and in float64.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import jax
@@ -767,28 +766,3 @@ def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: R
 def replaced(whole: Run, at: int) -> Event:
     """The event of the row's token `at`."""
     return next(event for event in whole.events if event.token is whole.row.tokens[at])
-
-
-def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) -> None:
-    """Left after any event: what the next step might have replaced ends the text of its row."""
-
-    def three() -> Generation:
-        wanted = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]
-        return run_specs(model, wanted, RETRACTING, ignore_eos=True)
-
-    events = list(three())
-    held = 0
-    for number in range(1, 60, 3):
-        one = three()
-        shown = ["", "", ""]
-        for event in [*islice(one, number), *one.interrupt()]:
-            shown[event.row.number] += "".join(piece.text for piece in event.pieces)
-        assert one.interrupt() == []
-        for index, row in enumerate(one.rows):
-            assert row.finish_reason == "interrupt"
-            assert shown[index] == row.text == "".join(token.text for token in row.tokens)
-            seen = [e.token for e in events[:number] if e.row.number == index and not e.retracted]
-            following = next(e.token for e in events[number:] if e.row.number == index)
-            assert row.tokens in (seen, [*seen, following])
-            held += len(row.tokens) - len(seen)
-    assert held > 20

@@ -202,23 +202,6 @@ def test_mirostat_on_equal_tokens() -> None:
 # Mirostat's feedback
 
 
-def test_surprise() -> None:
-    rng = np.random.default_rng(1)
-    logits = random_logits(rng, 40, 300)
-    temperature = rng.choice([0.3, 1, 2], size=40).astype(np.float32)
-    temperature[5] = 0.0
-    tokens = np.array([rng.choice(np.flatnonzero(row > -np.inf)) for row in logits])
-    expected = []
-    for row, t, token in zip(logits.astype(np.float64), temperature, tokens, strict=True):
-        tempered = (row - row.max()) / (float(t) or 1.0)
-        log_p = tempered[token] - np.log(np.sum(np.exp(tempered)))
-        expected.append(-log_p / np.log(2) if t > 0 else 0.0)
-    actual = jax.jit(surprise)(
-        jnp.asarray(logits), jnp.asarray(temperature), jnp.asarray(tokens, jnp.int32)
-    )
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("target", "exponent"), [(2.0, 1.5), (3.0, 1.3), (5.0, 0.9)])
 def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     """Each step does what the oracle does from there, mu keeps to the oracle's path, and the mean
