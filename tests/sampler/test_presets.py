@@ -123,7 +123,7 @@ def test_entropix_corrects_what_the_documents_print() -> None:
 
 
 def test_values_reach_their_places() -> None:
-    """Where no arm or rule shows it, as it does with the numbers."""
+    """Those that no arm or rule shows in its own tests."""
     changes = {
         "regimes.lelv": ["entropy < h1", "agreement > 0.25"],
         "regimes.helv": ["varentropy > u1", "varentropy > 1", "varentropy < 5e0", "varentropy < 7"],
