@@ -257,7 +257,7 @@ def line_of(
         exact += entry.observation.regime[:count].tolist()
         told = (entry.observation, entry.logprobs, log.sequence_varentropy[record.branch])
         floats += [x[:count] for x in jax.tree.leaves(told)] + [entry.score]
-    action = actions[choice.proposal.action]
+    action = actions[int(choice.proposal.action)]
     regime = REGIMES[choice.observation.regime]
     return Line(
         action=action,
