@@ -7,7 +7,6 @@ all that the oracle needs to follow a row, step by step and in float64.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import jax
@@ -32,28 +31,29 @@ from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.mechanisms.backspace import may_backspace
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import MAX_DRAWS, RULES, SamplerSettings
-from entropix_jax.sampler.state import Rows, Tally
-from entropix_jax.sampler.step import choose
+from entropix_jax.sampler.state import Tally
 from tests.support.draw_oracles import mirostat
-from tests.support.model_folders import token_ids, write_model
+from tests.support.model_folders import token_ids
 from tests.support.reference import entropy_bits, log_softmax
 from tests.support.runs import Spec, run_specs
 from tests.support.samplers import (
     BATCH,
+    CAPACITY,
     EPSILON,
     Job,
-    attn_stats,
     batch_of,
     fresh_state,
     params_of,
     start,
     tiny_model,
 )
+from tests.support.schedules import encode_numbers
+from tests.support.steps import rows_of
 
-CAPACITY = 64
 CONFIG, RANDOM = tiny_model()
 VOCAB = CONFIG.vocab_size
 TYPES = CONFIG.width  # tokens whose ids differ by a multiple of it are followed by the same
@@ -478,10 +478,7 @@ LOUD = 2.0**-2
 
 
 def sampler_of(changes: Mapping[str, Any], epsilon: float = EPSILON) -> SamplerSettings:
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in text.split()]
-
-    return params_of("entropix", {**PLAIN, **changes}, encode=encode, epsilon=epsilon)
+    return params_of("entropix", {**PLAIN, **changes}, encode=encode_numbers, epsilon=epsilon)
 
 
 def job_of(name: str) -> Job:
@@ -606,67 +603,15 @@ def test_a_token_that_breaks_the_model_stays(runs: dict[str, list[Taken]]) -> No
         assert row[-1].position == row[-2].position + 1
 
 
-# Three tokens, and all of their distributions call for a retraction.
-SMALL = {
-    **PLAIN,
-    **{f"regimes.{box}": ["entropy < -1"] for box in ("lelv", "helv", "lehv")},
-    "regimes.hehv": ["entropy > -1"],
-    "backspace.per_position": 8,
-}
-
-
-choose_jit = jax.jit(choose)
-
-
-def play_small(
-    samplers: Sequence[SamplerSettings],
-) -> tuple[list[list[str]], list[list[list[int]]], Tally]:
-    """Thirty steps of three rows: the actions, the tokens that were drawn at each position, and
-    the tally."""
-    state = fresh_state(3, 3)
-    texts, drawn = [[0], [0], [0]], [[[0]], [[0]], [[0]]]
-    actions: list[list[str]] = [[], [], []]
-    for step in range(30):
-        history = np.zeros((3, 40), np.int32)
-        for row, text in enumerate(texts):
-            history[row, : len(text)] = text
-        length = jnp.asarray([len(text) for text in texts], jnp.int32)
-        rows = Rows(
-            running=jnp.ones(3, bool),
-            keys=jnp.asarray([[1, 2], [3, 4], [5, 6]], jnp.uint32),
-            history=jnp.asarray(history),
-            length=length,
-            generated=length - 1,
-            remaining=40 - length,
-            asks=jnp.zeros(3, bool),
-        )
-        logits = np.random.default_rng(step).normal(size=(3, 3)).astype(np.float32)
-        choice, _, state = choose_jit(
-            jnp.asarray(logits), attn_stats(3), batch_of(*samplers), state, rows
-        )
-        for row, text in enumerate(texts):
-            actions[row].append(ACTIONS[choice.proposal.action[row]])
-            if actions[row][-1] == "backspace":
-                text.pop()
-            else:
-                drawn[row].append([])
-            text.append(int(choice.token[row]))
-            drawn[row][-1].append(text[-1])
-    return actions, drawn, state.tally
-
-
 def test_some_token_is_left_to_draw() -> None:
-    """Bans never take the last one, the sampler's own bans included."""
-    bans: list[list[int]] = [[], [1], [0, 2]]
-    samplers = [params_of("entropix", {**SMALL, "draw.bans": ids}) for ids in bans]
-    actions, drawn, tally = play_small(samplers)
-    assert actions[0] == ["resample", "backspace", "backspace"] * 10
-    assert actions[1] == ["resample", "backspace"] * 15
-    assert actions[2] == ["resample"] * 30
-    assert tally.own["backspace"].backspaced.tolist() == [20, 15, 0]
-    for banned, positions in zip(bans, drawn, strict=True):
-        for tokens in positions[1:]:
-            assert sorted([*tokens, *banned]) == [0, 1, 2]
+    """Bans never take the last of three tokens, the sampler's own bans included."""
+    state = fresh_state(1, 3)
+    for banned, attempts, may in ((0, 1, True), (0, 2, False), (1, 0, True), (1, 1, False)):
+        changes = {"backspace.per_position": 8, "draw.bans": [*range(banned)]}
+        last = replace(state.last, drawn=jnp.ones(1, bool), attempts=jnp.asarray([attempts]))
+        settings = batch_of(params_of("entropix", changes))
+        allowed = may_backspace(settings, replace(state, last=last), rows_of([0]))
+        assert allowed.tolist() == [may], (banned, attempts)
 
 
 # As a user sees it
@@ -686,8 +631,8 @@ TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(str(write_model(tmp_path_factory.mktemp("model"))))
+def model(folder: str) -> LanguageModel:
+    return load(folder)
 
 
 PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
@@ -821,28 +766,3 @@ def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: R
 def replaced(whole: Run, at: int) -> Event:
     """The event of the row's token `at`."""
     return next(event for event in whole.events if event.token is whole.row.tokens[at])
-
-
-def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) -> None:
-    """Left after any event: what the next step might have replaced ends the text of its row."""
-
-    def three() -> Generation:
-        wanted = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]
-        return run_specs(model, wanted, RETRACTING, ignore_eos=True)
-
-    events = list(three())
-    held = 0
-    for number in range(1, 60, 3):
-        one = three()
-        shown = ["", "", ""]
-        for event in [*islice(one, number), *one.interrupt()]:
-            shown[event.row.number] += "".join(piece.text for piece in event.pieces)
-        assert one.interrupt() == []
-        for index, row in enumerate(one.rows):
-            assert row.finish_reason == "interrupt"
-            assert shown[index] == row.text == "".join(token.text for token in row.tokens)
-            seen = [e.token for e in events[:number] if e.row.number == index and not e.retracted]
-            following = next(e.token for e in events[number:] if e.row.number == index)
-            assert row.tokens in (seen, [*seen, following])
-            held += len(row.tokens) - len(seen)
-    assert held > 20

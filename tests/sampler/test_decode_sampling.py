@@ -46,10 +46,10 @@ UNBRANCHED = jobs_of(0)  # what a rollout meets plays no part
 
 def same(one: list[Line], other: list[Line], *, to_the_bit: bool = False) -> None:
     """The same tokens for the same reasons; batch shapes may round differently."""
-    tolerance = {"rtol": 0.0} if to_the_bit else {"rtol": 2e-3, "atol": 2e-4}
+    rtol, atol = (0.0, 0.0) if to_the_bit else (2e-3, 2e-4)
     for a, b in zip(one, other, strict=True):
         assert a.exact == b.exact
-        np.testing.assert_allclose(a.numbers, b.numbers, **tolerance)
+        np.testing.assert_allclose(a.numbers, b.numbers, rtol=rtol, atol=atol)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Sampler], list[dict[str, float]]]:
     points = []
     for sampler in chosen:
         conditions = [text for box in BOXES for text in sampler.values[f"regimes.{box}"]]
-        beside = [x for text in conditions for x in around(bound_of(sampler, text))]
+        beside = [x for text in conditions for x in around(float(bound_of(sampler, text)))]
         beside = [x for x in beside if x == 0 or abs(x) >= TINY]
         values = numbers(-10, 20) | st.sampled_from((*beside, 0.0, np.inf, -np.inf, np.nan))
         points.append({quantity: draw(values) for quantity in QUANTITIES})

@@ -91,7 +91,7 @@ def test_no_setting_has_a_shape_or_type_of_its_own() -> None:
 def test_nothing_is_compiled_for_an_answer() -> None:
     """Whichever row waits, whatever it is told."""
     state = start(*MODEL, [BASE, replace(BASE, row_id="1")], 64)
-    seen = set()
+    seen: set[int] = set()
     inject, branch = ARMS.index("inject"), ARMS.index("branch")
     for row, number, action, cooldown in ((0, 0, inject, 1), (1, 5, branch, 8), (0, 64, inject, 0)):
         tokens = jnp.arange(64, dtype=jnp.int32)

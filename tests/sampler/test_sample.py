@@ -16,10 +16,7 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Rows, SamplerState, Step
 from entropix_jax.sampler.step import Choice
-from tests.support.reference import log_softmax
 from tests.support.samplers import (
-    ARMS,
-    PLAIN,
     attn_stats,
     batch_of,
     fresh_state,
@@ -56,16 +53,6 @@ def test_a_regime_is_served_by_its_arm() -> None:
         choice, _, _ = choose(logits, params, rows_of(*[TEXT] * len(REGIMES)))
         assert tuple(REGIMES[i] for i in choice.observation.regime) == REGIMES
         assert actions_of(choice) == expected
-
-
-def test_logprob_is_of_the_unmodified_logits() -> None:
-    logits = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32)
-    changes = {**PLAIN, "repetition.penalty": 3.0, "draw.bans": [5], "metrics.noise_floor": True}
-    params = params_of("entropix", changes, epsilon=0.5)
-    choice, _, _ = choose(logits, params, rows_of(*[TEXT] * 4))
-    expected = log_softmax(logits)[range(4), np.asarray(choice.token)]
-    np.testing.assert_allclose(choice.logprob, expected, rtol=1e-5)
-    assert np.all(choice.finite)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -211,35 +198,6 @@ def test_random_rows_against_the_oracle(case: int) -> None:
     assert actions == expected
     for token, wanted in zip(row.generated, forced, strict=True):
         assert wanted is None or token == wanted
-
-
-@pytest.mark.parametrize("action", ["inject", "branch"])
-def test_forced_tokens_stand_in_the_history(action: str) -> None:
-    """Whatever regime is measured, they are taken as they stand, and tell what they are for."""
-    regimes = [*REGIMES, *REGIMES]  # with two tokens left, and with one
-    number, half = len(regimes), len(REGIMES)
-    state = with_own(fresh_state(number, VOCAB), "inject", cooldown=jnp.full(number, 4))
-    tally = replace(
-        state.tally,
-        queued=jnp.asarray([2] * half + [1] * half),
-        queue_action=jnp.full(number, ARMS.index(action), jnp.int32),
-    )
-    state = replace(state, tally=tally, last=replace(state.last, drawn=jnp.ones(number, bool)))
-    logits = np.stack([logits_for(regime) for regime in regimes])
-    params = params_of("entropix", {**BOUNDS, "inject.cooldown": 6})
-    rows = rows_of(*[TEXT] * number, ahead=[70, 71])
-    choice, _, after = choose(logits, params, rows, state)
-    assert choice.token.tolist() == [70] * number
-    assert [REGIMES[i] for i in choice.observation.regime] == regimes
-    assert actions_of(choice) == [action] * number
-    assert after.tally.queued.tolist() == [1] * half + [0] * half
-    # Only a thought's last token starts a cooldown.
-    last = 6 if action == "inject" else 3
-    assert after.tally.own["inject"].cooldown.tolist() == [3] * half + [last] * half
-    for name, count in (("inject", "begun"), ("branch", "begun"), ("backspace", "backspaced")):
-        assert not np.any(getattr(after.tally.own[name], count))
-    assert not np.any(after.last.drawn)
-    np.testing.assert_allclose(choice.logprob, log_softmax(logits)[:, 70], rtol=1e-5)
 
 
 def test_where_the_text_is_asked_for_no_thought_need_be_configured() -> None:

@@ -144,7 +144,22 @@ def mirostat(logits: np.ndarray, temperature: float, mu: float) -> Outcome:
     return -logits, fewest, most
 
 
-ORACLES: dict[str, Callable[[np.ndarray, float, float], Outcome]] = {
+def nucleus(
+    logits: np.ndarray, temperature: float, top_k: float, top_p: float, min_p: float
+) -> Outcome:
+    mass = np.exp((np.sort(logits)[::-1] - logits.max()) / temperature)
+    number = int(np.sum(mass >= min_p))
+    number = min(number, int(top_k)) if top_k > 0 else number
+    if top_p >= 1:
+        return -logits, number, number
+    cumulated = np.cumsum(mass[:number])
+    shares = cumulated / cumulated[-1]
+    fewest, most = (1 + int(np.sum(shares < top_p + e)) for e in (-TOLERANCE, TOLERANCE))
+    return -logits, min(number, fewest), min(number, most)
+
+
+ORACLES: dict[str, Callable[..., Outcome]] = {
+    "nucleus": nucleus,
     "top_n_sigma": top_n_sigma,
     "typical": typical,
     "eta": eta,
@@ -158,20 +173,6 @@ NUMBERS: dict[str, list[float]] = {
 }
 
 
-def nucleus(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
-) -> Outcome:
-    mass = np.exp((np.sort(logits)[::-1] - logits.max()) / temperature)
-    number = int(np.sum(mass >= min_p))
-    number = min(number, top_k) if top_k > 0 else number
-    if top_p >= 1:
-        return -logits, number, number
-    cumulated = np.cumsum(mass[:number])
-    shares = cumulated / cumulated[-1]
-    fewest, most = (1 + int(np.sum(shares < top_p + e)) for e in (-TOLERANCE, TOLERANCE))
-    return -logits, min(number, fewest), min(number, most)
-
-
 @dataclass
 class Kept:
     """What one row may draw: the possible tokens in the rule's order, and how many it keeps."""
@@ -182,40 +183,28 @@ class Kept:
     mass: np.ndarray
     fewest: int
     most: int
-    slack: float = 0.0  # tokens whose keys are this close may stand either way
+    slack: float  # tokens whose keys are this close may stand either way
 
     @classmethod
-    def of(cls, rule: str, logits: np.ndarray, temperature: float, number: float) -> Kept:
-        possible = logits[logits > -np.inf].astype(np.float64)
-        slack = 2 * SLACK if rule == "typical" else 0.0
-        outcome = ORACLES[rule](possible, temperature, number)
-        return cls._ordered(logits, temperature, outcome, slack)
-
-    @classmethod
-    def of_nucleus(cls, logits: np.ndarray, proposal: Proposal, row: int = 0) -> Kept:
-        """By the proposal's own float32 numbers."""
-        top_k = int(proposal.top_k[row])
-        temperature, top_p, min_p = (
-            float(x[row]) for x in (proposal.temperature, proposal.top_p, proposal.min_p)
-        )
-        if temperature == 0:
-            temperature, top_k = 1.0, 1
-        possible = logits[logits > -np.inf].astype(np.float64)
-        outcome = nucleus(possible, temperature, top_k, top_p, min_p)
-        return cls._ordered(logits, temperature, outcome)
-
-    @classmethod
-    def _ordered(
-        cls, logits: np.ndarray, temperature: float, outcome: Outcome, slack: float = 0.0
-    ) -> Kept:
-        key, fewest, most = outcome
+    def of(cls, rule: str, logits: np.ndarray, temperature: float, *numbers: float) -> Kept:
         ids = np.flatnonzero(logits > -np.inf)
         possible = logits[ids].astype(np.float64)
+        key, fewest, most = ORACLES[rule](possible, temperature, *numbers)
         places = np.lexsort((ids, -possible, key))  # of a tie the likelier, then the lower id
         rank = np.full(logits.size, ids.size)
         rank[ids[places]] = np.arange(ids.size)
         mass = softmax(possible, temperature)[places]
+        slack = 2 * SLACK if rule == "typical" else 0.0
         return cls(rank, key[places], possible[places], mass, fewest, most, slack)
+
+    @classmethod
+    def of_nucleus(cls, logits: np.ndarray, proposal: Proposal) -> Kept:
+        """By the float32 numbers of a proposal's first row."""
+        columns = (proposal.temperature, proposal.top_k, proposal.top_p, proposal.min_p)
+        temperature, top_k, top_p, min_p = (float(column[0]) for column in columns)
+        if temperature == 0:
+            temperature, top_k = 1.0, 1
+        return cls.of("nucleus", logits, temperature, top_k, top_p, min_p)
 
     def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
         """Raises where a row kept another set, or drew what it should not. False: the last token

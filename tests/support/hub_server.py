@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 REPO = "owner/name"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_stand_in"
+NONE: Mapping[str, str] = {}
 
 
 class Hub:
@@ -82,15 +83,11 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
 
 def _send(
-    handler: BaseHTTPRequestHandler,
-    status: int,
-    body: bytes,
-    headers: dict[str, str] | None = None,
+    handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] = NONE
 ) -> None:
     handler.send_response(status)
-    for name, value in (headers or {}).items():
+    for name, value in {**headers, "Content-Length": str(len(body))}.items():
         handler.send_header(name, value)
-    handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
     if handler.command == "GET":
         handler.wfile.write(body)

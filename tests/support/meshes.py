@@ -30,9 +30,7 @@ class Collective:
 
 def collectives_of(text: str) -> list[Collective]:
     found = []
-    kinds = (
-        "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-    )
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-(?:permute|broadcast)"
     for number, line in enumerate(text.splitlines()):
         match = re.search(rf"= (.*?) ({kinds})(?:-start)?\(", line)
         if match is None:

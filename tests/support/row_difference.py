@@ -55,10 +55,8 @@ def difference(
 def reordered(model: LanguageModel, seed: int) -> LanguageModel:
     """Permutes the channels of a model of float weights, and the units of its MLPs."""
     rng = np.random.default_rng(seed)
-    orders = {
-        "width": rng.permutation(model.config.width),
-        "mlp": rng.permutation(model.config.mlp_width),
-    }
+    sizes = {"width": model.config.width, "mlp": model.config.mlp_width}
+    orders = {name: rng.permutation(size) for name, size in sizes.items()}
 
     def ordered(spec: ParamSpec, x: jax.Array) -> jax.Array:
         for axis, name in enumerate(spec.axes):
@@ -77,14 +75,10 @@ def _records(row: Row) -> list[Any]:
 
 
 def _differences(one: Any, other: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+    one, other = (dict(enumerate(x)) if isinstance(x, list | tuple) else x for x in (one, other))
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key in one:
             yield from _differences(one[key], other[key], (*path, key))
-    elif (
-        isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other)
-    ):
-        for i, pair in enumerate(zip(one, other, strict=True)):
-            yield from _differences(*pair, (*path, i))
     elif one != other:
         yield path, one, other
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,14 @@ class Surface:
 
     name: str
     read: Callable[[Path], object]
-    valid: Sequence[bytes]
+    valid: list[bytes]
     beside: Mapping[str, bytes] | None = None  # other files of its folder
 
     @property
     def format(self) -> str:
         return FORMATS.get(Path(self.name).suffix, "bytes")
 
-    def prepare(self, folder: Path) -> tuple[Sequence[bytes], Reader]:
+    def prepare(self, folder: Path) -> tuple[list[bytes], Reader]:
         """In an empty folder: valid files, and what reads one."""
         for name, data in (self.beside or {}).items():
             (folder / name).write_bytes(data)

@@ -10,8 +10,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"]
-
-
 TEXTS = [
     "A small grey cat sat on a wall.",
     "  two  spaces, a\ttab\nand a line ",
@@ -24,26 +22,16 @@ def byte_fallback() -> tokenizers.Tokenizer:
     """In the manner of Llama 2."""
     pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *sorted(set("".join(TEXTS)) & set("abcdefghijklmnopqrstuvwxyz.,é東")), "▁a"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=[("▁", "a")],
-            byte_fallback=True,
-            unk_token="<unk>",
-        )
+        models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
     )
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    bytewise = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*bytewise, decoders.Strip(" ", 1, 0)])
     return tokenizer
 
 
