@@ -190,10 +190,7 @@ class Study:
         return judge
 
     def _identity(
-        self,
-        phase: _Phase,
-        settings: Sequence[Setting],
-        samplers: Mapping[str, CalibratedSampler],
+        self, phase: _Phase, settings: Sequence[Setting], samplers: Mapping[str, CalibratedSampler]
     ) -> dict[str, Any]:
         model = self._model
         return {

@@ -222,10 +222,7 @@ def _scores(findings: Findings) -> str:
 def _difference(interval: Interval | None) -> tuple[str, str]:
     if interval is None:
         return "", ""
-    return (
-        f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]",
-        interval.verdict,
-    )
+    return (f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]", interval.verdict)
 
 
 def _votes(findings: Findings) -> str:

@@ -106,11 +106,7 @@ def test_what_is_measured_is_the_models_text(model: LanguageModel) -> None:
 
 
 def test_they_are_made_once_for_a_model_and_a_type(
-    model: LanguageModel,
-    measured: list[LanguageModel],
-    kept: Path,
-    folder: str,
-    tmp_path: Path,
+    model: LanguageModel, measured: list[LanguageModel], kept: Path, folder: str, tmp_path: Path
 ) -> None:
     with pytest.warns(UserWarning, match="thresholds were fitted"):
         (row,) = api.stream(model, "Once", max_new_tokens=1).rows

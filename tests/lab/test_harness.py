@@ -34,10 +34,7 @@ def test_known_to_fail(): raise AssertionError
 
 @pytest.mark.parametrize(
     ("require_all", "summary"),
-    [
-        ("", "1 passed, 2 skipped, 1 xfailed"),
-        ("1", "1 failed, 1 passed, 1 deselected, 1 xfailed"),
-    ],
+    [("", "1 passed, 2 skipped, 1 xfailed"), ("1", "1 failed, 1 passed, 1 deselected, 1 xfailed")],
 )
 def test_skipped_tests(tmp_path: Path, require_all: str, summary: str) -> None:
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)

@@ -638,10 +638,7 @@ def test_entropy_against_the_truth(tiny: LanguageModel) -> None:
     for one in found:
         here = np.array(regimes) == one.regime
         assert one.number == here.sum()
-        for name, error in (
-            ("entropy", one.entropy_error),
-            ("varentropy", one.varentropy_error),
-        ):
+        for name, error in (("entropy", one.entropy_error), ("varentropy", one.varentropy_error)):
             true, model = (getattr(whole, f"{kind}_{name}")[here] for kind in ("true", "model"))
             np.testing.assert_allclose(getattr(one, f"true_{name}"), true, atol=1e-3, rtol=0)
             np.testing.assert_allclose(getattr(one, f"model_{name}"), model, atol=1e-3, rtol=0)

@@ -51,11 +51,6 @@ IDS = terminal_ids(build_tokenizer())
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_str(tokenizer_json())
-
-
-@pytest.fixture(scope="module")
 def row() -> list:
     return write_row(WORLD, Random(1), 60_000)
 
@@ -129,12 +124,11 @@ def test_distributions_are_valid_and_draws_follow_them(row: list):
         assert len(set(choice.terminals)) == len(choice.terminals)
         assert known.issuperset(choice.terminals)
         assert choice.kind != "fact" or choice.entropy == 0
-    surprise = np.asarray(
-        [-math.log2(p.choice.probabilities[p.choice.terminals.index(p.terminal)]) for p in row]
-    )
+    drawn = [p.choice.probabilities[p.choice.terminals.index(p.terminal)] for p in row]
     rate = np.mean([position.choice.entropy for position in row])
     variance = np.mean([position.choice.varentropy for position in row])
-    assert surprise.mean() == pytest.approx(rate, abs=4 * math.sqrt(variance / len(row)))
+    error = 4 * math.sqrt(variance / len(row))
+    assert -np.log2(drawn).mean() == pytest.approx(rate, abs=error)
 
 
 # Problems.
@@ -206,8 +200,8 @@ def test_text_outside_the_world_is_refused():
 # The tokenizer.
 
 
-def test_text_encodes_to_one_token_a_terminal_and_back(tokenizer: Tokenizer, row: list):
-    text = text_of(row)
+def test_text_encodes_to_one_token_a_terminal_and_back(row: list):
+    tokenizer, text = Tokenizer.from_str(tokenizer_json()), text_of(row)
     encoded = tokenizer.encode(text, add_special_tokens=False).ids
     assert encoded == encode_row(row, IDS)
     assert tokenizer.decode(encoded, skip_special_tokens=False) == text
