@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from entropix_jax.engine.fork import (
-    Joined,
     free_lanes,
     grow,
     is_forked,
@@ -193,9 +192,7 @@ def decode(
     state = whole if lanes else _without_lanes(whole)
     batch = state.finish.shape[0] - state.lanes
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
-    step = jax.jit(
-        partial(decode_step, params, config=config, window=window, recording=recording)
-    )
+    step = jax.jit(partial(decode_step, params, config=config, window=window, recording=recording))
     shapes = jax.eval_shape(step, state)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 
@@ -343,19 +340,23 @@ def answer(
 def _without_lanes(state: DecodeState) -> DecodeState:
     """The rows in slots. Keys and values stay whole, since a part of them would be a copy."""
     batch = state.finish.shape[0] - state.lanes
-    rest = jax.tree.map(lambda x: x[:batch], replace(state, cache=state.cache.length))
-    return replace(rest, cache=replace(state.cache, length=rest.cache), lanes=0)
+    slots: DecodeState = jax.tree.map(lambda x: x[:batch], _without_cache(state))
+    return replace(slots, cache=replace(state.cache, length=slots.cache.length), lanes=0)
 
 
 def _with_lanes(state: DecodeState, whole: DecodeState) -> DecodeState:
     """The inverse, with the lanes of `whole`."""
     batch = state.finish.shape[0]
-    rest = jax.tree.map(
-        lambda part, all_: jnp.concatenate([part, all_[batch:]]),
-        replace(state, cache=state.cache.length, lanes=whole.lanes),
-        replace(whole, cache=whole.cache.length),
+    both: DecodeState = jax.tree.map(
+        lambda slots, all_: jnp.concatenate([slots, all_[batch:]]),
+        replace(_without_cache(state), lanes=whole.lanes),
+        _without_cache(whole),
     )
-    return replace(rest, cache=replace(state.cache, length=rest.cache))
+    return replace(both, cache=replace(state.cache, length=both.cache.length))
+
+
+def _without_cache(state: DecodeState) -> DecodeState:
+    return replace(state, cache=replace(state.cache, keys=(), values=()))
 
 
 def _fill(places: int, slots: jax.Array) -> jax.Array:
@@ -406,4 +407,3 @@ def _rows(state: DecodeState, vocab_size: int) -> Rows:
         branch=state.fork.branch,
         vocab_size=vocab_size,
     )
-

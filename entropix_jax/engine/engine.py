@@ -211,7 +211,7 @@ class Engine:
 
     def _number(self, slot: int) -> jax.Array:
         """The row of the state that is the slot."""
-        return jnp.int32(self._layout.numbers[slot])
+        return jnp.asarray(self._layout.numbers[slot])
 
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs, more where many rows share them."""

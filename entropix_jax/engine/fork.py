@@ -9,6 +9,7 @@ lane until the last one has; a fork needs no further lanes once it has begun, so
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,10 @@ from entropix_jax.model.mesh import local_index
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
 from entropix_jax.sampler.state import Rows, Step, Tally, where_rows
 from entropix_jax.sampler.step import Choice
+
+# What a branch needs of its row besides cache and tally. It asks the host nothing and goes back
+# nowhere.
+_COPIED = ("history", "prompt_length", "budget", "keys", "settings", "eos_ids", "fork", "unsound")
 
 
 @struct.dataclass
@@ -101,11 +106,12 @@ def start_forks(state: DecodeState, window: int) -> DecodeState:
 
     def copy(k: jax.Array, state: DecodeState) -> DecodeState:
         one = partial(_copy_row, source=source[k], target=target[k])
-        rest = jax.tree.map(one, replace(state, cache=None, sampler=state.sampler.tally))
-        sampler = replace(state.sampler, tally=rest.sampler)
+        rest: Any = jax.tree.map(one, {f: getattr(state, f) for f in _COPIED})
+        tally = jax.tree.map(one, state.sampler.tally)
         cache = _copy_cached(state.cache, source[k], target[k], jnp.int32(0), window)
-        return replace(rest, cache=cache, sampler=sampler)
+        return replace(state, **rest, cache=cache, sampler=replace(state.sampler, tally=tally))
 
+    # A loop, which changes the cache in place; a condition would copy it.
     state = lax.fori_loop(0, number, copy, state)
 
     # The branches begin.
@@ -176,7 +182,8 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     state = _take_winners(state, whole & (winner != slots), winner)
 
     def of_slots(tree: Tally) -> Tally:
-        return jax.tree.map(lambda x: x[:batch], tree)
+        slots: Tally = jax.tree.map(lambda x: x[:batch], tree)
+        return slots
 
     fork = state.fork
     tally = where_rows(whole, of_slots(state.sampler.tally), of_slots(fork.tally))
@@ -204,9 +211,7 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
         # The last token is not cached: the next step reads it.
         cache=replace(state.cache, length=put(state.cache.length, end - 1)),
         history=state.history.at[slots, target].set(chosen, mode="drop"),
-        sampler=replace(
-            state.sampler, tally=jax.tree.map(put, state.sampler.tally, tally)
-        ),
+        sampler=replace(state.sampler, tally=jax.tree.map(put, state.sampler.tally, tally)),
         fork=replace(fork, branch=put(fork.branch, jnp.full_like(best, -1))),
         forwards=put(state.forwards, fork.forwards[:batch] + evaluated),
         finish=put(state.finish, finish),
@@ -271,8 +276,8 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
             unsound=unsound,
         )
 
-    # A loop, which changes the cache in place; a condition would copy it.
-    return lax.fori_loop(0, jnp.sum(takes), copy, state)
+    copied: DecodeState = lax.fori_loop(0, jnp.sum(takes), copy, state)
+    return copied
 
 
 def _copy_row(rows: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:

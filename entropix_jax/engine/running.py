@@ -224,7 +224,8 @@ class RunningRow:
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
         """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
-        assert self.request.ask is not None and self._forked is not None
+        assert self.request.ask is not None
+        assert self._forked is not None
         chosen = next(i for i, branch in enumerate(branches) if branch.chosen)
         if differ(branches):
             two = two_best(branches)

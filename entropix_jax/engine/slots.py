@@ -15,9 +15,9 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import ROWS, Rules, broadcast_row, local_index, place, split_rows
-from entropix_jax.names import REGIMES
-from entropix_jax.sampler.mechanisms import BRANCH, MECHANISMS
-from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
+from entropix_jax.names import SERVED
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.branch import BRANCH, MAX_WIDTH
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import init_sampler_state
 
@@ -90,10 +90,10 @@ def empty_slots(
 
 def lanes_for(sampler: CalibratedSampler) -> int:
     """The lanes that a fork of a row may need. An arm that is not of this package may fork, too."""
-    arms = {sampler.values[f"arms.{regime}"] for regime in REGIMES}
+    arms = {sampler.values[f"arms.{name}"] for name in SERVED}
     if not arms <= {mechanism.name for mechanism in MECHANISMS}:
         return MAX_WIDTH - 1
-    return sampler.values["branch.width"] - 1 if BRANCH.name in arms else 0
+    return int(sampler.values["branch.width"]) - 1 if BRANCH.name in arms else 0
 
 
 def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
@@ -112,9 +112,7 @@ def widen(state: DecodeState, layout: Layout, lanes: int) -> DecodeState:
     parent = state.fork.parent + state.fork.parent // per_shard * new
     return replace(
         state,
-        fork=replace(
-            state.fork, parent=parent, branch=jnp.where(is_new, -1, state.fork.branch)
-        ),
+        fork=replace(state.fork, parent=parent, branch=jnp.where(is_new, -1, state.fork.branch)),
         finish=jnp.where(is_new, FINISHED_STOP, state.finish),
     )
 

@@ -69,9 +69,7 @@ def forward(
     """
     batch, new = tokens.shape
     chex.assert_shape((count, cache.length), (batch,))
-    chex.assert_shape(
-        cache.keys + cache.values, (None, config.num_kv_heads, None, config.head_dim)
-    )
+    chex.assert_shape(cache.keys + cache.values, (None, config.num_kv_heads, None, config.head_dim))
 
     # Positions of the new tokens, and the keys that the statistics count.
     start = cache.length

@@ -4,8 +4,7 @@ The HTML has its own style, follows the notebook's light or dark theme, and is b
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from entropix_jax.errors import printable
@@ -36,7 +35,8 @@ class Shown(Protocol):
     finish_reason: str | None
     error: str | None
 
-    def history(self) -> Iterator[tuple[Token, bool]]: ...
+    @property
+    def log(self) -> Sequence[tuple[Token, bool]]: ...
 
 
 def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
@@ -46,8 +46,8 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
     for number, row in enumerate(rows[:_MAX_ROWS], 1):
         if number > 1 and len(all_drawn) == MAX_TOKENS:
             break
-        history = islice(row.log, MAX_TOKENS - len(all_drawn))
-        records = [token.to_json(retracted=retracted) for token, retracted in history]
+        log = row.log[: MAX_TOKENS - len(all_drawn)]
+        records = [token.to_json(retracted=retracted) for token, retracted in log]
         pairs = zip([None, *records], records, strict=False)
         drawn = [{**draw(record, before), "hint": _hint(record)} for before, record in pairs]
         all_drawn += drawn

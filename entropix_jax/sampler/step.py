@@ -244,9 +244,7 @@ def _propose(
     )
 
 
-def _remember(
-    step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.Array
-) -> Trail:
+def _remember(step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.Array) -> Trail:
     """The trail with the token of each row that moves on; what was retracted at its position stays
     retracted."""
     trail, length = step.trail, step.rows.length

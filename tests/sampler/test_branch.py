@@ -17,7 +17,7 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.keys import STREAM_NOISE
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.step import Step
+from entropix_jax.sampler.state import Step
 from tests.support.reference_branch import (
     Case,
     Outcome,
@@ -307,8 +307,13 @@ def candidates_of(logits: np.ndarray, *changes: Mapping[str, Any]) -> Step:
 def test_without_top_p_the_smallest_tail_counts() -> None:
     """Whose mass is lost where it is added to the first token's."""
     logits = np.array([0, *range(-30, -53, -1)])
-    changes = [{}, {"branch.top_p": 0.9999999}, {"branch.min_p": 1e-20}, {"branch.width": 3}]
-    wide = [{"branch.width": MAX_WIDTH, **values} for values in changes]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"branch.top_p": 0.9999999},
+        {"branch.min_p": 1e-20},
+        {"branch.width": 3},
+    ]
+    wide = [{"branch.width": MAX_WIDTH} | values for values in changes]
     assert candidates_of(logits, *wide).width.tolist() == [MAX_WIDTH, 1, MAX_WIDTH, 3]
 
 

@@ -250,7 +250,8 @@ def generate(
     told = Told(rows, [mechanism.name for mechanism in state.settings.mechanisms])
     look(state)
     for chunk in chunks:
-        for state, records in advance(params, state, chunk, config=config):
+        for now, records in advance(params, state, chunk, config=config):
+            state = now
             look(state)
             told.add(records)
         if not np.any(np.isin(state.finish, (RUNNING, FORKS, BRANCH_ENDED))):
@@ -310,9 +311,10 @@ class Told:
     def _join(self, row: int, record: StepRecord) -> None:
         paths = self._paths.pop(row)
         branches = tuple([int(one.choice.token) for one in path] for path in paths)
-        best, ambiguous = int(record.best), bool(record.ambiguous)
+        best, committed = int(record.best), int(record.committed)
+        ambiguous = bool(record.ambiguous)
         scores = record.scores[: len(paths)]
-        line = self._line(paths[best][: max(record.committed, 1)], record)
+        line = self._line(paths[best][: max(committed, 1)], record)
         line = replace(
             line,
             rolled_out=sum(map(len, paths)),
@@ -324,7 +326,7 @@ class Told:
             best=best,
             ambiguous=ambiguous,
         )
-        if record.committed:
+        if committed:
             self.lines[row].append(line)
         else:
             self._forced[row] = line
@@ -332,7 +334,7 @@ class Told:
     def _line(self, taken: Sequence[StepRecord], after: StepRecord) -> Line:
         first = taken[0]
         choice, seen = first.choice, first.choice.observation
-        action = self.actions[choice.proposal.action]
+        action = self.actions[int(choice.proposal.action)]
         tokens = [int(one.choice.token) for one in taken]
         regimes = [int(one.choice.observation.regime) for one in taken]
         floats = [x for one in taken for x in jax.tree.leaves(one.choice) if x.dtype == np.float32]

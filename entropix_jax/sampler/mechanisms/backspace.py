@@ -1,5 +1,5 @@
-"""`backspace`: goes back to the most recent position whose token was in doubt, bans that token there,
-and draws the position again (document 004).
+"""`backspace`: goes back to the most recent position whose token was in doubt, bans that token
+there, and draws the position again (document 004).
 
 What triggers the arm is a wide distribution after the last token, which in text follows any sure
 function word; a token that the model was sure of is therefore never banned. All from the position

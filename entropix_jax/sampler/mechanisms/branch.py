@@ -155,7 +155,8 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
 def goes_on(observation: Observation, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
     """Whether branches of `depth[B]` tokens (int32) are still in doubt about the next: bool [B]."""
     outside = (observation.regime == LEHV) | (observation.regime == HEHV)
-    return outside & (depth < settings.own["branch"].depth)
+    own: BranchSettings = settings.own["branch"]
+    return outside & (depth < own.depth)
 
 
 def score(sums: jax.Array, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
@@ -163,7 +164,8 @@ def score(sums: jax.Array, depth: jax.Array, settings: SamplerSettings) -> jax.A
     log p (nats), h (bits) and u (bits^2)."""
     own: BranchSettings = settings.own["branch"]
     logprob, entropy, varentropy = (sums / jnp.maximum(depth, 1)[:, None].astype(jnp.float32)).T
-    return logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
+    scores: jax.Array = logprob - own.entropy_weight * entropy - own.varentropy_weight * varentropy
+    return scores
 
 
 BRANCH = Mechanism(
