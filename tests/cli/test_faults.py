@@ -26,8 +26,8 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import drop_torn_programs
 from entropix_jax.host.files import is_standard_output, replacing
 from entropix_jax.lab.tables import write_tables
+from entropix_jax.lab.thresholds import write_text
 from entropix_jax.report.page import write_report
-from entropix_jax.sampler.thresholds import write_text
 from tests.support.commands import Command, one_error, short
 from tests.support.disks import full_disk
 from tests.support.traces import read_trace

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
 from jax.sharding import PartitionSpec as P
 
-from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.state import RUNNING, Recording
 from entropix_jax.errors import UserError

@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entropix_jax.engine.calibrated import calibration_text
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.thresholds import preset_text
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHT, MAX_THOUGHTS
@@ -28,7 +30,6 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, RULES, SamplerSettings
 from entropix_jax.sampler.step import propose
-from entropix_jax.sampler.thresholds import calibration_text, preset_text
 from tests.support.properties import examples
 from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import (
