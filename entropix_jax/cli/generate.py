@@ -58,8 +58,6 @@ class Arguments:
     """Number of texts to generate from the prompt, in parallel."""
     format: Literal["text", "json"] = "text"
     """text, printed while it is generated, or json: one object for each sample at the end."""
-    retrieve: Annotated[str | None, option("DIR")] = None
-    """Inject the passage of the text files in a folder that fits best, where a thought is due."""
     ask: Flag = False
     """On a terminal, let a person choose where two branches are too close to call."""
     verbose: Flag = False
@@ -89,7 +87,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import check_backend, load
+    from entropix_jax.model.loading import load
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
@@ -105,12 +103,6 @@ def _main(arguments: Arguments) -> int:
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
     use_compilation_cache()
-    retriever = None
-    if arguments.retrieve is not None:
-        from entropix_jax.text.retrieval import Retriever
-
-        check_backend()  # the library that ranks passages starts JAX
-        retriever = Retriever(Path(arguments.retrieve))
     name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
         model = load(name, arguments.model.dtype, check=arguments.model.check)
@@ -128,7 +120,6 @@ def _main(arguments: Arguments) -> int:
         stop=arguments.text.stops,
         ignore_eos=arguments.text.ignore_eos,
         recording=Recording(top=top, layers=layers, check=arguments.model.check),
-        retrieve=retriever,
         ask=_ask_on_terminal(arguments, status),
     )
     for note in calibrated.notes:
@@ -182,8 +173,6 @@ def _check(arguments: Arguments) -> None:
     for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
         if file == "-":
             raise UserError(f"{name} -: standard output is for the text: give a file's name")
-    if arguments.retrieve == "":
-        raise UserError("--retrieve: an empty text is no folder")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask goes with one sample and --format text")
     traced = arguments.trace or arguments.report

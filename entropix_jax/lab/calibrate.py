@@ -83,9 +83,9 @@ def _main(arguments: Arguments) -> int:
     texts = [read_text(Path(name)) for name in arguments.texts]
 
     from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.score import measure_entropies
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.lab.boxes import read_boxes
+    from entropix_jax.lab.likelihood import measure_entropies
     from entropix_jax.lab.solver import solve
     from entropix_jax.lab.thresholds import write_text
     from entropix_jax.model.loading import load

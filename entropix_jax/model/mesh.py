@@ -227,13 +227,6 @@ def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) 
     return out
 
 
-def global_index(numbers: jax.Array, size: int) -> jax.Array:
-    """The inverse of `local_index`, except that -1 (none) stays -1."""
-    if not _in_shard():
-        return numbers
-    return jnp.where(numbers < 0, numbers, numbers + lax.axis_index(DATA) * size)
-
-
 def _spec(mesh: Mesh | AbstractMesh, split: Mapping[str, str], axes: Sequence[str]) -> P:
     """The canonical spec, as XLA returns it: no mesh axes of size 1, no trailing None. Two
     spellings of one sharding would compile a program twice."""

@@ -302,17 +302,6 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) 
     assert all(branch.keys() == {"tokens", "text", "score", "chosen"} for branch in branches)
 
 
-def test_passages_are_injected(traced: Traced, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    passage = "Once upon a time Anna lived in Graz."
-    (tmp_path / "notes" / "a.md").write_text(passage)
-    thinking = ["regimes.helv=['entropy > 1.5']", "arms.lehv=explore", "inject.thought=Hm."]
-    settings = [f"sampler.{setting}" for setting in thinking]
-    lines = traced(*short("--set", *settings, "--retrieve", tmp_path / "notes", tokens=40))
-    text = "".join(line["text"] for line in lines if line.get("action") == "inject")
-    assert text.startswith(f"\n{passage}\nHm."), "once, and then the sampler's own thought"
-
-
 def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
     options = short("--set", "sampler.branch.margin=1000", tokens=20)
     asked = command(*options, "--ask")
@@ -379,7 +368,6 @@ BAD: list[tuple[list[object], str]] = [
     (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
-    (short("--retrieve", ""), "--retrieve: an empty text is no folder"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
     (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
