@@ -70,7 +70,8 @@ class Job:
         else:
             rules = rules_for(parse_mesh(mesh, jax.devices()), CONFIG)
             params = place(params, rules.params(CONFIG))
-            sampler, state, ends = (place(x, rules.rows(x)) for x in (sampler, state, ends))
+            by_row = (sampler, state, ends)
+            sampler, state, ends = place(by_row, rules.rows(by_row))
         self.params, self.sampler, self.state, self.ends = params, sampler, state, ends
         self.layout = layout(state)
         self.lowered = decode.lower(
