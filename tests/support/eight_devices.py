@@ -49,14 +49,10 @@ def rows() -> tuple[Params, SamplerSettings, DecodeState]:
     params = replace(params, head=5.0 * params.head)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, CONFIG.vocab_size, 3 + i).tolist() for i in range(BATCH)]
-    state = init_state(
-        CONFIG,
-        prompts,
-        [STEPS * CHUNKS - 3 * (i % 5) for i in range(BATCH)],
-        np.stack([row_key(0, str(i)) for i in range(BATCH)]),
-        capacity=CAPACITY,
-        dtype=jnp.dtype(jnp.float32),
-    )
+    budgets = [STEPS * CHUNKS - 3 * (i % 5) for i in range(BATCH)]
+    keys = np.stack([row_key(0, str(i)) for i in range(BATCH)])
+    dtype = jnp.dtype(jnp.float32)
+    state = init_state(CONFIG, prompts, budgets, keys, capacity=CAPACITY, dtype=dtype)
     sampler = batch_of(*(params_of(PRESETS[i % len(PRESETS)]) for i in range(BATCH)))
     return jax.tree.map(np.array, (params, sampler, state))
 
@@ -65,25 +61,25 @@ class Job:
     """The rows on one mesh, or on one device."""
 
     def __init__(self, mesh: str | None) -> None:
-        self.params, self.sampler, self.state = rows()
-        self.ends = np.full((BATCH, 2), -1, np.int32)
-        self.counts = np.append(self.state.prompt_length - 1, 0).astype(np.int32)
-        self.history = self.state.history
+        params, sampler, state = rows()
+        ends = np.full((BATCH, 2), -1, np.int32)
+        self.counts = np.append(state.prompt_length - 1, 0).astype(np.int32)
+        self.history = state.history
         if mesh is None:
-            self.params, self.sampler, self.state = jax.device_put(
-                (self.params, self.sampler, self.state)
-            )
+            params, sampler, state, ends = jax.device_put((params, sampler, state, ends))
         else:
             rules = rules_for(parse_mesh(mesh, jax.devices()), CONFIG)
-            self.params = place(self.params, rules.params(CONFIG))
-            self.sampler = place(self.sampler, rules.rows(self.sampler))
-            self.state = place(self.state, rules.rows(self.state))
-            self.ends = place(self.ends, rules.rows(self.ends))
-        self.layout = layout(self.state)
-
-        arguments = (self.params, self.sampler, self.ends, self.state, jnp.int32(STEPS))
+            params = place(params, rules.params(CONFIG))
+            by_row = (sampler, state, ends)
+            sampler, state, ends = place(by_row, rules.rows(by_row))
+        self.params, self.sampler, self.state, self.ends = params, sampler, state, ends
+        self.layout = layout(state)
         self.lowered = decode.lower(
-            *arguments, config=CONFIG, window=CAPACITY, max_steps=STEPS, recording=Recording(top=3)
+            *(params, sampler, ends, state, jnp.int32(STEPS)),
+            config=CONFIG,
+            window=CAPACITY,
+            max_steps=STEPS,
+            recording=Recording(top=3),
         )
 
     def run(self, step: Any) -> Outcome:
@@ -99,13 +95,12 @@ class Job:
         for first in range(0, BATCH, LANES):
             lanes = np.arange(first, first + LANES, dtype=np.int32)[::-1].copy()
             lanes = np.minimum(lanes, BATCH)
-            counts = self.counts[lanes]
             tokens = np.zeros((LANES, 32), np.int32)
             tokens[lanes < BATCH] = self.history[lanes[lanes < BATCH], :32]
-            read = prefill(
-                self.params, state, tokens, counts, lanes, config=CONFIG, window=CAPACITY
+            given = (tokens, self.counts[lanes], lanes)
+            state = taken(
+                state, prefill(self.params, state, *given, config=CONFIG, window=CAPACITY)
             )
-            state = taken(state, read)
         for _ in range(CHUNKS):
             stepped, records, log = step(
                 self.params, self.sampler, self.ends, state, jnp.int32(STEPS)
