@@ -72,7 +72,7 @@ def decode_step(
     """
     # Forks of earlier steps begin where there are lanes.
     if state.lanes:
-        state = start_forks(state, window)
+        state = start_forks(state)
     places = state.finish.shape[0]
     chex.assert_shape((state.eos_ids, state.history), (places, None))
     chex.assert_tree_shape_prefix((state.settings, state.sampler, state.fork), (places,))
