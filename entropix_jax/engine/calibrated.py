@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.own_text import least_seconds, measure_own_text
+from entropix_jax.engine.own_text import measure_own_text
 from entropix_jax.engine.preparation import CalibratedSampler, sampler_settings
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import user_folder
@@ -136,8 +136,6 @@ def _read_cached(path: Path) -> _Own | None:
 
 
 def _make(model: LanguageModel, path: Path | None) -> _Own:
-    if least_seconds(model) > _PATIENCE:
-        return _Own({})
     began = time.perf_counter()
     points = measure_own_text(model, _PATIENCE)
     if points is None:
