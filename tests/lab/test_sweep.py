@@ -225,7 +225,7 @@ BAD: list[tuple[str, str]] = [
     ("T\nbaseline = 'entropy'", "baseline = 'entropy': no such setting, did you mean 'entropix'"),
     ("T\n[set]\n'base.temprature' = 1", "set: .*'base.temprature', did you mean 'base.temp"),
     ("T\n[set]\n'thresholds.h1' = 3\n'thresholds.h2' = 2", "set: .*h1 = 3 is above.*h2 = 2"),
-    ("T\n[settings.a]\n'base.top_k' = -1", r"settings.a: .*base.top_k = -1: must lie in"),
+    ("T\n[settings.a]\n'base.top_k' = -1", r"settings.a: .*base.top_k = -1: must be an integer in"),
     ("T\nbase = 'greedy'\n[settings.greedy]\n", "two settings are called 'greedy'"),
     (f"T\n{TUNE}[settings.'top-p (tuned)']", r"two settings are called 'top-p \(tuned\)'"),
     ("T\n[grid]", "grid: has no keys"),
