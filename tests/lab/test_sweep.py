@@ -234,7 +234,7 @@ BAD: list[tuple[str, str]] = [
     (f"T\n{OVER}{{ from = 2, to = 1 }}", "base.temperature: must be a list of values, or"),
     (f"T\n{OVER}{{ from = 0, to = 1, scale = 'log' }}", "base.temperature: must be a list"),
     (f"T\n{OVER}{{ from = 1, to = 1{'0' * 400} }}", "base.temperature: must be a list"),
-    (f"T\n{OVER}{{ from = 1, to = 1e300, scale = 'log' }}", r"temperature = 1e\+300: must lie"),
+    (f"T\n{OVER}{{ from = 1, to = 1e300, scale = 'log' }}", r"temperature = 1e\+300: must be a"),
     ("T\n[random.over]\n'base.top_k' = {from = 1.2, to = 1.8}", "base.top_k: no integer"),
     (
         "T\n[random.over]\n'thresholds.h1' = [3, 4]\n'thresholds.h2' = [1, 2]",
