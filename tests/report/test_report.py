@@ -170,7 +170,7 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
         ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
         ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
-        ("pipe", "page.html", "pipe: not a regular file: save it in one"),
+        ("pipe", "page.html", "pipe: not a regular file: give a trace"),
         # What to do instead.
         ("batch", "page.html", "a batch's output has no page: run batch with --trace DIR"),
         ("study", "page.html", "a study has no page: read its summary.md and plots/"),
