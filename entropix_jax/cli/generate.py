@@ -26,7 +26,7 @@ from entropix_jax.cli.options import (
 from entropix_jax.cli.status import StatusLine, is_terminal, show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_writable, scratch_beside
-from entropix_jax.host.interrupts import EXIT_INTERRUPT, announce_interrupts, deferred_interrupts
+from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
     from entropix_jax.engine.generation import Generation
@@ -61,8 +61,8 @@ class Arguments:
     ask: Flag = False
     """On a terminal, let a person choose where two branches are too close to call."""
     verbose: Flag = False
-    """Print the metrics' means at the end, and the latest token's during the run: on a terminal
-    that does not show the text, or in a log every 64 tokens. h is the entropy, u the varentropy."""
+    """Print the metrics' means at the end, and the latest token's during the run, on a terminal
+    that does not show the text. h is the entropy, u the varentropy."""
     trace: File = None
     """Write a trace: JSON Lines, one object per token."""
     trace_top: Count = 0
@@ -112,22 +112,13 @@ def _main(arguments: Arguments) -> int:
         model,
         prompt,
         calibrated,
-        max_new_tokens=arguments.text.max_new_tokens,
+        **arguments.text.values(),
         samples=arguments.samples,
-        seed=arguments.text.seed,
-        chat=arguments.text.as_chat,
-        system=arguments.text.system,
-        stop=arguments.text.stops,
-        ignore_eos=arguments.text.ignore_eos,
         recording=Recording(top=top, layers=layers, check=arguments.model.check),
         ask=_ask_on_terminal(arguments, status),
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
-
-    def announce_stop() -> None:
-        waits = "step" if "first_token" in generation.timings else "compiler"
-        status.show(f"stopping as soon as the {waits} is done ...")
 
     if arguments.trace is not None and Path(arguments.trace).is_fifo():
         print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)
@@ -136,7 +127,6 @@ def _main(arguments: Arguments) -> int:
         # Opened while a signal still ends the process: a pipe without a reader blocks for ever.
         writer = None if trace is None else stack.enter_context(TraceWriter(trace))
         stack.enter_context(deferred_interrupts(generation.stop))
-        stack.enter_context(announce_interrupts(announce_stop))
         if trace is None or writer is None:
             return _run(arguments, generation, None, status)
         assert generation.rows.header is not None
@@ -262,7 +252,7 @@ def _run(
         if meter is not None:
             meter.update(event.row if screen is None else rows[min(shown, len(rows) - 1)])
 
-    status.show("compiling and reading the prompt (the first run takes longer) ...")
+    status.show("compiling and reading the prompt (once that is done, Ctrl-C ends the run) ...")
     try:
         for number, event in enumerate(generation):
             if number == 0:

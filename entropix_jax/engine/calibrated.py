@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.own_text import least_seconds, measure_own_text
+from entropix_jax.engine.own_text import measure_own_text
 from entropix_jax.engine.preparation import CalibratedSampler, sampler_settings
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import user_folder
@@ -56,10 +56,7 @@ def calibrate_sampler(
     sampler: Sampler, model: LanguageModel, may: May = "make"
 ) -> CalibratedSampler:
     """A sampler as it runs on a model: with the model's thresholds, and its parameters as arrays.
-
-    Raises:
-        UserError: see `fit_thresholds` and `sampler_settings`.
-    """
+    UserError: see `fit_thresholds` and `sampler_settings`."""
     fitted = fit_thresholds(sampler, model, may)
     return CalibratedSampler(fitted, sampler_settings(model, fitted))
 
@@ -75,8 +72,7 @@ def fit_thresholds(sampler: Sampler, model: LanguageModel, may: May = "make") ->
         may: "make"; or only "reuse" thresholds made before; or only "read" the model's file, which
             is the same for all processes of a run.
 
-    Raises:
-        UserError: the model's file is damaged, or the bounds leave nothing between them.
+    UserError if the model's file is damaged, or the bounds leave nothing between them.
     """
     if not sampler.values["thresholds.calibrated"]:
         return sampler.with_thresholds({})
@@ -112,11 +108,8 @@ def _own_thresholds(model: LanguageModel, *, make: bool) -> _Own | None:
 
 
 def _cache_file(model: LanguageModel) -> Path | None:
-    """The file of a model's thresholds; None where nothing can be kept.
-
-    Raises:
-        UserError: the model has no fingerprint.
-    """
+    """The file of a model's thresholds; None where nothing can be kept. UserError if the model has
+    no fingerprint."""
     name = f"{model.fingerprint}-{jnp.dtype(model.precision.weights).name}-{_FORMAT}.json"
     try:
         folder = user_folder("calibrations")
@@ -136,8 +129,6 @@ def _read_cached(path: Path) -> _Own | None:
 
 
 def _make(model: LanguageModel, path: Path | None) -> _Own:
-    if least_seconds(model) > _PATIENCE:
-        return _Own({})
     began = time.perf_counter()
     points = measure_own_text(model, _PATIENCE)
     if points is None:

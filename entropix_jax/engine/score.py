@@ -96,8 +96,8 @@ def score_tokens(
             positions. A longer text is read in segments that begin half that number before the
             tokens to be measured.
 
-    Raises:
-        UserError: fewer than two tokens, a context that the model lacks, or NaN or infinite logits.
+    UserError if there are fewer than two tokens, the model lacks the context, or logits are NaN or
+    infinite.
     """
     recording = recording or Recording()
     check_recording(model, recording)
@@ -142,11 +142,8 @@ def score_tokens(
 def check_context(
     model: LanguageModel, context: int | None, *, least: int = 2, usual: int = _CONTEXT
 ) -> int:
-    """How many tokens the model sees at once, at most.
-
-    Raises:
-        UserError: fewer than `least`, or more than its positions.
-    """
+    """How many tokens the model sees at once, at most. UserError if they are fewer than `least`, or
+    more than its positions."""
     positions = model.config.max_positions
     if context is None:
         return min(usual, positions)
@@ -205,10 +202,7 @@ class TextReader:
     def read(self, texts: Sequence[Text], batch: int) -> Iterator[tuple[int, int, Scores]]:
         """Reads at most `batch` texts side by side. Yields for each part of a text its number, the
         index of the part's first token, and the scores after each of its tokens.
-
-        Raises:
-            UserError: NaN or infinite logits.
-        """
+        UserError if logits are NaN or infinite."""
         config, done = self.model.config, 0
         position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         position_bytes *= self.model.precision.activations.itemsize

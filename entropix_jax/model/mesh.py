@@ -67,11 +67,8 @@ class Rules:
 
 def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh over all of `devices` that the option `--mesh` describes, such as "data=4,model=2":
-    an omitted axis has size 1. None: all devices on `data`.
-
-    Raises:
-        UserError: not of this form, or not for this number of devices.
-    """
+    an omitted axis has size 1. None: all devices on `data`. UserError if it is not of this form, or
+    not for this number of devices."""
     sizes = {DATA: len(devices) if text is None else 1, MODEL: 1}
     if text is not None:
         form = rf"\s*({DATA}|{MODEL})\s*=\s*0*([1-9]\d{{0,8}})\s*"

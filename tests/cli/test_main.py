@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -587,21 +585,12 @@ def test_ctrl_c_while_importing(start: Start, module: bytes, tmp_path: Path) -> 
 
 def test_ctrl_c_while_compiling(start: Start, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    far, near = pty.openpty()
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty"), "TERM": "xterm"}
-    process = start("--trace", trace, env=cache, stderr=near)
+    process = start("--trace", trace, env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty")})
     wait_for(trace, 1, process)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=PATIENCE)
-    os.close(near)
-    err = b""
-    with contextlib.suppress(OSError):  # the end
-        while part := os.read(far, 1 << 16):
-            err += part
-    os.close(far)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in err
-    assert b"stopping as soon as the compiler is done" in err
     assert read_trace(trace)[-1]["rows"][0]["finish_reason"] == "interrupt"
 
 
