@@ -62,7 +62,7 @@ from entropix_jax.sampler.sampler import Sampler
 RANDOM_1B = "1b"
 FULL, GREEDY, BARE = "entropix", "greedy", "forward + argmax"
 TYPES = ("bfloat16", "float32", INT8)
-NOBODY = jnp.full(1, -1, jnp.int32)  # no token ends a row
+NOBODY = np.full(1, -1, np.int32)  # no token ends a row
 
 
 # Steps and prompts of this package.
@@ -111,24 +111,34 @@ class Model:
         rate = machine[str(self.precision.activations)]
         return max(size / machine["read"], operations / rate)
 
-    def state(self, batch: int, context: int, capacity: int) -> DecodeState:
+    def state(
+        self, rows: Sequence[Sampler], context: int, capacity: int, lanes: int = 0
+    ) -> DecodeState:
         """Rows with `context` random tokens each, none of them cached."""
+        batch = len(rows)
         tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, context))
         return init_state(
             self.config,
             tokens.tolist(),
             [capacity - context] * batch,
             np.stack([row_key(0, str(row)) for row in range(batch)]),
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(self._settings, rows)),
+            NOBODY,
             capacity=capacity,
             dtype=self.precision.activations,
+            lanes=lanes,
         )
 
     def decode(
-        self, rows: Sequence[Sampler], context: int, steps: int, capacity: int | None = None
+        self,
+        rows: Sequence[Sampler],
+        context: int,
+        steps: int,
+        capacity: int | None = None,
+        lanes: int = 0,
     ) -> Timed:
-        """Times a step of rows that each have a sampler."""
+        """Times a step of rows that each have a sampler, on a device with so many lanes."""
         capacity = capacity or bucket(context + steps, 256)
-        params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(self._settings, rows))
         run = partial(
             decode,
             config=self.config,
@@ -138,19 +148,20 @@ class Model:
         )
 
         def seconds() -> float:
-            state = self.state(len(rows), context, capacity)
+            state = self.state(rows, context, capacity, lanes)
             state = jax.block_until_ready(
                 replace(state, cache=_filled(state.cache, jnp.int32(context - 1)))
             )
+            ran, forked = 0, False
             started = time.perf_counter()
-            _, records, _ = jax.block_until_ready(
-                run(self.params, params, NOBODY, state, jnp.int32(steps))
-            )
-            elapsed = time.perf_counter() - started
-            ran = int(records.live.any(axis=1).sum())
-            if ran < steps:  # the log of branches is full, or a row waits for the host
-                raise UserError(f"only {ran} of {steps} steps ran: give --steps {ran}")
-            return elapsed / steps
+            for _ in range(2 * steps):  # a call may find that the lanes are needed, or are not
+                state, records, needs_lanes = jax.block_until_ready(
+                    run(self.params, state, jnp.int32(steps - ran), lanes=forked)
+                )
+                ran, forked = ran + int(records.live.any(axis=1).sum()), bool(needs_lanes)
+                if ran == steps:
+                    return (time.perf_counter() - started) / steps
+            raise UserError(f"only {ran} of {steps} steps ran: give --steps {ran}")
 
         return seconds
 
@@ -186,7 +197,7 @@ class Model:
         window = min(bucket(tokens, PREFILL_WINDOW), capacity)
 
         def seconds() -> float:
-            state = jax.block_until_ready(self.state(1, tokens, capacity))
+            state = jax.block_until_ready(self.state([load_sampler(FULL)], tokens, capacity))
             prompt = jnp.asarray(state.history[:, :tokens])
             return seconds_of(
                 lambda: prefill(
@@ -249,6 +260,7 @@ def branching(everywhere: bool, depth: int, width: int) -> Sampler:
             "arms.mid": "sample",
             "loop.max_period": 0,
             "branch.commit_all": False,
+            "branch.max_share": 1e6,
             "branch.depth": depth,
             "branch.width": width,
             "branch.min_p": 0.0,
@@ -273,9 +285,10 @@ def measure_steps(args: argparse.Namespace, figures: Figures, scratch: Path) -> 
             if args.branching:
                 rows = [branching(True, args.depth, args.width)] * args.branching
                 others = [branching(False, args.depth, args.width)] * (batch - len(rows))
+                lanes = len(rows) * (args.width - 1)
                 contestants = {
-                    f"{len(rows)} branch": model.decode(rows + others, context, steps),
-                    "those alone": model.decode(rows, context, steps),
+                    f"{len(rows)} branch": model.decode(rows + others, context, steps, lanes=lanes),
+                    "those alone": model.decode(rows, context, steps, lanes=lanes),
                 }
             else:
                 contestants = step_contestants(model, peers, batch, context, steps)
@@ -544,7 +557,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--steps", type=int, default=8 if on_cpu else 128, help="of one timing")
     step.add_argument("--slots", nargs="+", type=int, help="also compare caches of such sizes")
-    step.add_argument("--branching", type=int, metavar="N", help="let N rows branch at each step")
+    step.add_argument("--branching", type=int, metavar="N", help="let N rows branch all the time")
     step.add_argument("--depth", type=int, default=8, help="tokens of a branch")
     step.add_argument("--width", type=int, default=4, help="branches of a row")
     prompt.add_argument("--tokens", nargs="+", type=int, default=[128, 512])

@@ -48,7 +48,9 @@ class RunningRow:
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
-        self._pending: list[TokenRecord] = []  # those that a later step may retract
+        # Tokens that a later step may retract, in between those that one did, in the order in which
+        # they are told.
+        self._pending: list[tuple[TokenRecord, bool]] = []
         self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
         self._retrieved = 0
@@ -72,11 +74,15 @@ class RunningRow:
 
     @property
     def _generated(self) -> int:
-        return len(self.row.tokens) + len(self._pending)
+        return len(self.row.tokens) + len(self._live)
+
+    @property
+    def _live(self) -> list[TokenRecord]:
+        return [token for token, retracted in self._pending if not retracted]
 
     def apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
-        """Applies what a step did to the row or a branch of it: commits tokens, retracts the
-        pending one, ends the row, or calls a hook and sets `answer`.
+        """Applies what a step did to the row or a branch of it: commits tokens, retracts pending
+        ones, ends the row, or calls a hook and sets `answer`.
 
         `stopping` tells whether the run was asked to stop: then no hook is called.
         """
@@ -90,7 +96,8 @@ class RunningRow:
             return
         # A row that goes back.
         if outcome.rewinds:
-            yield from self._retract(token.position)
+            self._retract(token.position)
+            yield from self._commit(outcome.settled)
             return
         # A row that failed, that waits for a text, or that is forked: what it has stands.
         if outcome.finish == FINISHED_ERROR:
@@ -116,7 +123,7 @@ class RunningRow:
 
     def _add(self, tokens: list[TokenRecord], outcome: Outcome) -> Iterator[Event]:
         """Adds a step's tokens, and commits what later steps cannot go back beyond."""
-        self._pending += tokens
+        self._pending += [(token, False) for token in tokens]
         if (reason := _FINISH.get(outcome.finish)) is None:
             yield from self._commit(outcome.settled)
             return
@@ -156,18 +163,23 @@ class RunningRow:
 
     def _commit(self, end: int | None = None, reason: str | None = None) -> Iterator[Event]:
         """Commits the pending tokens before position `end`, by default all. The row ends with the
-        last for `reason`, or with a stop string."""
+        last for `reason`, or with a stop string. Those that were retracted are told in between."""
         row = self.row
         while self._pending and self.running:
-            if end is not None and self._pending[0].position >= end:
+            token, retracted = self._pending[0]
+            if not retracted and end is not None and token.position >= end:
                 return
-            token = self._pending.pop(0)
+            del self._pending[0]
+            row.log.append((token, retracted))
+            if retracted:
+                row.retracted_tokens.append(token)
+                yield self._token_event(token, (), retracted=True)
+                continue
             last = reason if not self._pending else None
             token.text = self._stream.push(token.token_id)
             if last is not None:
                 token.text += self._stream.flush()
             row.tokens.append(token)
-            row.log.append((token, False))
             pieces = tuple(Piece(*shown) for shown in self._stop.push(token.text, token))
             row.text += "".join(piece.text for piece in pieces)
             if self._stop.stopped or last is not None:
@@ -175,17 +187,18 @@ class RunningRow:
             yield self._token_event(token, pieces)
         self._pending.clear()
 
-    def _retract(self, position: int) -> Iterator[Event]:
-        """Retracts the pending tokens from a position on."""
-        retracted = [token for token in self._pending if token.position >= position]
-        texts = self._stream.peek([token.token_id for token in self._pending])
-        texts = texts[len(self._pending) - len(retracted) :]
-        self._pending = [token for token in self._pending if token.position < position]
-        for token, text in zip(retracted, texts, strict=True):
-            token.text = text
-            self.row.retracted_tokens.append(token)
-            self.row.log.append((token, True))
-            yield self._token_event(token, (), retracted=True)
+    def _retract(self, position: int) -> None:
+        """Retracts the pending tokens from a position on. They are told once those before them
+        are, in the order of a trace."""
+        live = self._live
+        for token, text in zip(
+            live, self._stream.peek([token.token_id for token in live]), strict=True
+        ):
+            if token.position >= position:
+                token.text = text
+        self._pending = [
+            (token, retracted or token.position >= position) for token, retracted in self._pending
+        ]
 
     def _token_event(
         self, token: TokenRecord, pieces: tuple[Piece, ...], *, retracted: bool = False

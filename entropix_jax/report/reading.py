@@ -80,6 +80,7 @@ class TraceReader:
     torn: bool = False
     _number: int = 0
     _next: dict[int, int] = field(default_factory=dict)  # each row's next position
+    _farthest: dict[int, int] = field(default_factory=dict)  # that of a token that was retracted
 
     def __iter__(self) -> Iterator[Line]:
         """Yields the complete lines in order. UserError, which names the file and the line, if this
@@ -150,12 +151,15 @@ class TraceReader:
             self._refuse(f"unknown regime {json.dumps(record['regime'])}")
         row, position = record["row"], record["position"]
         expected = self._next.setdefault(row, position)
-        if position != expected:
+        retracted = record["type"] == "retracted"
+        # Of retracted tokens there may be any number, each after one of the position before it.
+        farthest = self._farthest.get(row, expected) if retracted else expected
+        if not expected <= position <= farthest:
             problem = f"row {row} has position {position}, expected {expected}"
             self._refuse(f"{problem}: lines are missing")
-        retracted = record["type"] == "retracted"
         (self.retracted if retracted else self.tokens)[row] += 1
-        self._next[row] = position if retracted else position + 1
+        self._farthest[row] = position + 1
+        self._next[row] = expected if retracted else position + 1
 
     def _check_shape(self, value: Any, shape: Any, place: str = "") -> None:
         """Refuses a value, at a place in the line's object, that does not have its shape."""

@@ -16,6 +16,7 @@ Tree = TypeVar("Tree")
 
 MAX_REACH = 8  # R, positions that a row can go back at once
 MAX_ATTEMPTS = 8  # tokens that may be banned at one position
+_RING = ("logprob", "proposal", "tally", "attempts", "bans")  # fields of a `Trail` that are [B, R]
 
 
 @struct.dataclass
@@ -60,7 +61,7 @@ class Trail:
             index = jnp.mod(position, MAX_REACH).reshape(-1, *[1] * (x.ndim - 1))
             return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
-        ring = {name: jax.tree.map(take, getattr(self, name)) for name in self._ring}
+        ring = {name: jax.tree.map(take, getattr(self, name)) for name in _RING}
         return replace(self, **ring)
 
     def put(self, position: jax.Array, rows: jax.Array, **entry: Any) -> "Trail":
@@ -73,8 +74,6 @@ class Trail:
 
         ring = {name: jax.tree.map(put, getattr(self, name), one) for name, one in entry.items()}
         return replace(self, **ring)
-
-    _ring = ("logprob", "proposal", "tally", "attempts", "bans")
 
 
 @struct.dataclass

@@ -147,11 +147,13 @@ records = st.builds(
 
 @st.composite
 def rows(draw: st.DrawFn, number: int) -> Row:
-    """A row of a run: tokens in order, of which some stand in the place of others."""
+    """A row of a run: tokens in order, of which some stand in the place of several others."""
     row = Row(unrun([1, 2, 3], str(number), 8))
     for position in range(3, 3 + draw(st.integers(0, 3))):
-        for kept in [row.retracted_tokens] * draw(st.integers(0, 1)) + [row.tokens]:
-            kept.append(replace(draw(records), row=number, position=position))
+        back = [i for _ in range(draw(st.integers(0, 2))) for i in range(draw(st.integers(0, 3)))]
+        for beyond, kept in [*((i, row.retracted_tokens) for i in back), (0, row.tokens)]:
+            kept.append(replace(draw(records), row=number, position=position + beyond))
+            row.log.append((kept[-1], kept is not row.tokens))
     row.text = "".join(token.text for token in row.tokens)
     row.finish_reason = draw(st.sampled_from((None, "eos", "length", "stop", "error")))
     row.error = draw(texts) if row.finish_reason == "error" else None
@@ -171,7 +173,7 @@ def traces(draw: st.DrawFn) -> list[Json]:
     seed, name = draw(st.none() | st.integers(0, 2**63)), draw(texts)
     start = header(model, sampler, prompt_ids, seed=seed, name=name)
     run = [draw(rows(i)) for i in range(draw(st.integers(1, 2)))]
-    lines = [t.to_json(retracted=back) for row in run for t, back in row.history()]
+    lines = [t.to_json(retracted=back) for row in run for t, back in row.log]
     ends = [{"row": i, **row.to_json()} for i, row in enumerate(run)]
     seconds = st.floats(0, 1e6)
     timings = draw(st.dictionaries(st.sampled_from(("total", "first_token")), seconds))

@@ -39,6 +39,8 @@ from tests.support.models import (
     start,
     teacher_forced,
 )
+from tests.support.samplers import Job, params_of
+from tests.support.samplers import start as start_jobs
 
 PACKAGE = Path(entropix_jax.__file__).parent
 
@@ -272,13 +274,12 @@ def test_defect_17_a_step_never_asks_the_host(params) -> None:
     found = on_host(primitives(jax.make_jaxpr(jax.jit(planted))(1.0).jaxpr))
     assert len(found) >= 2  # the search finds what it looks for, in inner functions too
 
-    state = start(params, TINY, [[1, 2, 3], [4]], [5, 5], capacity=16)
+    job = Job([1, 2, 3], params_of("entropix", num_layers=TINY.num_layers))
+    state = start_jobs(TINY, params, [job, replace(job, prompt=[4])], 16)
     options = {**STATIC, "max_steps": 5, "recording": Recording(top=2, layers=True)}
-    no_ends, steps = jnp.asarray([-1], jnp.int32), jnp.int32(5)
-    for preset in ("greedy", "entropix"):
-        sampler = sampler_params(TINY, 2, preset)
-        step = partial(decode, **options)
-        jaxpr = jax.make_jaxpr(step)(params, sampler, no_ends, state, steps)
+    for lanes in (False, True):
+        step = partial(decode, **options, lanes=lanes)
+        jaxpr = jax.make_jaxpr(step)(params, state, jnp.int32(5))
         names = primitives(jaxpr.jaxpr)
         assert {"while", "dot_general", "top_k"} <= names
         assert not on_host(names)
@@ -290,12 +291,15 @@ def test_defect_17_other_values_compile_nothing(params) -> None:
 
     def once(prompts: list[list[int]], budget: int, preset: str, seed: int) -> None:
         state = start(params, TINY, prompts, [budget] * len(prompts), capacity=16)
-        state = replace(state, keys=jnp.full_like(state.keys, seed))
-        sampler = sampler_params(TINY, len(prompts), preset)
-        sampler = replace(sampler, low=sampler.low + 0.1 * seed)
-        ends, steps = jnp.asarray([seed], jnp.int32), jnp.int32(budget)
-        options = {**STATIC, "max_steps": 24, "recording": Recording()}
-        decode(params, sampler, ends, state, steps, **options)
+        settings = sampler_params(TINY, len(prompts), preset)
+        state = replace(
+            state,
+            keys=jnp.full_like(state.keys, seed),
+            settings=replace(settings, low=settings.low + 0.1 * seed),
+            eos_ids=jnp.full_like(state.eos_ids, seed),
+        )
+        options = {**STATIC, "max_steps": 24, "recording": Recording(), "lanes": False}
+        decode(params, state, jnp.int32(budget), **options)
 
     def programs() -> list[int]:
         compiled: list[Any] = [decode, prefill]

@@ -15,18 +15,16 @@ import pytest
 
 from entropix_jax.cli import batch
 from entropix_jax.cli import generate as main
-from entropix_jax.engine.decode import _forward_branches
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
-from entropix_jax.model.cache import init_cache, init_suffixes
+from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
-from entropix_jax.stats import AttnStats
 from tests.support import reference
 from tests.support.meshes import two
 from tests.support.model_folders import (
@@ -191,28 +189,21 @@ def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
         assert good.finish_reason == "length"
 
 
-def test_a_branch_that_is_unsound_has_no_logits() -> None:
-    """The branches beside it have those that they have unchecked."""
-    params = sharp_params()
-    bad = replace(params, embedding=params.embedding.at[7].set(jnp.inf))
-    cache = init_cache(SHAPE, 2, 16, jnp.dtype(jnp.float32))
-    prompts = jnp.array([[5, 6, 8], [9, 8, 6]], jnp.int32)
-    count = jnp.full(2, 3, jnp.int32)
-    _, _, cache = forward(bad, SHAPE, prompts, count, cache, window=16)
-    suffixes = init_suffixes(cache, 3, 4)
-    tokens = jnp.array([[5, 7, 6], [8, 9, 7]], jnp.int32)
-
-    def read(check: bool) -> tuple[jax.Array, AttnStats]:
-        logits, stats, _ = _forward_branches(
-            bad, cache, tokens, jnp.int32(0), suffixes, config=SHAPE, window=16, check=check
-        )
-        return logits.reshape(2, 3, -1), stats
-
-    (checked, stats), (unchecked, _) = read(True), read(False)
-    assert stats.sound is None  # told already
-    unsound = np.asarray(tokens) == 7
-    np.testing.assert_array_equal(np.isnan(np.asarray(checked)).all(axis=-1), unsound)
-    np.testing.assert_array_equal(checked[~unsound], unchecked[~unsound])
+@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+def test_a_branch_that_is_unsound_is_never_best(tmp_path: Path) -> None:
+    """The branches beside it have the scores that they have in a sound model."""
+    (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))), PROMPT, CHECK)
+    forks = [one.branches for one in whole.tokens if one.branches]
+    taken = {*PROMPT, *(one.token_id for one in whole.tokens)}
+    lost = {t for fork in forks for one in fork if not one.chosen for t in one.tokens} - taken
+    bad = load(str(write_model(tmp_path / "bad", poisoned(min(lost)))))
+    (row, _) = run_of(bad, PROMPT, CHECK)
+    assert [one.token_id for one in row.tokens] == [one.token_id for one in whole.tokens]
+    for fork, sound in zip((t.branches for t in row.tokens if t.branches), forks, strict=True):
+        for one, other in zip(fork, sound, strict=True):
+            at = other.tokens.index(min(lost)) + 1 if min(lost) in other.tokens else None
+            assert one == (other if at is None else replace(one, tokens=other.tokens[:at]))
+            assert (one.score is None) == (at is not None)
 
 
 def sound_of(*places: tuple[int, int], tokens: int = 4, stages: int = 5) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The forward pass against float64: of whole texts, of branches, and of a generation."""
+"""The forward pass against float64: of whole texts and of a generation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
-from entropix_jax.model.cache import init_cache, init_suffixes
-from entropix_jax.model.llama import forward, forward_branches, rms_norm
+from entropix_jax.model.cache import init_cache
+from entropix_jax.model.llama import forward, rms_norm
 from tests.support import reference
 from tests.support.models import (
     TINY,
@@ -26,7 +26,6 @@ from tests.support.models import (
 
 LONG = 200  # tokens: enough to see an error of the rotary embedding
 run_every = jax.jit(forward, static_argnames=("config", "window", "every"))
-run_branches = jax.jit(forward_branches, static_argnames=("config", "window"))
 
 
 def same(a, b, tolerance: float = 1e-5) -> None:
@@ -108,7 +107,7 @@ def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None
         assert np.sqrt((error**2).mean()) < 0.05 * want.std()
 
 
-# --- every position, and branches -----------------------------------------------------------------
+# --- every position -------------------------------------------------------------------------------
 
 
 def test_every_position_has_its_own_statistics(params, tokens) -> None:
@@ -132,48 +131,6 @@ def test_every_position_has_its_own_statistics(params, tokens) -> None:
         np.testing.assert_array_equal(hidden[row, :number], plain_hidden[row, :number])
     for got, want in zip(grown.keys + grown.values, plain.keys + plain.values, strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("junk", [0.0, 1e30, np.nan])
-def test_branches_are_passes_of_their_own(params, junk: float) -> None:
-    """Two rows with three branches of four tokens each: what each text alone would give."""
-    prefixes = [random_tokens(TINY, 70), random_tokens(TINY, 3, seed=1)]
-    branches = np.random.default_rng(2).integers(0, TINY.vocab_size, (2, 3, 4), dtype=np.int32)
-    cache = fill_unused(init_cache(TINY, 2, 96, jnp.dtype(jnp.float32)), junk)
-    batch = np.zeros((2, 70), np.int32)
-    for row, prefix in enumerate(prefixes):
-        batch[row, : len(prefix)] = prefix
-    count = jnp.asarray([70, 3], jnp.int32)
-    _, _, cache = run(params, TINY, jnp.asarray(batch), count, cache, window=96)
-    suffixes = init_suffixes(cache, 3, 4)
-    for depth in range(4):
-        hidden, stats, suffixes = run_branches(
-            params,
-            TINY,
-            jnp.asarray(branches[:, :, depth]),
-            jnp.int32(depth),
-            cache,
-            suffixes,
-            window=96,
-        )
-        logits = np.asarray(logits_of(params, hidden))
-        for row, prefix in enumerate(prefixes):
-            for w in range(3):
-                text = np.concatenate([prefix, branches[row, w, : depth + 1]])
-                want, attention = reference.forward(params, TINY, text)
-                same(logits[row, w], want[-1], 2e-5)
-                one = row_of(stats, 3 * row + w)
-                assert float(one.keys[0]) == len(text)
-                for field in ("entropy", "varentropy", "divergence", "interaction"):
-                    same(getattr(one, field)[0], getattr(attention[-1], field), 5e-5)
-    # The suffixes hold what the cache of that text alone holds.
-    for row, prefix in enumerate(prefixes):
-        text = np.concatenate([prefix, branches[row, 1]])
-        _, _, alone = teacher_forced(params, TINY, text[None])
-        for own, whole in zip(
-            suffixes.keys + suffixes.values, alone.keys + alone.values, strict=True
-        ):
-            same(own[row, 1], whole[0, :, len(prefix) :])
 
 
 # --- generation ----------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The same folder read by `transformers` and by this package: the same numbers from a prompt, step
-by step, in branches and on two devices.
+by step and on two devices.
 
 Folders are written by `transformers` itself; no bias is 0 and no norm is 1.
 """
@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.model.cache import KVCache, init_cache, init_suffixes
+from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.checkpoint import load_params, save_params
 from entropix_jax.model.config import MODEL_TYPES, ModelConfig, load_model_config
-from entropix_jax.model.llama import forward_branches
 from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.stats import AttnStats
@@ -32,7 +31,6 @@ from tests.support.models import generate, logits_of, run, teacher_forced
 
 PROMPT, CONTEXT = 192, 200  # long enough to see an error of the rotary embedding
 COUNTS = np.array([PROMPT, PROMPT - 7], np.int32)  # of the two rows' prompts
-WIDTH, DEPTH = 2, 2
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -73,8 +71,6 @@ VARIANTS: dict[tuple[str, bool], dict[str, Any]] = {
     ("smollm3", True): {"no_rope_layers": [1, 0]},
     ("smollm3", False): {"no_rope_layer_interval": 2, **SLIDING},
 }
-
-run_branches = jax.jit(forward_branches, static_argnames=("config", "window"))
 
 
 @dataclass
@@ -201,32 +197,6 @@ def test_steps(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None
         for row, position in enumerate(at):
             check_stats(stats, row, weights[row, :, :, position, : position + 1])
     assert cache.length.tolist() == (COUNTS + CONTEXT - PROMPT).tolist()
-
-
-@kin("qwen2", "qwen3", "smollm3")
-def test_branches(made: Maker, tokens: np.ndarray, family: str, tied: bool) -> None:
-    """Two of each row, a token at a time: as the same texts in one pass."""
-    model = made(family, tied)
-    _, _, cache = prefilled(model.params, model.config, tokens)
-    suffixes = init_suffixes(cache, WIDTH, DEPTH)
-    branches = np.random.default_rng(1).integers(3, 64, (2, WIDTH, DEPTH), dtype=np.int32)
-    for depth in range(DEPTH):
-        hidden, stats, suffixes = run_branches(
-            model.params,
-            model.config,
-            jnp.asarray(branches[:, :, depth]),
-            jnp.int32(depth),
-            cache,
-            suffixes,
-            window=CONTEXT,
-        )
-        logits = np.asarray(logits_of(model.params, hidden))
-        for row, count in enumerate(COUNTS):
-            for branch in range(WIDTH):
-                text = [*tokens[row, :count], *branches[row, branch, : depth + 1]]
-                want, weights = model.theirs(np.asarray([text]))
-                close(logits[row, branch], want[0, -1])
-                check_stats(stats, WIDTH * row + branch, weights[0, :, :, -1])
 
 
 @kin("qwen2", "qwen3")
