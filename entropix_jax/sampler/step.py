@@ -244,9 +244,7 @@ def _propose(
     )
 
 
-def _remember(
-    step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.Array
-) -> Trail:
+def _remember(step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.Array) -> Trail:
     """The trail with the token of each row that moves on; what was retracted at its position stays
     retracted."""
     trail, length = step.trail, step.rows.length
@@ -260,10 +258,11 @@ def _remember(
         attempts=jnp.where(first, 0, here.attempts),
         bans=jnp.where(first[:, None], -1, here.bans),
     )
+    # What a row had when it waited for the host stands.
     drawn = jnp.where(was_drawn, jnp.minimum(trail.drawn + 1, MAX_REACH), 0)
     return replace(
         trail,
-        drawn=jnp.where(moves, drawn, trail.drawn),
+        drawn=jnp.where(moves | (step.rows.running & step.waits), drawn, trail.drawn),
         again=trail.again & ~moves,
     )
 
