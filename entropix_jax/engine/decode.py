@@ -132,7 +132,7 @@ def decode_step(
         choice=choice,
         extras=extras_of(logits, stats, recording),
         rewinds=step.rewinds,
-        settled=settled(settings, sampler, after),
+        settled=jnp.where(joined.joins, state.cache.length + 1, settled(settings, sampler, after)),
         unsound=unsound,
         finish=jnp.where(joined.joins, state.finish, finish),
         parent=fork.parent,
@@ -193,9 +193,7 @@ def decode(
     state = whole if lanes else _without_lanes(whole)
     batch = state.finish.shape[0] - state.lanes
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
-    step = jax.jit(
-        partial(decode_step, params, config=config, window=window, recording=recording)
-    )
+    step = jax.jit(partial(decode_step, params, config=config, window=window, recording=recording))
     shapes = jax.eval_shape(step, state)[1]
     records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 
@@ -406,4 +404,3 @@ def _rows(state: DecodeState, vocab_size: int) -> Rows:
         branch=state.fork.branch,
         vocab_size=vocab_size,
     )
-
