@@ -86,7 +86,7 @@ def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
 def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
     """The proposal of an arm in Python's own floats, from the file's own values."""
     if not may:
-        arm = {"branch": "explore", "backspace": "resample"}.get(arm, arm)
+        arm = {"branch": "explore", "backspace": "adaptive"}.get(arm, arm)
     h, u, va = metrics["entropy"], metrics["varentropy"], metrics["attn_varentropy"]
     ea, a = seen_by(metrics, v)
     strength = metrics["interaction_strength"]
@@ -228,7 +228,7 @@ def test_random_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"), [("inject", "sample"), ("branch", "explore"), ("backspace", "resample")]
+    ("name", "instead"), [("inject", "sample"), ("branch", "explore"), ("backspace", "adaptive")]
 )
 def test_each_permission_concerns_its_own_arm(name: str, instead: str) -> None:
     """Without it that arm does something else, and all others do what they did."""
