@@ -131,7 +131,7 @@ def decode_step(
         choice=choice,
         extras=extras_of(logits, stats, recording),
         rewinds=step.rewinds,
-        settled=settled(settings, sampler, after),
+        settled=jnp.where(joined.joins, state.cache.length + 1, settled(settings, sampler, after)),
         unsound=unsound,
         finish=jnp.where(joined.joins, state.finish, finish),
         parent=fork.parent,

@@ -130,6 +130,7 @@ def test_values_reach_their_places() -> None:
         "regimes.helv": ["varentropy > u1", "varentropy > 1", "varentropy < 5e0", "varentropy < 7"],
         "arms.lelv": "sample",
         "arms.mid": "explore",
+        "arms.loop": "argmax",
         "metrics.attn_entropy": "raw",
         "metrics.agreement": "published",
         "metrics.layers": [0, 2.5],
@@ -145,7 +146,7 @@ def test_values_reach_their_places() -> None:
         [-inf, np.float32(1.2), -inf, -inf],
     ]
     assert params.high[:2].tolist() == [[0.5, inf, inf, inf], [inf, 5, inf, inf]]
-    names = ["sample", "inject", "branch", "backspace", "explore"]
+    names = ["sample", "inject", "branch", "backspace", "explore", "argmax"]
     assert [ARMS[i] for i in params.arms] == names
     assert params.layer_weights.tolist() == [0, 2.5]
     assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
@@ -312,9 +313,9 @@ def test_an_arm_of_ones_own() -> None:
     assert [mechanism.name for mechanism in sampler.mechanisms] == [*ARMS, "cautious"]
     assert calibrated(sampler, Path("nowhere")).mechanisms == sampler.mechanisms
     settings, plain = settings_of(sampler), params_of("entropix")
-    assert settings.arms.tolist() == [*plain.arms[:-1], len(ARMS)]
+    assert settings.arms.tolist() == [*plain.arms[:4], len(ARMS), plain.arms[5]]
     point = metrics_of(entropy=3.0)
-    own = propose(settings.arms[-1], point, settings, view())
+    own = propose(settings.arms[4], point, settings, view())
     assert float(own.temperature) == pytest.approx(0.666 / 4)
     for arm in map(jnp.int32, range(len(ARMS))):  # the others are where they were
         one, other = (propose(arm, point, given, view()) for given in (plain, settings))
