@@ -85,7 +85,7 @@ def play(
                 (state.sampler.tally, state.history, state.cache.length)
             )
             leaves, tree = jax.tree.flatten(records)
-            for row in np.flatnonzero((records.live | records.joins)[0, :BATCH]):
+            for row in np.flatnonzero((records.live | records.joins)[0, :BATCH]).tolist():
                 one = jax.tree.unflatten(tree, [x[0, row] for x in leaves])
                 if one.width:
                     forks[row] = one
@@ -109,23 +109,6 @@ class Position:
     cooldown: int  # before it
     probability: float = 0.0
     banned: list[int] = field(default_factory=list)
-
-
-def drawn_from(
-    logits: np.ndarray,
-    heard: np.ndarray,
-    values: Mapping[str, Any],
-    tokens: list[int],
-    at: Position,
-) -> np.ndarray:
-    """What a draw after `tokens` sees: penalised, banned, without noise."""
-    seen = logits.copy()
-    ids = sorted({*tokens})
-    penalty = values["repetition.penalty"]
-    seen[ids] = np.where(seen[ids] > 0, seen[ids] / penalty, seen[ids] * penalty)
-    seen[[*values["draw.bans"], *at.banned]] = -np.inf
-    audible = np.where(heard > -np.inf, seen, -np.inf)
-    return audible if np.any(audible > -np.inf) else seen
 
 
 def draw(logits: np.ndarray, proposal: Proposal, numbers: np.ndarray, mu: float) -> list[int]:
@@ -196,8 +179,13 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         tokens.append(token)
 
     def seen(at: Position) -> np.ndarray:
-        logits, heard = model.logits(tokens[-1]), model.heard(tokens[-1], epsilon)
-        return drawn_from(logits, heard, values, tokens, at)
+        """What a draw is from: penalised, banned, without noise."""
+        logits, penalty = model.logits(tokens[-1]).copy(), values["repetition.penalty"]
+        ids = sorted({*tokens})
+        logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
+        logits[[*values["draw.bans"], *at.banned]] = -np.inf
+        audible = np.where(model.heard(tokens[-1], epsilon) > -np.inf, logits, -np.inf)
+        return audible if np.any(audible > -np.inf) else logits
 
     def drawn(at: Position, proposal: Proposal, attempt: int) -> int:
         stream = STREAM_CANDIDATE if proposal.draws > 1 else STREAM_DRAW
@@ -289,7 +277,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
                     base = np.float32(values[f"base.{name}"])
                     wanted = base if at.action == "argmax" else getattr(first, name)
                     assert getattr(proposal, name) == wanted, name
-                assert (proposal.draws, proposal.rule) == (1, first.rule)
+                assert (int(proposal.draws), proposal.rule) == (1, first.rule)
             token = drawn(at, proposal, attempt)
             if again:
                 for rule, otherwise in {
@@ -310,7 +298,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             assert choice.token == token
             assert choice.sequence_varentropy == about(np.var(entropies))
 
-        assert (step.tokens, step.last.forwards) == (tokens, forwards)
+        assert (step.tokens, int(step.last.forwards)) == (tokens, forwards)
         assert step.first.position == (len(tokens) if goes_back else length)
         reasons = [stays(at) for at in trail]
         settled = len(tokens) - (len(trail) - reasons.index("") if "" in reasons else 0)
@@ -354,6 +342,8 @@ MODEL = chain(KINDS, seed=1)
 # It ends where a drawn token would be taken back.
 THOUGHT = {"arms.helv": "inject", "inject.thought": f"3 40 {KINDS.index('hehv')}"}
 EVERYWHERE = {f"arms.{regime}": "backspace" for regime in REGIMES} | {"backspace.per_position": 8}
+UNLIKE = {"draw.bans": [*range(0, 32, 2)], "repetition.penalty": 3.0}
+HOT = {"metrics.noise_floor": True, "base.temperature": 20.0, "base.top_p": 1.0}
 BRANCHES = {"arms.lehv": "branch", "branch.depth": 3}
 
 
@@ -364,12 +354,7 @@ def far(reach: int, max_prob: float = 1.0) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adaptive": {**{f"arms.{box}": "adaptive" for box in ("helv", "lehv", "mid")}, **far(8, 0.5)},
-    "few": {
-        "draw.bans": [*range(0, 32, 2)],
-        "repetition.penalty": 3.0,
-        "backspace.per_row": 12,
-        **far(8, 0.05),
-    },
+    "few": {**UNLIKE, "backspace.per_row": 12, **far(8, 0.05)},
     "thoughts": {**THOUGHT, "inject.cooldown": 6, "inject.until_confident": True, **far(7, 0.5)},
     "branches": {**BRANCHES, "branch.max_share": 0.7, "branch.commit_all": False, **far(6)},
     "both": {**THOUGHT, **BRANCHES, "branch.depth": 1, "inject.cooldown": 9, **far(8, 0.5)},
@@ -383,14 +368,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **far(3),
     },
     "cold": {"base.temperature": 0.0, "backspace.per_position": 8, **far(8, 0.5)},
-    "noise": {
-        "metrics.noise_floor": True,
-        "base.temperature": 20.0,
-        "base.top_p": 1.0,
-        "arms.mid": "backspace",
-        "backspace.per_position": 1,
-        **far(8),
-    },
+    "noise": {**HOT, "arms.mid": "backspace", "backspace.per_position": 1, **far(8)},
 }
 NAMES = [*SETTINGS]
 LOUD = 2.0**-2  # where one token is nearly certain, no other is above this noise floor
