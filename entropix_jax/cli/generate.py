@@ -235,12 +235,13 @@ def _run(
     waiting: list[list[Piece]] = [[] for _ in rows]
     shown = 0  # the sample that is being printed
 
-    def take(event: "Event") -> None:
+    def take(*events: "Event") -> None:
         nonlocal shown
-        if writer is not None and event.token is not None:
-            writer.write(event.token.to_json(retracted=event.retracted))
-        if screen is not None:
+        for event in events:
+            if writer is not None and event.token is not None:
+                writer.write(event.token.to_json(retracted=event.retracted))
             waiting[event.row.number].extend(event.pieces)
+        if screen is not None:
             while shown < len(rows):
                 for piece in waiting[shown]:
                     screen.show(piece.text, piece.token)
@@ -249,8 +250,8 @@ def _run(
                     break
                 screen.end_text()
                 shown += 1
-        if meter is not None:
-            meter.update(event.row if screen is None else rows[min(shown, len(rows) - 1)])
+        if meter is not None and events:
+            meter.update(events[-1].row if screen is None else rows[min(shown, len(rows) - 1)])
 
     status.show("compiling and reading the prompt (once that is done, Ctrl-C ends the run) ...")
     try:
@@ -258,8 +259,7 @@ def _run(
             if number == 0:
                 status.clear()
             take(event)
-        for event in generation.interrupt():  # where Ctrl-C has ended the iteration
-            take(event)
+        take(*generation.interrupt())  # where Ctrl-C has ended the iteration
     finally:
         status.clear()
         if screen is not None:

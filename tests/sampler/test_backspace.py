@@ -4,9 +4,9 @@ The model of most tests is a chain, so that the oracle can follow a row step by 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.results import Event, Row
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     FINISHED_EOS,
@@ -23,11 +21,8 @@ from entropix_jax.engine.state import (
     FINISHED_LENGTH,
     FORKS,
     RUNNING,
-    Recording,
     StepRecord,
 )
-from entropix_jax.engine.trace import TokenRecord
-from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES, SERVED
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
@@ -35,13 +30,10 @@ from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal
 from entropix_jax.sampler.settings import MAX_DRAWS, RULES
-from entropix_jax.sampler.state import Rows, Tally
-from entropix_jax.sampler.step import choose
-from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain
+from entropix_jax.sampler.state import Tally
+from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain, regime_of
 from tests.support.draw_oracles import Kept
-from tests.support.model_folders import token_ids, write_model
 from tests.support.reference import entropy_bits, log_softmax
-from tests.support.runs import Spec, run_specs
 from tests.support.samplers import (
     BATCH,
     CAPACITY,
@@ -54,6 +46,7 @@ from tests.support.samplers import (
     params_of,
     start,
 )
+from tests.support.steps import choose_jit, rows_of
 
 # What was done
 
@@ -86,19 +79,20 @@ def play(
     taken: list[list[Taken]] = [[] for _ in jobs]
     forks: dict[int, StepRecord] = {}
     while np.any(np.isin(state.finish, (RUNNING, FORKS, BRANCH_ENDED))):
-        for state, records in advance(model, state, 1, config=CONFIG):
+        for now, records in advance(model, state, 1, config=CONFIG):
+            state = now
             tally, history, cached = jax.device_get(
                 (state.sampler.tally, state.history, state.cache.length)
             )
             leaves, tree = jax.tree.flatten(records)
-            for row in np.flatnonzero((records.live | records.joins)[0, :BATCH]):
+            for row in np.flatnonzero((records.live | records.joins)[0, :BATCH]).tolist():
                 one = jax.tree.unflatten(tree, [x[0, row] for x in leaves])
                 if one.width:
                     forks[row] = one
                 elif one.branch < 0 or one.joins:
-                    now = jax.tree.map(lambda x, row=row: x[row], tally)
+                    own = jax.tree.map(lambda x, row=row: x[row], tally)
                     tokens = history[row, : cached[row] + 1].tolist()
-                    taken[row].append(Taken(forks.pop(row, one), one, now, tokens))
+                    taken[row].append(Taken(forks.pop(row, one), one, own, tokens))
     return taken
 
 
@@ -115,35 +109,6 @@ class Position:
     cooldown: int  # before it
     probability: float = 0.0
     banned: list[int] = field(default_factory=list)
-
-
-def floored(logits: np.ndarray, epsilon: float) -> np.ndarray:
-    """Log-probabilities, those under the noise floor gone; without a floor where epsilon is 0."""
-    log_probs = log_softmax(logits)
-    if epsilon > 0:
-        audible = log_probs >= np.log(epsilon) - 0.5 * np.log(logits.size)
-        if audible.any():
-            log_probs = log_softmax(np.where(audible, logits, -np.inf))
-    return log_probs
-
-
-def regime_of(log_probs: np.ndarray) -> str:
-    entropy = entropy_bits(np.exp(log_probs))
-    assert all(abs(entropy - bound) > 0.01 for bound in (1, 2, 3, 4)), "too close to tell"
-    return REGIMES[min(int(entropy), 4)]
-
-
-def drawn_from(
-    logits: np.ndarray, values: Mapping[str, Any], epsilon: float, tokens: list[int], at: Position
-) -> np.ndarray:
-    """What a draw after `tokens` sees: penalised, banned, without noise."""
-    seen = logits.copy()
-    ids = sorted({*tokens})
-    penalty = values["repetition.penalty"]
-    seen[ids] = np.where(seen[ids] > 0, seen[ids] / penalty, seen[ids] * penalty)
-    seen[[*values["draw.bans"], *at.banned]] = -np.inf
-    audible = np.where(floored(logits, epsilon) > -np.inf, seen, -np.inf)
-    return audible if np.any(audible > -np.inf) else seen
 
 
 def draw(logits: np.ndarray, proposal: Proposal, numbers: np.ndarray, mu: float) -> list[int]:
@@ -168,6 +133,9 @@ def numbers_of(job: Job, position: int, attempt: int, stream: int, count: int) -
     parts = (np.asarray([part], np.int32) for part in (position, attempt, stream))
     key = row_key(job.seed, job.row_id)[None]
     return np.asarray(uniforms_jit(key, *parts, number=MAX_DRAWS), np.float64)[0, :count]
+
+
+about = partial(pytest.approx, rel=1e-5, abs=1e-5)
 
 
 def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Taken]) -> Counter:
@@ -204,18 +172,25 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
 
     def commit(token: int) -> None:
         nonlocal cooldown
-        log_probs = floored(model.logits(tokens[-1]), epsilon)
+        log_probs = model.heard(tokens[-1], epsilon)
         entropies.append(entropy_bits(np.exp(log_probs)))
         confident = values["inject.until_confident"] and regime_of(log_probs) == "lelv"
         cooldown = 0 if confident else max(cooldown - 1, 0)
         tokens.append(token)
 
+    def seen(at: Position) -> np.ndarray:
+        """What a draw is from: penalised, banned, without noise."""
+        logits, penalty = model.logits(tokens[-1]).copy(), values["repetition.penalty"]
+        ids = sorted({*tokens})
+        logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
+        logits[[*values["draw.bans"], *at.banned]] = -np.inf
+        audible = np.where(model.heard(tokens[-1], epsilon) > -np.inf, logits, -np.inf)
+        return audible if np.any(audible > -np.inf) else logits
+
     def drawn(at: Position, proposal: Proposal, attempt: int) -> int:
-        logits = model.logits(tokens[-1])
-        seen = drawn_from(logits, values, epsilon, tokens, at)
         stream = STREAM_CANDIDATE if proposal.draws > 1 else STREAM_DRAW
         numbers = numbers_of(job, len(tokens), attempt, stream, int(proposal.draws))
-        return max(draw(seen, proposal, numbers, at.mu), key=lambda token: logits[token])
+        return max(draw(seen(at), proposal, numbers, at.mu), key=lambda token: logits[token])
 
     def learned(at: Position, proposal: Proposal, token: int) -> float:
         """Mirostat's mu after a token."""
@@ -223,8 +198,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             return at.mu
         bits = 0.0
         if proposal.temperature > 0:
-            seen = drawn_from(model.logits(tokens[-1]), values, epsilon, tokens, at)
-            bits = -log_softmax(seen / float(proposal.temperature))[token] / np.log(2)
+            bits = -log_softmax(seen(at) / float(proposal.temperature))[token] / np.log(2)
         target = values["truncation.mirostat_target"]
         return at.mu - values["truncation.mirostat_rate"] * (bits - target)
 
@@ -232,7 +206,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         length, choice, proposal = len(tokens), step.first.choice, step.first.choice.proposal
         forwards += length > start_of
         logits = model.logits(tokens[-1])
-        log_probs = floored(logits, epsilon)
+        log_probs = model.heard(tokens[-1], epsilon)
         regime = regime_of(log_probs)
         arm = values[f"arms.{regime}"]
         remaining = job.budget - len(entropies)
@@ -243,9 +217,8 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             and cooldown == 0
             and injections < values["inject.per_row"]
         )
-        may_branch = branchings < values["branch.per_row"] and branch_forwards <= values[
-            "branch.max_share"
-        ] * len(entropies)
+        affordable = values["branch.max_share"] * len(entropies)
+        may_branch = branchings < values["branch.per_row"] and branch_forwards <= affordable
         action = {
             "inject": "inject" if may_inject else "sample",
             "branch": "branch" if may_branch else "explore",
@@ -258,8 +231,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             happened[f"adaptive: {reasons[0] if reasons else origin}"] += 1
         # What is told is told of the distribution that was read.
         assert REGIMES[choice.observation.regime] == regime
-        entropy = entropy_bits(np.exp(log_probs))
-        assert choice.observation.metrics.entropy == pytest.approx(entropy, rel=1e-5, abs=1e-5)
+        assert choice.observation.metrics.entropy == about(entropy_bits(np.exp(log_probs)))
 
         goes_back = action == "backspace" and again is None
         assert step.first.rewinds == goes_back
@@ -292,8 +264,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             if not queue:
                 injections += 1
                 queue, queued_for = list(thought), "inject"
-            token = queue.pop(0)
-            commit(token)
+            commit(queue.pop(0))
             if queued_for == "inject" and not queue:
                 cooldown = values["inject.cooldown"]
             trail.clear()
@@ -306,7 +277,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
                     base = np.float32(values[f"base.{name}"])
                     wanted = base if at.action == "argmax" else getattr(first, name)
                     assert getattr(proposal, name) == wanted, name
-                assert (proposal.draws, proposal.rule) == (1, first.rule)
+                assert (int(proposal.draws), proposal.rule) == (1, first.rule)
             token = drawn(at, proposal, attempt)
             if again:
                 for rule, otherwise in {
@@ -320,15 +291,14 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
                     happened[f"{rule} shows"] += token != drawn(*otherwise)
             mu = learned(at, proposal, token)
             at.probability = float(np.exp(log_softmax(logits)[token]))
-            assert np.exp(choice.logprob) == pytest.approx(at.probability, rel=1e-5, abs=1e-6)
+            assert np.exp(choice.logprob) == about(at.probability)
             trail.append(at)
             again = None
             commit(token)
             assert choice.token == token
-            so_far = np.var(entropies)
-            assert choice.sequence_varentropy == pytest.approx(so_far, rel=1e-5, abs=1e-5)
+            assert choice.sequence_varentropy == about(np.var(entropies))
 
-        assert (step.tokens, step.last.forwards) == (tokens, forwards)
+        assert (step.tokens, int(step.last.forwards)) == (tokens, forwards)
         assert step.first.position == (len(tokens) if goes_back else length)
         reasons = [stays(at) for at in trail]
         settled = len(tokens) - (len(trail) - reasons.index("") if "" in reasons else 0)
@@ -340,12 +310,10 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         assert tally.own["inject"].begun == injections
         assert tally.own["branch"].begun == branchings
         assert tally.own["backspace"].backspaced == retractions
-        mean = np.mean(entropies) if entropies else 0.0
-        assert tally.entropy_mean == pytest.approx(mean, rel=1e-5)
-        squares = np.var(entropies) * len(entropies) if entropies else 0.0
-        assert tally.entropy_squares == pytest.approx(squares, rel=1e-5, abs=1e-5)
-        offset = mu - 2 * values["truncation.mirostat_target"]
-        assert tally.mirostat == pytest.approx(offset, rel=1e-5, abs=1e-5)
+        known = entropies or [0.0]
+        assert tally.entropy_mean == about(np.mean(known))
+        assert tally.entropy_squares == about(np.var(known) * len(known))
+        assert tally.mirostat == about(mu - 2 * values["truncation.mirostat_target"])
     assert len(entropies) == job.budget
     finishes = [step.last.finish for step in steps]
     assert finishes == [RUNNING] * (len(steps) - 1) + [FINISHED_LENGTH]
@@ -374,6 +342,8 @@ MODEL = chain(KINDS, seed=1)
 # It ends where a drawn token would be taken back.
 THOUGHT = {"arms.helv": "inject", "inject.thought": f"3 40 {KINDS.index('hehv')}"}
 EVERYWHERE = {f"arms.{regime}": "backspace" for regime in REGIMES} | {"backspace.per_position": 8}
+UNLIKE = {"draw.bans": [*range(0, 32, 2)], "repetition.penalty": 3.0}
+HOT = {"metrics.noise_floor": True, "base.temperature": 20.0, "base.top_p": 1.0}
 BRANCHES = {"arms.lehv": "branch", "branch.depth": 3}
 
 
@@ -384,26 +354,11 @@ def far(reach: int, max_prob: float = 1.0) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adaptive": {**{f"arms.{box}": "adaptive" for box in ("helv", "lehv", "mid")}, **far(8, 0.5)},
-    "few": {
-        "draw.bans": [*range(0, 32, 2)],
-        "repetition.penalty": 3.0,
-        "backspace.per_row": 12,
-        **far(8, 0.05),
-    },
+    "few": {**UNLIKE, "backspace.per_row": 12, **far(8, 0.05)},
     "thoughts": {**THOUGHT, "inject.cooldown": 6, "inject.until_confident": True, **far(7, 0.5)},
     "branches": {**BRANCHES, "branch.max_share": 0.7, "branch.commit_all": False, **far(6)},
-    "both": {
-        **THOUGHT,
-        **BRANCHES,
-        "branch.per_row": 9,
-        "branch.depth": 1,
-        "inject.cooldown": 9,
-        **far(8, 0.5),
-    },
-    "eight attempts": {
-        **EVERYWHERE,
-        "base.min_p": 0.6,
-    },
+    "both": {**THOUGHT, **BRANCHES, "branch.depth": 1, "inject.cooldown": 9, **far(8, 0.5)},
+    "eight attempts": {**EVERYWHERE, "base.min_p": 0.6},
     "mirostat": {
         "truncation.rule": "mirostat",
         "truncation.mirostat_target": 1.0,
@@ -413,18 +368,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **far(3),
     },
     "cold": {"base.temperature": 0.0, "backspace.per_position": 8, **far(8, 0.5)},
-    "noise": {
-        "metrics.noise_floor": True,
-        "base.temperature": 20.0,
-        "base.top_p": 1.0,
-        "arms.mid": "backspace",
-        "backspace.per_position": 1,
-        **far(8),
-    },
+    "noise": {**HOT, "arms.mid": "backspace", "backspace.per_position": 1, **far(8)},
 }
 NAMES = [*SETTINGS]
-# Where one token is nearly certain, no other is above the noise floor.
-LOUD = 2.0**-2
+LOUD = 2.0**-2  # where one token is nearly certain, no other is above this noise floor
 
 
 def job_of(name: str, **changes: Any) -> Job:
@@ -458,8 +405,13 @@ EVERYTHING = {
     **{f"after {action}": 10 for action in ("argmax", "sample", "explore", "adaptive")},
     **{f"adaptive: {why}": 3 for why in ("prompt", "inject", "branch")},
     **{f"adaptive: {why}": 5 for why in ("likely", "position", "row")},
-    **{"likely stays": 50, "position stays": 5, "first token": 5, "a cooldown as before": 10},
-    **{"the attempt shows": 100, "the ban shows": 100, "an earlier ban shows": 50},
+    "likely stays": 50,
+    "position stays": 5,
+    "first token": 5,
+    "a cooldown as before": 10,
+    "the attempt shows": 100,
+    "the ban shows": 100,
+    "an earlier ban shows": 50,
     "the proposal shows": 20,  # one candidate instead of twelve
     "the proposal after an argmax shows": 20,
     "the ban after an argmax shows": 20,
@@ -487,26 +439,13 @@ def told(steps: Sequence[Taken]) -> list[tuple[Any, ...]]:
 
 def test_end_tokens(runs: dict[str, list[Taken]]) -> None:
     """One that takes another's place ends its row; one that would have been retracted does too."""
-    plain, banned = runs["plain"], runs["adaptive"]
-
-    def first_seen(steps: Sequence[Taken], wanted: Callable[[int], bool], other: int) -> int:
-        """The first step that is wanted and whose token is new to both rows."""
-        return next(
-            i
-            for i, step in enumerate(steps)
-            if wanted(i) and step.token not in {-1, other, *(s.token for s in steps[:i])}
-        )
-
-    at = first_seen(plain, lambda i: plain[i].action == "backspace", -1)
-    last = first_seen(banned, lambda i: bool(banned[i + 1].first.rewinds), plain[at].token)
-    ends = (plain[at].token, banned[last].token)
-    assert ends[0] not in [step.token for step in banned[: last + 1]]
-    assert ends[1] not in [step.token for step in plain[: at + 1]]
-    found = play(MODEL.params, JOBS, ends)
-    for name, end in (("plain", at), ("adaptive", last)):
-        steps = found[NAMES.index(name)]
-        assert told(steps) == told(runs[name][: end + 1])
-        assert [step.last.finish for step in steps] == [RUNNING] * end + [FINISHED_EOS]
+    steps = runs["plain"]
+    new = [i for i, step in enumerate(steps) if step.token not in {s.token for s in steps[:i]}]
+    replaces = next(i for i in new if steps[i].action == "backspace" and steps[i].token >= 0)
+    for end in (replaces, next(i for i in new if steps[i + 1].first.rewinds)):
+        found = play(MODEL.params, JOBS[:1], (-1, steps[end].token))[0]
+        assert told(found) == told(steps[: end + 1])
+        assert [step.last.finish for step in found] == [RUNNING] * end + [FINISHED_EOS]
 
 
 def test_the_last_token_of_a_budget_stays(runs: dict[str, list[Taken]]) -> None:
@@ -547,7 +486,6 @@ SMALL = {
     "backspace.per_position": 8,
     **far(8),
 }
-choose_jit = jax.jit(choose)
 
 
 def test_some_token_is_left_to_draw() -> None:
@@ -556,233 +494,22 @@ def test_some_token_is_left_to_draw() -> None:
     settings = batch_of(*(params_of("entropix", {**SMALL, "draw.bans": ids}) for ids in bans))
     state, actions = fresh_state(3), ["", "", ""]
     texts: list[list[int]] = [[0], [0], [0]]
-    drawn: list[list[list[int]]] = [[[0]], [[0]], [[0]]]  # the tokens at each position
+    drawn: list[dict[int, list[int]]] = [{}, {}, {}]  # the tokens at each position
     for _ in range(50):
-        history = np.zeros((3, 80), np.int32)
-        for row, text in enumerate(texts):
-            history[row, : len(text)] = text
-        length = jnp.asarray([*map(len, texts)], jnp.int32)
-        rows = Rows(
-            running=jnp.ones(3, bool),
-            keys=jnp.asarray([[1, 2], [3, 4], [5, 6]], jnp.uint32),
-            history=jnp.asarray(history),
-            length=length,
-            generated=length - 1,
-            remaining=80 - length,
-            asks=jnp.zeros(3, bool),
-            branch=jnp.full(3, -1),
-            vocab_size=3,
-        )
-        seen = [np.random.default_rng(text).normal(size=3) for text in texts]
-        logits = jnp.asarray(np.stack(seen), jnp.float32)
-        choice, step, state = choose_jit(logits, attn_stats(3), settings, state, rows)
+        rows = rows_of(*texts)
+        rows = replace(rows, generated=rows.length - 1, vocab_size=3)
+        logits = [np.random.default_rng(text).normal(size=3) for text in texts]
+        seen = jnp.asarray(np.stack(logits), jnp.float32)
+        choice, step, state = choose_jit(seen, attn_stats(3), settings, state, rows)
         for row, text in enumerate(texts):
             actions[row] += ACTIONS[choice.proposal.action[row]][0]
             if step.rewinds[row]:
                 del text[int(step.rows.length[row]) :]
-                continue
-            text.append(int(choice.token[row]))
-            drawn[row] += [[]] * (len(text) > len(drawn[row]))
-            drawn[row][len(text) - 1] = [*drawn[row][len(text) - 1], text[-1]]
+            else:
+                drawn[row].setdefault(len(text), []).append(int(choice.token[row]))
+                text.append(int(choice.token[row]))
     assert actions == ["abbbb" * 10, ("abb" * 17)[:50], "a" * 50]
     assert state.tally.own["backspace"].backspaced.tolist() == [20, 17, 0]
     for banned, positions in zip(bans, drawn, strict=True):
-        for tokens in positions[1:-1]:
+        for tokens in [*positions.values()][:-1]:
             assert sorted([*tokens, *banned]) == [0, 1, 2]
-
-
-# As a user sees it
-
-RETRACTING = load_sampler("entropix").with_values(
-    {
-        "thresholds.calibrated": False,
-        "regimes.lelv": ["entropy < 0.5"],
-        "regimes.helv": ["entropy < -1"],
-        "regimes.lehv": ["entropy < -1"],
-        "regimes.hehv": ["entropy > 2"],
-        "loop.max_period": 0,
-        "backspace.per_row": 1000,
-        **far(5, 0.5),
-    }
-)
-RECORDING = Recording(top=3, layers=True)
-TOKENS = 40
-PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
-SPEC = Spec(PROMPT, "0", TOKENS)
-# The host is asked for a text, again and again, and has none.
-ASKING = RETRACTING.with_values(
-    {"regimes.helv": ["entropy > 1", "entropy < 2"], "inject.cooldown": 1}
-)
-ASKED = {"retrieve": lambda text: "", "sampler": ASKING}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return load(str(write_model(tmp_path_factory.mktemp("model"))))
-
-
-def pushed(model: LanguageModel, tokens: Sequence[TokenRecord]) -> str:
-    """The text that is certain after some tokens."""
-    stream = model.tokenizer.stream(after=PROMPT)
-    return "".join(stream.push(token.token_id) for token in tokens)
-
-
-@dataclass
-class Run:
-    events: list[Event]
-    row: Row
-    texts: list[list[TokenRecord]] = field(default_factory=list)  # after each step
-    groups: list[list[TokenRecord]] = field(default_factory=list)  # that were retracted at once
-    instead: list[TokenRecord] = field(default_factory=list)  # what came in their places
-
-    def __post_init__(self) -> None:
-        """Puts the tokens into the order in which they were chosen."""
-        tokens = [event.token for event in self.events if event.token is not None]
-        text: list[TokenRecord] = []
-        self.texts.append(text)
-        for token in sorted(tokens, key=lambda token: token.forwards):
-            kept = token.position - len(PROMPT)
-            if kept < len(text):
-                self.groups.append(text[kept:])
-                self.instead.append(token)
-                self.texts.append(text[:kept])
-            text = [*text[:kept], token]
-            self.texts.append(text)
-
-
-def run_of(model: LanguageModel, spec: Spec = SPEC, **options: Any) -> Run:
-    settings = {"ignore_eos": True, "recording": RECORDING, "sampler": RETRACTING, **options}
-    one = run_specs(model, [spec], **settings)
-    return Run(list(one), one.rows[0])
-
-
-@pytest.fixture(scope="module")
-def whole(model: LanguageModel) -> Run:
-    return run_of(model)
-
-
-@pytest.mark.parametrize("options", [{}, ASKED])
-def test_retracted_tokens_stand_before_their_replacement(
-    model: LanguageModel, options: dict[str, Any]
-) -> None:
-    run = run_of(model, **options)
-    assert run.texts[-1] == run.row.tokens
-    tokens = [event.token for event in run.events if event.token is not None]
-    gone = [token for group in run.groups for token in group]
-    assert gone == [event.token for event in run.events if event.retracted]
-    assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
-    assert max(map(len, run.groups)) > 1
-    for token in tokens:
-        assert token.top is not None
-        said = {text_id: p for text_id, _, p in token.top}
-        if token.token_id in said:
-            assert np.exp(token.logprob) == pytest.approx(said[token.token_id], rel=1e-4)
-    for group, replacement in zip(run.groups, run.instead, strict=True):
-        first, position = group[0], tokens.index(group[0])
-        assert len(group) <= 5
-        assert np.exp(first.logprob) < 0.5
-        assert tokens[position : position + len(group)] == group
-        assert tokens.index(replacement) > position
-        assert replacement.action == "backspace"
-        assert replacement.token_id != first.token_id
-        # Two passes: of the last token, and of what precedes the first, which may be the prompt.
-        passes = 1 if first.position == len(PROMPT) else 2
-        assert replacement.forwards == group[-1].forwards + passes
-        # Both are of one distribution.
-        different = ["token_id", "text", "action", "logprob", "forwards"]
-        if first.action == "argmax":
-            different += ["temperature", "top_k", "top_p", "min_p"]
-        assert without(first, different) == without(replacement, different)
-    for text in run.texts[1:]:
-        if text[-1:] in [group[-1:] for group in run.groups]:
-            assert pushed(model, text[:-1]) + text[-1].text == pushed(model, text)
-    for event in run.events:
-        if event.retracted:
-            assert event.pieces == ()
-            assert event.token.to_json(retracted=True)["type"] == "retracted"
-    if not options:
-        rewinds = [group[0].position > len(PROMPT) for group in run.groups]
-        passes = TOKENS - 1 + len(gone) + sum(rewinds)
-        assert run.row.to_json()["forwards"] == passes
-
-
-def without(token: TokenRecord, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in token.to_json().items() if name not in names}
-
-
-def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
-    """At every event the text is that of the committed tokens, and nothing of it goes again."""
-    shown, committed = "", 0
-    for event in whole.events:
-        shown += "".join(piece.text for piece in event.pieces)
-        committed += event.token is not None and not event.retracted
-        # The last token's text may end with what a character that was not completed leaves.
-        if committed < TOKENS:
-            assert shown == pushed(model, whole.row.tokens[:committed])
-    assert shown == whole.row.text == "".join(token.text for token in whole.row.tokens)
-    ids = [token.token_id for token in whole.row.tokens]
-    assert whole.row.text == model.tokenizer.stream(after=PROMPT).run(ids)
-    assert whole.row.log == [
-        (event.token, event.retracted) for event in whole.events if event.token
-    ]
-
-
-def test_a_retracted_token_ends_no_text(model: LanguageModel, whole: Run) -> None:
-    """A stop string that only a token that was retracted would complete."""
-    gone = [token for group in whole.groups for token in group]
-    stops = [
-        pushed(model, text[:-1])[-4:] + text[-1].text
-        for text in whole.texts
-        if text[-1:] and text[-1] in gone
-    ]
-    stops = [stop for stop in stops if stop not in whole.row.text]
-    assert len(stops) > 10
-    row = run_of(model, stop=stops).row
-    assert row.tokens == whole.row.tokens
-    assert (row.text, row.finish_reason) == (whole.row.text, "length")
-
-
-def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: Run) -> None:
-    texts = [token.text for token in whole.row.tokens]
-    at = next(
-        i
-        for i, token in enumerate(whole.row.tokens)
-        if i > 5
-        and token.action == "backspace"
-        and len(token.text) > 1
-        and whole.row.text.index(texts[i - 1] + texts[i]) == len("".join(texts[: i - 1]))
-    )
-    one = run_of(model, stop=["never", texts[at - 1] + texts[at]])
-    assert one.row.tokens == whole.row.tokens[: at + 1]
-    shown = "".join(piece.text for event in one.events for piece in event.pieces)
-    assert shown == one.row.text == "".join(texts[: at - 1])
-    assert one.row.finish_reason == "stop"
-    end = [event.token for event in whole.events].index(whole.row.tokens[at])
-    assert one.row.retracted == sum(event.retracted for event in whole.events[:end])
-
-
-def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) -> None:
-    """Left after any event: what later steps might have retracted ends the text of its row."""
-    specs = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]
-
-    def three() -> Generation:
-        return run_specs(model, specs, RETRACTING, ignore_eos=True)
-
-    one = three()
-    events = list(one)
-    runs = [Run([e for e in events if e.row is row], row) for row in one.rows]
-    held = 0
-    for number in range(1, 60, 3):
-        one = three()
-        shown = ["", "", ""]
-        for event in [*islice(one, number), *one.interrupt()]:
-            shown[event.row.number] += "".join(piece.text for piece in event.pieces)
-        assert one.interrupt() == []
-        for index, row in enumerate(one.rows):
-            assert row.finish_reason == "interrupt"
-            assert shown[index] == row.text == "".join(token.text for token in row.tokens)
-            seen = [e.token for e in events[:number] if e.row.number == index and not e.retracted]
-            assert row.tokens in runs[index].texts
-            assert row.tokens[: len(seen)] == seen
-            held += len(row.tokens) - len(seen)
-    assert held > 20

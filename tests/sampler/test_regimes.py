@@ -110,7 +110,7 @@ def rounds_of(
         row[: len(tokens)] = tokens
     length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
-    settings = LoopSettings(*map(jnp.int32, limit), heating=jnp.float32(1))
+    settings = LoopSettings(*map(jnp.asarray, (*limit, 1.0)))
     found: list[int] = rounds_each(jnp.asarray(history), length, generated, settings).tolist()
     return found
 
@@ -161,7 +161,6 @@ def test_rows_that_loop_leave_the_loop() -> None:
     for lines in run():
         rounds, tokens = [line.exact[-2] for line in lines], tokens_of(lines)
         assert rounds == [rounds_by_hand(tokens[:i], 32, 4) for i in range(60)]
-        print(rounds)
         assert [line.action == "resample" for line in lines] == [n > 0 for n in rounds]
         looping = rounds.index(1)
         assert 0 in rounds[looping : looping + 8]

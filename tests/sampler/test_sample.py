@@ -55,6 +55,19 @@ def test_a_regime_is_served_by_its_arm() -> None:
         assert actions_of(choice) == expected
 
 
+def test_a_row_that_loops_is_served_by_an_arm_of_its_own() -> None:
+    """Hotter with each further copy; its regime stays the measured one."""
+    texts = [(1, 2, 3, 7, 7, 7), (1, 2, 7, 7, 7, 7), (1, 7, 7, 7, 7, 7), (1, 2) * 3]
+    logits = np.tile(logits_for("lelv"), (4, 1))
+    params = params_of("entropix", {**BOUNDS, "arms.loop": "sample", "loop.heating": 0.5})
+    choice, _, _ = choose(logits, params, rows_of(*texts, generated=6))
+    assert choice.observation.rounds.tolist() == [0, 1, 2, 0]
+    assert {REGIMES[i] for i in choice.observation.regime} == {"lelv"}
+    assert actions_of(choice) == ["argmax", "sample", "sample", "argmax"]
+    heats = np.array([0, 1, 1.5, 0])
+    np.testing.assert_allclose(choice.proposal.temperature, 0.666 * heats, rtol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
     logits, rows = np.tile(logits_for("mid"), (4, 1)), rows_of(*[TEXT] * 4)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.model.params import Params
+from entropix_jax.names import REGIMES
+from tests.support.reference import entropy_bits, log_softmax
 from tests.support.samplers import tiny_model
 
 CONFIG, RANDOM = tiny_model()
@@ -34,6 +36,21 @@ class Chain:
 
     def logits(self, token: int) -> np.ndarray:
         return self.table[token % TYPES]
+
+    def heard(self, token: int, epsilon: float) -> np.ndarray:
+        """The log-probabilities after a token, without those under the noise floor; without a
+        floor where epsilon is 0."""
+        logits = self.logits(token)
+        log_probs = log_softmax(logits)
+        audible = log_probs >= np.log(epsilon or 1e-300) - 0.5 * np.log(logits.size)
+        return log_softmax(np.where(audible, logits, -np.inf)) if audible.any() else log_probs
+
+
+def regime_of(log_probs: np.ndarray) -> str:
+    """Under BOUNDS."""
+    entropy = entropy_bits(np.exp(log_probs))
+    assert all(abs(entropy - bound) > 0.01 for bound in (1, 2, 3, 4)), "too close to tell"
+    return REGIMES[min(int(entropy), 4)]
 
 
 def chain(kinds: Sequence[str], seed: int = 0) -> Chain:

@@ -1,0 +1,215 @@
+"""Tokens that a row retracts, as a user sees it: events, texts, stop strings and interrupts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.results import Event, Row
+from entropix_jax.engine.state import Recording
+from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.sampler.presets import load_sampler
+from tests.support.model_folders import token_ids
+from tests.support.runs import Spec, run_specs
+
+RETRACTING = load_sampler("entropix").with_values(
+    {
+        "thresholds.calibrated": False,
+        "regimes.lelv": ["entropy < 0.5"],
+        "regimes.helv": ["entropy < -1"],
+        "regimes.lehv": ["entropy < -1"],
+        "regimes.hehv": ["entropy > 2"],
+        "loop.max_period": 0,
+        "backspace.per_row": 1000,
+        "backspace.reach": 5,
+        "backspace.max_prob": 0.5,
+    }
+)
+RECORDING = Recording(top=3, layers=True)
+TOKENS = 40
+PROMPT = [token_ids()["<|begin_of_text|>"], 60, 61, 62, 63]
+SPEC = Spec(PROMPT, "0", TOKENS)
+# The host is asked for a text, again and again, and has none.
+ASKING = RETRACTING.with_values(
+    {
+        "regimes.helv": ["entropy > 1", "entropy < 2"],
+        "inject.cooldown": 1,
+        "inject.thought": "",
+    }
+)
+ASKED = {"retrieve": lambda text: "", "sampler": ASKING}
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> LanguageModel:
+    return load(folder)
+
+
+def pushed(model: LanguageModel, tokens: Sequence[TokenRecord]) -> str:
+    """The text that is certain after some tokens."""
+    stream = model.tokenizer.stream(after=PROMPT)
+    return "".join(stream.push(token.token_id) for token in tokens)
+
+
+@dataclass
+class Run:
+    events: list[Event]
+    row: Row
+    texts: list[list[TokenRecord]] = field(default_factory=list)  # after each step
+    groups: list[list[TokenRecord]] = field(default_factory=list)  # that were retracted at once
+    instead: list[TokenRecord] = field(default_factory=list)  # what came in their places
+
+    def __post_init__(self) -> None:
+        """Puts the tokens into the order in which they were chosen."""
+        tokens = [event.token for event in self.events if event.token is not None]
+        text: list[TokenRecord] = []
+        self.texts.append(text)
+        for token in sorted(tokens, key=lambda token: token.forwards):
+            kept = token.position - len(PROMPT)
+            if kept < len(text):
+                self.groups.append(text[kept:])
+                self.instead.append(token)
+                self.texts.append(text[:kept])
+            text = [*text[:kept], token]
+            self.texts.append(text)
+
+
+def run_of(model: LanguageModel, spec: Spec = SPEC, **options: Any) -> Run:
+    settings = {"ignore_eos": True, "recording": RECORDING, "sampler": RETRACTING, **options}
+    one = run_specs(model, [spec], **settings)
+    return Run(list(one), one.rows[0])
+
+
+@pytest.fixture(scope="module")
+def whole(model: LanguageModel) -> Run:
+    return run_of(model)
+
+
+@pytest.mark.parametrize("options", [{}, ASKED])
+def test_retracted_tokens_stand_before_their_replacement(
+    model: LanguageModel, options: dict[str, Any]
+) -> None:
+    run = run_of(model, **options)
+    assert run.texts[-1] == run.row.tokens
+    tokens = [event.token for event in run.events if event.token is not None]
+    gone = [token for group in run.groups for token in group]
+    assert gone == [event.token for event in run.events if event.retracted]
+    assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
+    assert max(map(len, run.groups)) > 1
+    for token in tokens:
+        assert token.top is not None
+        said = {text_id: p for text_id, _, p in token.top}
+        if token.token_id in said:
+            assert np.exp(token.logprob) == pytest.approx(said[token.token_id], rel=1e-4)
+    for group, replacement in zip(run.groups, run.instead, strict=True):
+        first, position = group[0], tokens.index(group[0])
+        assert len(group) <= 5
+        assert np.exp(first.logprob) < 0.5
+        assert tokens[position : position + len(group)] == group
+        assert tokens.index(replacement) > position
+        assert replacement.action == "backspace"
+        assert replacement.token_id != first.token_id
+        # Two passes: of the last token, and of what precedes the first, which may be the prompt.
+        passes = 1 if first.position == len(PROMPT) else 2
+        assert replacement.forwards == group[-1].forwards + passes
+        # Both are of one distribution.
+        different = ["token_id", "text", "action", "logprob", "forwards"]
+        if first.action == "argmax":
+            different += ["temperature", "top_k", "top_p", "min_p"]
+        assert without(first, different) == without(replacement, different)
+    for text in run.texts[1:]:
+        if text[-1:] in [group[-1:] for group in run.groups]:
+            assert pushed(model, text[:-1]) + text[-1].text == pushed(model, text)
+    assert not any(event.pieces for event in run.events if event.retracted)
+    assert {token.to_json(retracted=True)["type"] for token in gone} == {"retracted"}
+    if not options:
+        rewinds = [group[0].position > len(PROMPT) for group in run.groups]
+        passes = TOKENS - 1 + len(gone) + sum(rewinds)
+        assert run.row.to_json()["forwards"] == passes
+
+
+def without(token: TokenRecord, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in token.to_json().items() if name not in names}
+
+
+def test_what_is_shown_stays(model: LanguageModel, whole: Run) -> None:
+    """At every event the text is that of the committed tokens, and nothing of it goes again."""
+    shown, committed = "", 0
+    for event in whole.events:
+        shown += "".join(piece.text for piece in event.pieces)
+        committed += event.token is not None and not event.retracted
+        # The last token's text may end with what a character that was not completed leaves.
+        if committed < TOKENS:
+            assert shown == pushed(model, whole.row.tokens[:committed])
+    assert shown == whole.row.text == "".join(token.text for token in whole.row.tokens)
+    ids = [token.token_id for token in whole.row.tokens]
+    assert whole.row.text == model.tokenizer.stream(after=PROMPT).run(ids)
+    assert whole.row.log == [
+        (event.token, event.retracted) for event in whole.events if event.token
+    ]
+
+
+def test_a_retracted_token_ends_no_text(model: LanguageModel, whole: Run) -> None:
+    """A stop string that only a token that was retracted would complete."""
+    gone = [token for group in whole.groups for token in group]
+    stops = [
+        pushed(model, text[:-1])[-4:] + text[-1].text
+        for text in whole.texts
+        if text[-1:] and text[-1] in gone
+    ]
+    stops = [stop for stop in stops if stop not in whole.row.text]
+    assert len(stops) > 10
+    row = run_of(model, stop=stops).row
+    assert row.tokens == whole.row.tokens
+    assert (row.text, row.finish_reason) == (whole.row.text, "length")
+
+
+def test_a_replacement_may_complete_a_stop_string(model: LanguageModel, whole: Run) -> None:
+    texts = [token.text for token in whole.row.tokens]
+    at = next(
+        i
+        for i, token in enumerate(whole.row.tokens)
+        if i > 5
+        and token.action == "backspace"
+        and len(token.text) > 1
+        and whole.row.text.index(texts[i - 1] + texts[i]) == len("".join(texts[: i - 1]))
+    )
+    one = run_of(model, stop=["never", texts[at - 1] + texts[at]])
+    assert one.row.tokens == whole.row.tokens[: at + 1]
+    shown = "".join(piece.text for event in one.events for piece in event.pieces)
+    assert shown == one.row.text == "".join(texts[: at - 1])
+    assert one.row.finish_reason == "stop"
+    end = [event.token for event in whole.events].index(whole.row.tokens[at])
+    assert one.row.retracted == sum(event.retracted for event in whole.events[:end])
+
+
+def test_an_interrupt_keeps_the_tokens_that_are_held_back(model: LanguageModel) -> None:
+    """Left after any event: what later steps might have retracted ends the text of its row."""
+    specs = [Spec(PROMPT, str(i), TOKENS) for i in range(3)]
+
+    def three() -> Generation:
+        return run_specs(model, specs, RETRACTING, ignore_eos=True)
+
+    one = three()
+    events = list(one)
+    runs = [Run([e for e in events if e.row is row], row) for row in one.rows]
+    held = 0
+    for number in range(1, 60, 3):
+        one = three()
+        shown = ["", "", ""]
+        for event in [*islice(one, number), *one.interrupt()]:
+            shown[event.row.number] += "".join(piece.text for piece in event.pieces)
+        assert one.interrupt() == []
+        for index, row in enumerate(one.rows):
+            assert row.finish_reason == "interrupt"
+            assert shown[index] == row.text == "".join(token.text for token in row.tokens)
+            seen = [e.token for e in events[:number] if e.row.number == index and not e.retracted]
+            assert row.tokens in runs[index].texts
+            assert row.tokens[: len(seen)] == seen
+            held += len(row.tokens) - len(seen)
+    assert held > 20
