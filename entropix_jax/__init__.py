@@ -19,7 +19,6 @@ _MODULES = {
     "Event": "engine.results",
     "Recording": "engine.state",
     "Request": "engine.results",
-    "Retriever": "text.retrieval",
     "Row": "engine.results",
     "Sampler": "sampler.sampler",
     "UserError": "errors",
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from entropix_jax.model.loading import load as load
     from entropix_jax.sampler.presets import load_sampler as load_sampler
     from entropix_jax.sampler.sampler import Sampler as Sampler
-    from entropix_jax.text.retrieval import Retriever as Retriever
 
 
 def __dir__() -> list[str]:

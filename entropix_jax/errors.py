@@ -28,11 +28,8 @@ class Note(UserWarning):
 
 
 def check_range(name: str, value: int | None, least: int, most: int | None = None) -> None:
-    """Checks a number that an option or argument of this name gives; None is one left out.
-
-    Raises:
-        UserError: it is less than `least`, or more than `most`.
-    """
+    """Refuses (UserError) a number, of an option or argument of this name, that is less than
+    `least` or more than `most`; None is one left out."""
     if value is not None and value < least:
         raise UserError(f"{name} must be at least {least}, not {value}")
     if value is not None and most is not None and value > most:
@@ -40,11 +37,7 @@ def check_range(name: str, value: int | None, least: int, most: int | None = Non
 
 
 def require(extra: str, *packages: str) -> None:
-    """Checks that the packages of an extra of this package are there.
-
-    Raises:
-        UserError: one is missing.
-    """
+    """Refuses (UserError) to go on without the packages of an extra of this package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise UserError(f'{package} is not installed: pip install "entropix-jax[{extra}]"')

@@ -33,11 +33,7 @@ _CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 
 def read_condition(text: str) -> tuple[str, str, str | float]:
     """Parses one side of a box, such as `entropy > h2`: the quantity, the sign, and the bound,
-    which is one of THRESHOLDS or a number.
-
-    Raises:
-        ValueError: the text is no condition; says why.
-    """
+    which is one of THRESHOLDS or a number. ValueError, which says why, if it is no condition."""
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError("expected QUANTITY < NUMBER or QUANTITY > NUMBER")

@@ -128,15 +128,7 @@ def _main(arguments: Arguments) -> int:
     # The model, its calibrated sampler, and the run.
     check = arguments.model.check
     model = load(name, arguments.model.dtype, mesh if mesh.size > 1 else None, check=check)
-    defaults = Defaults(
-        sampler=sampler,
-        max_new_tokens=arguments.text.max_new_tokens,
-        seed=arguments.text.seed,
-        chat=arguments.text.as_chat,
-        system=arguments.text.system,
-        stop=arguments.text.stops,
-        ignore_eos=arguments.text.ignore_eos,
-    )
+    defaults = Defaults(sampler, **arguments.text.values())
     run = BatchRun(
         model,
         defaults,
@@ -245,15 +237,10 @@ def _check_traces(folder: str, *others: str) -> None:
     """Refuses a folder of traces in which a record's trace could overwrite the input or output."""
     from entropix_jax.batch.storage import local_path
 
-    for other in others:
-        path = local_path(other)
+    for path in filter(None, map(local_path, others)):
         # Either a link itself or its target would be overwritten.
-        for place in () if path is None else (path, path.resolve()):
-            if place.suffix == ".jsonl" and place.parent.resolve() == Path(folder).resolve():
-                raise UserError(
-                    f"--trace {folder}: {other} lies there, whose name a record's trace could"
-                    " have: give another folder"
-                )
+        if Path(folder).resolve() in (path.parent.resolve(), path.resolve().parent):
+            raise UserError(f"--trace {folder}: {path} lies there: give another folder")
 
 
 def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:

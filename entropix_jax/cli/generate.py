@@ -26,7 +26,7 @@ from entropix_jax.cli.options import (
 from entropix_jax.cli.status import StatusLine, is_terminal, show_status
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.host.files import check_apart, check_writable, scratch_beside
-from entropix_jax.host.interrupts import EXIT_INTERRUPT, announce_interrupts, deferred_interrupts
+from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
 
 if TYPE_CHECKING:
     from entropix_jax.engine.generation import Generation
@@ -58,13 +58,11 @@ class Arguments:
     """Number of texts to generate from the prompt, in parallel."""
     format: Literal["text", "json"] = "text"
     """text, printed while it is generated, or json: one object for each sample at the end."""
-    retrieve: Annotated[str | None, option("DIR")] = None
-    """Inject the passage of the text files in a folder that fits best, where a thought is due."""
     ask: Flag = False
     """On a terminal, let a person choose where two branches are too close to call."""
     verbose: Flag = False
-    """Print the metrics' means at the end, and the latest token's during the run: on a terminal
-    that does not show the text, or in a log every 64 tokens. h is the entropy, u the varentropy."""
+    """Print the metrics' means at the end, and the latest token's during the run, on a terminal
+    that does not show the text. h is the entropy, u the varentropy."""
     trace: File = None
     """Write a trace: JSON Lines, one object per token."""
     trace_top: Count = 0
@@ -89,7 +87,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import check_backend, load
+    from entropix_jax.model.loading import load
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
@@ -105,12 +103,6 @@ def _main(arguments: Arguments) -> int:
         top, layers = (top, layers) if top or layers else (_REPORT_TOP, True)
 
     use_compilation_cache()
-    retriever = None
-    if arguments.retrieve is not None:
-        from entropix_jax.text.retrieval import Retriever
-
-        check_backend()  # the library that ranks passages starts JAX
-        retriever = Retriever(Path(arguments.retrieve))
     name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
         model = load(name, arguments.model.dtype, check=arguments.model.check)
@@ -120,23 +112,13 @@ def _main(arguments: Arguments) -> int:
         model,
         prompt,
         calibrated,
-        max_new_tokens=arguments.text.max_new_tokens,
+        **arguments.text.values(),
         samples=arguments.samples,
-        seed=arguments.text.seed,
-        chat=arguments.text.as_chat,
-        system=arguments.text.system,
-        stop=arguments.text.stops,
-        ignore_eos=arguments.text.ignore_eos,
         recording=Recording(top=top, layers=layers, check=arguments.model.check),
-        retrieve=retriever,
         ask=_ask_on_terminal(arguments, status),
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
-
-    def announce_stop() -> None:
-        waits = "step" if "first_token" in generation.timings else "compiler"
-        status.show(f"stopping as soon as the {waits} is done ...")
 
     if arguments.trace is not None and Path(arguments.trace).is_fifo():
         print(f"note: {arguments.trace}: a pipe, which waits for its reader", file=sys.stderr)
@@ -145,7 +127,6 @@ def _main(arguments: Arguments) -> int:
         # Opened while a signal still ends the process: a pipe without a reader blocks for ever.
         writer = None if trace is None else stack.enter_context(TraceWriter(trace))
         stack.enter_context(deferred_interrupts(generation.stop))
-        stack.enter_context(announce_interrupts(announce_stop))
         if trace is None or writer is None:
             return _run(arguments, generation, None, status)
         assert generation.rows.header is not None
@@ -182,8 +163,6 @@ def _check(arguments: Arguments) -> None:
     for name, file in (("--trace", arguments.trace), ("--report", arguments.report)):
         if file == "-":
             raise UserError(f"{name} -: standard output is for the text: give a file's name")
-    if arguments.retrieve == "":
-        raise UserError("--retrieve: an empty text is no folder")
     if arguments.ask and (arguments.samples > 1 or arguments.format == "json"):
         raise UserError("--ask goes with one sample and --format text")
     traced = arguments.trace or arguments.report
@@ -273,7 +252,7 @@ def _run(
         if meter is not None:
             meter.update(event.row if screen is None else rows[min(shown, len(rows) - 1)])
 
-    status.show("compiling and reading the prompt (the first run takes longer) ...")
+    status.show("compiling and reading the prompt (once that is done, Ctrl-C ends the run) ...")
     try:
         for number, event in enumerate(generation):
             if number == 0:

@@ -26,6 +26,7 @@ from entropix_jax.names import REGIMES
 if TYPE_CHECKING:
     from entropix_jax.engine.score import ScoredToken
 
+_Measured = tuple[str, float, float, float]  # regime, bits, entropy, varentropy
 _COLUMNS = {
     "entropy": "entropy",
     "varentropy": "varentropy",
@@ -86,19 +87,20 @@ def _main(arguments: Arguments) -> int:
     )
     for note in calibrated.notes:
         print(f"note: {note}", file=sys.stderr)
-    tally = _Tally(scored)
+    seen: list[_Measured] = []
+    tokens = _note(scored, seen)
     if arguments.format == "json":
         print_json(header(model, calibrated, ids[:1], seed=None, name=name))
-        for token in tally:
+        for token in tokens:
             print_json(token.to_json())
-        print_json({"type": "footer", **tally.to_json()})
+        print_json({"type": "footer", **_summarize(seen)})
     else:
-        _print_tokens(tally, table=arguments.format == "table")
-    values = tally.to_json()
-    number, noun = values["tokens"], "token" if values["tokens"] == 1 else "tokens"
-    shares = " ".join(f"{r} {n / max(number, 1):.0%}" for r, n in values["regimes"].items())
+        _print_tokens(tokens, table=arguments.format == "table")
+    values = _summarize(seen)
+    noun = "token" if len(seen) == 1 else "tokens"
+    shares = " ".join(f"{r} {n / len(seen):.0%}" for r, n in values["regimes"].items())
     print(
-        f"{number} {noun} | {values['bits_per_token']:.3f} bits a token, "
+        f"{len(seen)} {noun} | {values['bits_per_token']:.3f} bits a token, "
         f"{values['entropy']:.3f} expected | {shares}",
         file=sys.stderr,
     )
@@ -120,34 +122,27 @@ def _read_text(arguments: Arguments) -> str:
     return text
 
 
-class _Tally:
-    """Passes tokens through, and keeps what the summary needs."""
-
-    def __init__(self, tokens: "Iterator[ScoredToken]") -> None:
-        self._tokens = tokens
-        self._regimes: Counter[str] = Counter()
-        self._nats = self._entropy = self._varentropy = 0.0
-
-    def __iter__(self) -> "Iterator[ScoredToken]":
-        for token in self._tokens:
-            self._regimes[token.regime] += 1
-            self._nats -= token.logprob
-            self._entropy += token.entropy
-            self._varentropy += token.varentropy
-            yield token
-
-    def to_json(self) -> dict[str, Any]:
-        count = max(self._regimes.total(), 1)
-        return {
-            "tokens": self._regimes.total(),
-            "bits_per_token": self._nats / count / math.log(2.0),
-            "entropy": self._entropy / count,
-            "varentropy": self._varentropy / count,
-            "regimes": {regime: self._regimes[regime] for regime in REGIMES},
-        }
+def _note(tokens: "Iterator[ScoredToken]", seen: list[_Measured]) -> "Iterator[ScoredToken]":
+    """Passes tokens through, and adds what the summary needs to `seen`."""
+    for token in tokens:
+        bits = -token.logprob / math.log(2.0)
+        seen.append((token.regime, bits, token.entropy, token.varentropy))
+        yield token
 
 
-def _print_tokens(tokens: _Tally, *, table: bool) -> None:
+def _summarize(seen: Sequence[_Measured]) -> dict[str, Any]:
+    """The means over all tokens, and how many are in each regime."""
+    regimes, *columns = zip(*seen, strict=True)
+    counts = Counter(regimes)
+    means = (sum(column) / len(seen) for column in columns)
+    return {
+        "tokens": len(seen),
+        **dict(zip(("bits_per_token", "entropy", "varentropy"), means, strict=True)),
+        "regimes": {regime: counts[regime] for regime in REGIMES},
+    }
+
+
+def _print_tokens(tokens: "Iterator[ScoredToken]", *, table: bool) -> None:
     from entropix_jax.cli.terminal import TextScreen, print_legend
 
     screen = TextScreen()

@@ -108,15 +108,16 @@ class TextOptions:
         if not all(map(all, self.stop)):
             raise UserError("--stop: an empty text ends nothing")
 
-    @property
-    def as_chat(self) -> bool | None:
-        """Whether the prompt is a chat; None where the model decides."""
-        return True if self.chat else False if self.no_chat else None
-
-    @property
-    def stops(self) -> list[str]:
-        """The texts of all --stop."""
-        return list(itertools.chain(*self.stop))
+    def values(self) -> dict[str, Any]:
+        """The options as arguments of `stream`, and of a batch's `Defaults`."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "chat": True if self.chat else False if self.no_chat else None,
+            "system": self.system,
+            "stop": [*itertools.chain(*self.stop)],
+            "ignore_eos": self.ignore_eos,
+        }
 
 
 Arguments = TypeVar("Arguments")

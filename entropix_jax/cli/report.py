@@ -1,6 +1,5 @@
 """`python -m entropix_jax.report`: traces in, an HTML page out."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,6 @@ import tyro
 
 from entropix_jax.cli.options import EXIT_OK, Flag, parse, run_command
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import opening
-
-_PEEK = 2**20  # bytes of a first line: a record's own fields come first
 
 
 @dataclass(frozen=True)
@@ -41,30 +37,11 @@ def _main(arguments: Arguments) -> int:
         raise UserError("no trace is given (see --help)")
     check_report(output, *traces)
     for trace in traces:
-        _check_trace(trace)
+        if (trace / "study.json").exists():
+            told = "read its summary.md and plots/, or its results.csv"
+            raise UserError(f"{trace}: a study has no page: {told}")
+        if trace.exists() and not trace.is_file():
+            raise UserError(f"{trace}: not a regular file: give a trace")
     compare = arguments.compare or len(traces) > 1
     write_page(comparison_page(traces) if compare else run_page(traces[0]), output)
     return EXIT_OK
-
-
-def _check_trace(path: Path) -> None:
-    """Raises for inputs that have no page, with what to do instead."""
-    if path.is_dir():
-        if (path / "study.json").exists():
-            raise UserError(
-                f"{path}: a study has no page: read its summary.md and plots/, or its results.csv"
-            )
-        raise UserError(f"{path}: a folder: give a trace")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: not a regular file: save it in one")
-    with opening(path) as file:
-        first = file.readline(_PEEK)
-    try:
-        record = json.loads(first)
-    except (ValueError, RecursionError):
-        return  # the reader says what is wrong
-    if isinstance(record, dict) and {"id", "line", "digest"} <= record.keys():
-        raise UserError(
-            f"{path}: a batch's output has no page: read it with pandas.read_json({path.name!r},"
-            " lines=True), or run batch with --trace DIR and give one of its traces"
-        )

@@ -3,7 +3,6 @@
 import os
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,6 @@ class StatusLine:
     def __init__(self) -> None:
         self._console = _Console(stderr=True)
         self._live: Live | None = None
-        self._lock = threading.RLock()  # an interrupt is announced from a thread of its own
         # Whether text may come out on the same terminal: also through `| cat`.
         out = _stat(sys.stdout)
         piped = out is None or stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode)
@@ -39,27 +37,25 @@ class StatusLine:
 
     def show(self, line: str | Text) -> None:
         """Shows a line in place of the one before."""
-        with self._lock:
-            if not self.enabled:
-                return
-            text = Text(line) if isinstance(line, str) else line
-            text.no_wrap, text.overflow = True, "ellipsis"
-            if self._live is None:
-                self._live = Live(
-                    console=self._console,
-                    auto_refresh=False,
-                    transient=True,
-                    redirect_stdout=False,  # text goes there as it is
-                )
-                self._live.start()
-            self._live.update(text, refresh=True)
+        if not self.enabled:
+            return
+        text = Text(line) if isinstance(line, str) else line
+        text.no_wrap, text.overflow = True, "ellipsis"
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,  # text goes there as it is
+            )
+            self._live.start()
+        self._live.update(text, refresh=True)
 
     def clear(self) -> None:
         """Removes the line."""
-        with self._lock:
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def make_room(self) -> None:
         """Removes the line for good where standard output may appear on the same terminal."""
@@ -85,12 +81,6 @@ def is_terminal(stream: Any) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
-
-
-def is_same_file(one: Any, other: Any) -> bool:
-    """Whether two streams lead to one file, terminal or pipe."""
-    first, second = _stat(one), _stat(other)
-    return first is not None and second is not None and os.path.samestat(first, second)
 
 
 def _stat(stream: Any) -> os.stat_result | None:

@@ -8,7 +8,7 @@ from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.text import Text
 
-from entropix_jax.cli.status import StatusLine, is_same_file, is_terminal
+from entropix_jax.cli.status import StatusLine
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import ScoredToken
 from entropix_jax.engine.trace import TokenRecord
@@ -27,7 +27,6 @@ _STYLES = {
     "mid": "#009068",
 }
 _INJECTED = "underline"
-_LOG_TOKENS = 64
 
 
 class TextScreen:
@@ -131,8 +130,8 @@ def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
 
 
 class Meter:
-    """The metrics that `--verbose` shows: those of the latest token of the row whose text is being
-    printed, on the status line, or in a log every 64 tokens."""
+    """The metrics that `--verbose` shows: on the status line those of the latest token of the row
+    whose text is being printed, and the means at the end."""
 
     def __init__(
         self, status: StatusLine, rows: Sequence[Row], seconds: Callable[[], float]
@@ -141,8 +140,6 @@ class Meter:
         self._status = status
         self._rows = rows
         self._seconds = seconds
-        # Not where lines could end up in the middle of the text.
-        self._logs = not is_terminal(sys.stderr) and not is_same_file(sys.stdout, sys.stderr)
         self._first = 0.0  # when the first token came
         self._shown: TokenRecord | None = None
 
@@ -153,10 +150,7 @@ class Meter:
         if self._shown is None:
             self._first = self._seconds()
         self._shown = row.tokens[-1]
-        if self._status.enabled:
-            self._status.show(self._line(self._shown))
-        elif self._logs and len(row.tokens) % _LOG_TOKENS == 0:
-            print(self._line(self._shown), file=sys.stderr)
+        self._status.show(self._line(self._shown))
 
     def summary(self) -> str:
         """Means over all tokens, and the number of tokens by action: two lines, or none."""

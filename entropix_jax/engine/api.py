@@ -61,9 +61,7 @@ def stream(
         recording: what each token's record holds besides the usual.
         retrieve, ask: see `Request`.
 
-    Raises:
-        TypeError: a number that is no integer.
-        UserError: an input that cannot be used.
+    TypeError if a number is no integer, UserError if an input cannot be used.
     """
     samples = operator.index(samples)
     check_range("samples", samples, 1)
@@ -105,8 +103,7 @@ def score(
             positions.
         recording: what each token's record holds besides the usual.
 
-    Raises:
-        UserError: a text without two tokens, or what `score_tokens` refuses.
+    UserError if the text has no two tokens, or `score_tokens` refuses it.
     """
     tokens = model.tokenizer.encode(text, add_bos=True)
     return score_tokens(

@@ -72,7 +72,7 @@ def decode_step(
     """
     # Forks of earlier steps begin where there are lanes.
     if state.lanes:
-        state = start_forks(state, window)
+        state = start_forks(state)
     places = state.finish.shape[0]
     chex.assert_shape((state.eos_ids, state.history), (places, None))
     chex.assert_tree_shape_prefix((state.settings, state.sampler, state.fork), (places,))
@@ -131,7 +131,7 @@ def decode_step(
         choice=choice,
         extras=extras_of(logits, stats, recording),
         rewinds=step.rewinds,
-        settled=settled(settings, sampler, after),
+        settled=jnp.where(joined.joins, state.cache.length + 1, settled(settings, sampler, after)),
         unsound=unsound,
         finish=jnp.where(joined.joins, state.finish, finish),
         parent=fork.parent,

@@ -139,7 +139,8 @@ class Engine:
                 whose row the caller made.
 
         Raises:
-            UserError: a request that `check` refuses, or samplers whose mechanisms differ.
+            UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
+                for branches that do not fit into memory.
         """
         self._source = iter(requests)
         self._rows = [None] * len(self._rows)
@@ -148,7 +149,14 @@ class Engine:
             return
         sampler = first.request.sampler
         self._mechanisms = sampler.mechanisms
-        self._layout = replace(self._layout, lanes=self._lanes_for(first))
+        self._layout = layout = replace(self._layout, lanes=self._lanes_for(first))
+        check_cache(
+            self._model.config,
+            self._model.precision,
+            slots=layout.slots + layout.shards * layout.lanes,
+            capacity=self._capacity,
+            mesh=None if self._model.rules is None else self._model.rules.mesh,
+        )
         self._state = empty_slots(
             self._model.config,
             self._layout,

@@ -6,10 +6,7 @@ come first, so none starves, and none forks narrower than alone. A branch that h
 lane until the last one has; a fork needs no further lanes once it has begun, so all forks end.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +27,8 @@ from entropix_jax.model.mesh import local_index
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
 from entropix_jax.sampler.state import Rows, Step, Tally, where_rows
 from entropix_jax.sampler.step import Choice
+
+_BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long to compile
 
 # What a branch needs of its row besides cache and tally. It asks the host nothing and goes back
 # nowhere.
@@ -81,8 +80,8 @@ def want_fork(state: DecodeState, step: Step) -> DecodeState:
     return _begin(state, wants & (step.width == 1), jnp.zeros_like(step.width))
 
 
-def start_forks(state: DecodeState, window: int) -> DecodeState:
-    """Forks the rows that wait, as far as there are free lanes; caches are read below `window`."""
+def start_forks(state: DecodeState) -> DecodeState:
+    """Forks the rows that wait, as far as there are free lanes."""
     batch = state.finish.shape[0] - state.lanes
     waits = state.finish[:batch] == FORKS
     free = state.finish[batch:] == FINISHED_STOP
@@ -104,18 +103,31 @@ def start_forks(state: DecodeState, window: int) -> DecodeState:
     waited = state.fork.waited.at[:batch].add((waits & ~begins).astype(jnp.int32))
     state = replace(state, fork=replace(state.fork, waited=waited))
 
-    def copy(k: jax.Array, state: DecodeState) -> DecodeState:
-        one = partial(_copy_row, source=source[k], target=target[k])
-        rest: Any = jax.tree.map(one, {f: getattr(state, f) for f in _COPIED})
-        tally = jax.tree.map(one, state.sampler.tally)
-        cache = _copy_cached(state.cache, source[k], target[k], jnp.int32(0), window)
-        return replace(state, **rest, cache=cache, sampler=replace(state.sampler, tally=tally))
+    # What they are given: a copy of all that the row is. The cache is copied in a loop, which
+    # changes it in place; a condition would copy all of it.
+    used = jnp.where(lane < number, target, state.finish.shape[0])
+    place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
+    origin = place.at[used].set(source, mode="drop")
+    tally, rest = jax.tree.map(
+        lambda x: jnp.take(x, origin, axis=0),
+        (state.sampler.tally, {name: getattr(state, name) for name in _COPIED}),
+    )
+    cache = state.cache
+    cache = replace(cache, length=jnp.take(cache.length, origin))
 
-    # A loop, which changes the cache in place; a condition would copy it.
-    state = lax.fori_loop(0, number, copy, state)
+    def copy(k: jax.Array, cache: KVCache) -> KVCache:
+        def copy_next(block: jax.Array, cache: KVCache) -> KVCache:
+            return _copy_block(cache, source[k], target[k], _BLOCK * block)
+
+        blocks = (cache.length[target[k]] + _BLOCK - 1) // _BLOCK
+        copied: KVCache = lax.fori_loop(0, blocks, copy_next, cache)
+        return copied
+
+    cache = lax.fori_loop(0, number, copy, cache)
+    sampler = replace(state.sampler, tally=tally)
+    state = replace(state, **rest, cache=cache, sampler=sampler)
 
     # The branches begin.
-    used = jnp.where(lane < number, target, state.finish.shape[0])
     own = jnp.zeros(state.lanes, bool)
     new = jnp.concatenate([begins, own]).at[used].set(True, mode="drop")
     branches = jnp.zeros_like(state.fork.branch).at[used].set(branch, mode="drop")
@@ -258,50 +270,30 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     """Copies what is the branch's own from the lane `winner[B]` to the rows of `takes[B]`."""
     if not state.lanes:
         return state
+    batch = takes.shape[0]
+    place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
+    origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
+    history, tally, unsound = jax.tree.map(
+        lambda x: jnp.take(x, origin, axis=0), (state.history, state.sampler.tally, state.unsound)
+    )
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
-    span = min(MAX_DEPTH, state.cache.capacity)
 
-    def copy(k: jax.Array, state: DecodeState) -> DecodeState:
-        target, source = rows[k], winner[rows[k]]
-        history, tally, unsound = jax.tree.map(
-            partial(_copy_row, source=source, target=target),
-            (state.history, state.sampler.tally, state.unsound),
-        )
-        first = state.fork.start[target]
-        return replace(
-            state,
-            cache=_copy_cached(state.cache, source, target, first, span),
-            history=history,
-            sampler=replace(state.sampler, tally=tally),
-            unsound=unsound,
-        )
+    def copy(k: jax.Array, cache: KVCache) -> KVCache:
+        return _copy_block(cache, winner[rows[k]], rows[k], state.fork.start[rows[k]])
 
-    copied: DecodeState = lax.fori_loop(0, jnp.sum(takes), copy, state)
-    return copied
+    cache: KVCache = lax.fori_loop(0, jnp.sum(takes), copy, state.cache)
+    sampler = replace(state.sampler, tally=tally)
+    return replace(state, cache=cache, history=history, sampler=sampler, unsound=unsound)
 
 
-def _copy_row(rows: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    row = lax.dynamic_index_in_dim(rows, source)
-    return lax.dynamic_update_slice_in_dim(rows, row, target, axis=0)
-
-
-def _copy_cached(
-    cache: KVCache, source: jax.Array, target: jax.Array, first: jax.Array, span: int
-) -> KVCache:
-    """Copies `span` positions of a row from `first` on. Where they do not fit, earlier ones are
-    copied, too, which the rows of a fork share."""
+def _copy_block(cache: KVCache, source: jax.Array, target: jax.Array, first: jax.Array) -> KVCache:
+    """Copies the keys and values of some positions of a row, from `first` on. Where they would go
+    past the end, earlier ones are copied instead, which the rows of a fork share."""
     zero = jnp.int32(0)
 
-    def copy(layers: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        copied = []
-        for x in layers:
-            shape = (1, x.shape[1], span, x.shape[3])
-            part = lax.dynamic_slice(x, (source, zero, first, zero), shape)
-            copied.append(lax.dynamic_update_slice(x, part, (target, zero, first, zero)))
-        return tuple(copied)
+    def copy(x: jax.Array) -> jax.Array:
+        shape = (1, x.shape[1], min(_BLOCK, x.shape[2]), x.shape[3])
+        block = lax.dynamic_slice(x, (source, zero, first, zero), shape)
+        return lax.dynamic_update_slice(x, block, (target, zero, first, zero))
 
-    return KVCache(
-        keys=copy(cache.keys),
-        values=copy(cache.values),
-        length=_copy_row(cache.length, source, target),
-    )
+    return replace(cache, keys=tuple(map(copy, cache.keys)), values=tuple(map(copy, cache.values)))

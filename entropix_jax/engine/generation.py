@@ -27,15 +27,10 @@ class Generation:
         *,
         recording: Recording | None = None,
     ) -> None:
-        """Checks everything that can be checked before anything is computed.
-
-        Args:
-            recording: what each token's record holds besides the usual.
-
-        Raises:
-            UserError: no request, one that `check_request` refuses, a recording that does not fit
-                the model, or rows that do not fit into memory.
-        """
+        """Checks everything that can be checked before anything is computed. `recording` is what
+        each token's record holds besides the usual. UserError if there is no request,
+        `check_request` refuses one, the recording does not fit the model, or the rows do not fit
+        into memory."""
         if not requests:
             raise UserError("there is nothing to generate: no request")
         recording = recording or Recording()

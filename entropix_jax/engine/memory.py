@@ -52,10 +52,7 @@ def check_memory(
     config: ModelConfig, precision: Precision, *, slots: int, capacity: int, mesh: Mesh | None
 ) -> str:
     """Checks that a batch can fit before its weights are loaded; returns a line for the user.
-
-    Raises:
-        UserError: it cannot; the line names the most slots that can.
-    """
+    UserError, which names the most slots that fit, if it cannot."""
     plan = plan_memory(config, precision, slots=slots, capacity=capacity, mesh=mesh)
     free = free_share(mesh)
     share = "" if free is None else f" of {as_size(free)}"

@@ -3,7 +3,6 @@
 The loop has no sampler in it, so it compiles in a few seconds.
 """
 
-import os
 import time
 from functools import partial
 
@@ -16,8 +15,7 @@ from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.model.mesh import weights_bytes
-from entropix_jax.model.params import Params, count_params
+from entropix_jax.model.params import Params
 from entropix_jax.stats import entropy_and_varentropy
 
 # About 4,000 tokens give each regime's share to half a percentage point or so; in texts as long as
@@ -29,12 +27,6 @@ _MOST_ROWS = 256
 _SEED = 0
 
 _Carry = tuple[KVCache, jax.Array]
-
-# Upper bounds of today's machines, to give up at once where calibration would take too long: of one
-# CPU core, and of any other device.
-_FLOPS_OF_A_CORE = 25e9  # per second, with so few rows
-_BYTES_OF_A_DEVICE = 4e12  # read per second
-_COMPILING = 1.5, 0.1  # seconds, and for each layer
 
 
 def start_of_text(model: LanguageModel) -> list[int]:
@@ -53,14 +45,8 @@ def start_of_text(model: LanguageModel) -> list[int]:
 
 def measure_own_text(model: LanguageModel, seconds: float) -> np.ndarray | None:
     """Entropy (bits) and varentropy (bits^2) before each token that the model writes: float32
-    [n, 2], with n about TOKENS, the same ones each time.
-
-    Args:
-        seconds: how long it may take. Compiling is not interrupted.
-
-    Returns:
-        The points; None where it takes too long.
-    """
+    [n, 2], with n about TOKENS, the same ones each time. None where it takes more than `seconds`;
+    compiling and the first chunk are not interrupted."""
     began = time.perf_counter()
     length = min(_LENGTH, model.config.max_positions)
     chunk = min(_CHUNK, length)
@@ -82,18 +68,6 @@ def measure_own_text(model: LanguageModel, seconds: float) -> np.ndarray | None:
         if left and now - began + left * pace > seconds:
             return None
     return np.concatenate(points)
-
-
-def least_seconds(model: LanguageModel) -> float:
-    """A lower bound of the time that `measure_own_text` takes, compiling included."""
-    device = jax.local_devices()[0]
-    compiling = _COMPILING[0] + _COMPILING[1] * model.config.num_layers
-    if device.platform == "cpu":
-        flops = 2.0 * count_params(model.config) * TOKENS
-        return compiling + flops / (_FLOPS_OF_A_CORE * (os.cpu_count() or 1))
-    mesh = None if model.rules is None else model.rules.mesh
-    read = weights_bytes(model.config, model.precision.weights, mesh) * float(_LENGTH)
-    return compiling + read / _BYTES_OF_A_DEVICE
 
 
 @partial(jax.jit, static_argnames=("config", "steps"), donate_argnames="cache")

@@ -73,20 +73,13 @@ def chunk_size(config: ModelConfig, length: int, batch: int, largest: int) -> in
 
 
 def check_recording(model: LanguageModel, recording: Recording) -> None:
-    """Checks what is to be recorded of each step.
-
-    Raises:
-        UserError: more of the likeliest tokens than there are, or than memory is kept for.
-    """
+    """Refuses (UserError) to record more of the likeliest tokens than there are, or than memory is
+    kept for."""
+    asked = f"the {recording.top} likeliest tokens are asked for"
     if recording.top > MAX_TOP:
-        raise UserError(
-            f"the {recording.top} likeliest tokens are asked for, at most {MAX_TOP} are possible"
-        )
+        raise UserError(f"{asked}, at most {MAX_TOP} are possible")
     if not 0 <= recording.top <= model.config.vocab_size:
-        raise UserError(
-            f"the {recording.top} likeliest tokens are asked for, "
-            f"the model has {model.config.vocab_size}"
-        )
+        raise UserError(f"{asked}, the model has {model.config.vocab_size}")
 
 
 def encode_prompt(
@@ -99,8 +92,7 @@ def encode_prompt(
         chat: put a text as one turn of a chat, not as plain text.
         system: a system message, which makes sense in a chat only.
 
-    Raises:
-        UserError: an empty prompt, a chat without a chat template, or a chat where none is wanted.
+    UserError if the prompt is empty, or is a chat where no template is, or none is wanted.
     """
     if prompt == "":
         raise UserError("the prompt is empty")
@@ -120,11 +112,8 @@ def encode_prompt(
 
 
 def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
-    """A sampler's settings as arrays, for one row of a model.
-
-    Raises:
-        UserError: a thought, layer weights or bans that do not fit the model.
-    """
+    """A sampler's settings as arrays, for one row of a model. UserError if a thought, layer weights
+    or bans do not fit the model."""
     bans = [i for i in sampler.values["draw.bans"] if i >= model.config.vocab_size]
     if bans:
         raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")

@@ -1,4 +1,4 @@
-"""Scores of given texts: the metrics of each token, and the log-likelihood of continuations.
+"""Scores of given texts: the metrics of each token.
 
 Nothing is generated. A long text is read in segments of bounded length that overlap, and a segment
 in chunks, so memory does not grow with the text.
@@ -7,7 +7,7 @@ in chunks, so memory does not grow with the text.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -39,7 +39,6 @@ from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
 
 _CONTEXT = 1024  # most tokens of a segment, unless the caller says otherwise
-_BATCH = 16  # texts that are read side by side
 _METRICS_CHUNK, _LIKELIHOOD_CHUNK = 64, 128  # most tokens of a text in one call
 _LOGITS_BYTES = 1 << 28  # most memory for the logits of one call
 _CACHE_BYTES = 1 << 30  # most memory for the cache of several texts
@@ -80,16 +79,6 @@ class ScoredToken:
         return {"type": "token"} | {k: v for k, v in fields.items() if v is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Likelihood:
-    """The score of the continuation of pair number `pair`: the sum of its log-probabilities in
-    nats, and whether each of its tokens is the likeliest."""
-
-    pair: int
-    log_likelihood: float
-    is_greedy: bool
-
-
 def score_tokens(
     model: LanguageModel,
     tokens: Sequence[int],
@@ -107,19 +96,19 @@ def score_tokens(
             positions. A longer text is read in segments that begin half that number before the
             tokens to be measured.
 
-    Raises:
-        UserError: fewer than two tokens, a context that the model lacks, or NaN or infinite logits.
+    UserError if there are fewer than two tokens, the model lacks the context, or logits are NaN or
+    infinite.
     """
     recording = recording or Recording()
     check_recording(model, recording)
     if len(tokens) < 2:
         raise UserError("the text is too short: the model expects nothing before its first token")
-    segments = _split(tokens, _checked_context(model, context))
+    segments = split(tokens, check_context(model, context))
     stream = model.tokenizer.stream(after=tokens[:1])
 
     def score_segments() -> Iterator[ScoredToken]:
         count, mean, squares = 0, 0.0, 0.0  # of the entropies so far (Welford)
-        reader = _Reader(model, sampler, recording)
+        reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
             metrics, regime, extras = scores.measured
@@ -150,98 +139,11 @@ def score_tokens(
     return score_segments()
 
 
-def measure_entropies(
-    model: LanguageModel,
-    texts: Sequence[Sequence[int]],
-    sampler: CalibratedSampler,
-    *,
-    context: int | None = None,
-) -> np.ndarray:
-    """Entropy (bits) and varentropy (bits^2) before each token of some texts but their first ones:
-    float32 [n, 2], text by text in order.
-
-    Raises:
-        UserError: as `score_tokens`; no text has two tokens.
-    """
-    context = _checked_context(model, context)
-    segments = [
-        segment
-        for number, text in enumerate(texts, 1)
-        for segment in _split(text, context, where=f"text {number}: ")
-    ]
-    if not segments:
-        raise UserError("there is nothing to measure: no text has two tokens")
-    points = {}
-    for number, scores in _Reader(model, sampler).read_whole(segments, _BATCH):
-        assert scores.measured is not None
-        metrics, *_ = scores.measured
-        points[number] = np.stack([metrics.entropy, metrics.varentropy], axis=-1)
-    return np.concatenate([points[number] for number in range(len(segments))])
-
-
-def log_likelihoods(
-    model: LanguageModel,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    context: int | None = None,
-    batch: int = _BATCH,
-) -> Iterator[Likelihood]:
-    """The log-probability of each continuation after its context, by the model's own distribution:
-    log-softmax of the unmodified logits, in float32.
-
-    Scores come text by text, not in the order of the pairs, and do not depend on the other pairs.
-    Pairs that differ in their last tokens alone are read once. An empty continuation is certain.
-    The model sees at once at most `context` tokens, by default all its positions: the first tokens
-    of a longer pair are left out. At most `batch` texts are read side by side.
-
-    Raises:
-        UserError: an empty context, an id that is no token, a continuation that is longer than what
-            the model sees at once, or NaN or infinite logits.
-    """
-    context = _checked_context(model, context, least=1, usual=model.config.max_positions)
-    # All tokens but the last one of a pair, to the pairs: number, last token, length.
-    answers: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-    empty = []
-    for number, (before, after) in enumerate(pairs):
-        where, length = f"pair {number}: ", len(after)
-        if not before:
-            raise UserError(f"{where}the context is empty: nothing is expected before a token")
-        if strange := [i for i in (*before, *after) if not 0 <= i < model.config.vocab_size]:
-            raise UserError(f"{where}{strange[0]} is no token")
-        if length > context:
-            told = f"the continuation has {length} tokens, the model sees {context} at once"
-            raise UserError(where + told)
-        if not after:
-            empty.append(Likelihood(number, 0.0, True))
-            continue
-        *tokens, last = (*before, *after)[-context - 1 :]
-        answers.setdefault(tuple(tokens), []).append((number, last, length))
-    texts = [
-        _Text(
-            tokens,
-            lasts=list(dict.fromkeys(last for _, last, _ in own)),
-            first=len(tokens) - max(length for *_, length in own),
-            where=f"pair {own[0][0]}: ",
-        )
-        for tokens, own in answers.items()
-    ]
-    # The longest first: what does not fit into memory fails at once.
-    texts.sort(key=lambda text: len(text.tokens), reverse=True)
-
-    def score_pairs() -> Iterator[Likelihood]:
-        for number, scores in _Reader(model).read_whole(texts, batch):
-            text = texts[number]
-            for pair, last, length in answers[tuple(text.tokens)]:
-                its = slice(-length, None), text.lasts.index(last)
-                total = float(scores.logprob[its].sum(dtype=np.float64))
-                yield Likelihood(pair, total, bool(scores.greedy[its].all()))
-
-    return chain(empty, score_pairs())
-
-
-def _checked_context(
+def check_context(
     model: LanguageModel, context: int | None, *, least: int = 2, usual: int = _CONTEXT
 ) -> int:
+    """How many tokens the model sees at once, at most. UserError if they are fewer than `least`, or
+    more than its positions."""
     positions = model.config.max_positions
     if context is None:
         return min(usual, positions)
@@ -254,7 +156,7 @@ def _checked_context(
 
 
 @dataclass(frozen=True)
-class _Text:
+class Text:
     """Tokens to read. Scored are, from after the token `first` on, the text's own tokens and after
     its end each of `lasts`."""
 
@@ -266,7 +168,7 @@ class _Text:
 
 
 @struct.dataclass
-class _Scores:
+class Scores:
     """The scores after each token; fields [B, T, ...] or [n, ...]."""
 
     logprob: jax.Array  # float32 [..., K] nats, of each token that may follow
@@ -277,33 +179,30 @@ class _Scores:
     measured: tuple[Metrics, jax.Array, Extras] | None
 
 
-def _split(text: Sequence[int], context: int, where: str = "") -> list[_Text]:
+def split(text: Sequence[int], context: int, where: str = "") -> list[Text]:
     """Segments of at most `context` tokens; each token but the text's first is scored once."""
     segments, done = [], 1
     while done < len(text):
         end = min(context if done == 1 else done + max(context // 2, 1), len(text))
         start = max(end - context, 0)
         tokens, last = text[start : end - 1], text[end - 1]
-        segments.append(_Text(tokens, [last], done - start - 1, start, where))
+        segments.append(Text(tokens, [last], done - start - 1, start, where))
         done = end
     return segments
 
 
 @dataclass(frozen=True)
-class _Reader:
+class TextReader:
     """Reads texts, and measures with a sampler what it has metrics for."""
 
     model: LanguageModel
     sampler: CalibratedSampler | None = None
     recording: Recording = _NOTHING
 
-    def read(self, texts: Sequence[_Text], batch: int) -> Iterator[tuple[int, int, _Scores]]:
+    def read(self, texts: Sequence[Text], batch: int) -> Iterator[tuple[int, int, Scores]]:
         """Reads at most `batch` texts side by side. Yields for each part of a text its number, the
         index of the part's first token, and the scores after each of its tokens.
-
-        Raises:
-            UserError: NaN or infinite logits.
-        """
+        UserError if logits are NaN or infinite."""
         config, done = self.model.config, 0
         position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         position_bytes *= self.model.precision.activations.itemsize
@@ -321,16 +220,16 @@ class _Reader:
                     yield done + first + row, at, scores
             done += len(alike)
 
-    def read_whole(self, texts: Sequence[_Text], batch: int) -> Iterator[tuple[int, _Scores]]:
+    def read_whole(self, texts: Sequence[Text], batch: int) -> Iterator[tuple[int, Scores]]:
         """The same with the scores of each text together, when it has been read."""
-        parts: list[list[_Scores]] = [[] for _ in texts]
+        parts: list[list[Scores]] = [[] for _ in texts]
         for number, at, scores in self.read(texts, batch):
             parts[number].append(scores)
             if at + len(scores.finite) == len(texts[number].tokens):
                 yield number, jax.tree.map(lambda *x: np.concatenate(x), *parts[number])
                 parts[number].clear()
 
-    def _read_batch(self, texts: Sequence[_Text], rows: int) -> Iterator[tuple[int, int, _Scores]]:
+    def _read_batch(self, texts: Sequence[Text], rows: int) -> Iterator[tuple[int, int, Scores]]:
         """Reads texts side by side, chunk by chunk; rows that are left over stay empty."""
         config, capacity = self.model.config, _capacity(texts[0])
         most = _METRICS_CHUNK if self.sampler else _LIKELIHOOD_CHUNK
@@ -371,9 +270,9 @@ class _Reader:
                 if len(own.finite):
                     yield row, start + known.start, own
 
-    def _find_fault(self, text: _Text) -> str:
+    def _find_fault(self, text: Text) -> str:
         """Where reading a text yields NaN or infinity."""
-        checking = _Reader(self.model, recording=Recording(check=True))
+        checking = TextReader(self.model, recording=Recording(check=True))
         for _, at, scores in checking._read_batch([replace(text, first=0)], rows=1):
             at += text.start
             assert scores.sound is not None
@@ -385,7 +284,7 @@ class _Reader:
         return f"NaN or infinite logits at or after position {text.start + 1}"
 
 
-def _capacity(text: _Text) -> int:
+def _capacity(text: Text) -> int:
     """Positions of the cache that a text is read with."""
     return bucket(len(text.tokens), PREFILL_WINDOW)
 
@@ -405,7 +304,7 @@ def _score_chunk(
     window: int,
     recording: Recording,
     scored: bool,
-) -> tuple[KVCache, _Scores | None]:
+) -> tuple[KVCache, Scores | None]:
     """Reads `tokens[B, T]`, of each row the first `count[B]`. Where `scored`: the scores of
     `following[B, T, K]`, and with settings (each leaf [B, ...]) the metrics."""
     every, check = settings is not None, recording.check
@@ -426,7 +325,7 @@ def _score_chunk(
         metrics = measure(above_floor, stats, of_token.layer_weights)
         regime = jax.vmap(classify)(metrics, of_token)
         measured = metrics, regime, extras_of(logits, stats, recording)
-    scores = _Scores(
+    scores = Scores(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
         greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),
         finite=finite,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import shutil
 import stat
 import sys
 import tempfile
@@ -19,8 +17,6 @@ from entropix_jax.errors import UserError
 
 if sys.platform != "win32":
     import fcntl
-
-_SCRATCH = ".part"  # suffix of temporary folders
 
 
 @contextmanager
@@ -82,12 +78,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML document holds.
-
-    Raises:
-        ValueError: not TOML, or with a number that is too long.
-        RecursionError: nested too deeply.
-    """
+    """What a TOML document holds. ValueError if it is not TOML, or a number is too long;
+    RecursionError if it is nested too deeply."""
     raw = tomllib.loads(text)
     # An integer in hexadecimal may be too long to be written, in an error message for instance.
     repr(raw)
@@ -109,34 +101,17 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, removed when the block ends. Missing parents are made.
-
-    One that a killed run left, `.NAME.????????.part`, is removed by the next run that writes
-    `path`: each is locked while its process lives. UserError if it cannot be made.
-    """
-    prefix = f".{path.name}."
+    """An empty folder beside `path`, removed when the block ends; a killed run leaves it. Missing
+    parents are made. UserError if it cannot be made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{glob.escape(prefix)}????????{_SCRATCH}"):
-            lock = None if left.is_symlink() else _lock(left, wait=False)
-            if lock is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SCRATCH, dir=path.parent))
-            lock = _lock(folder, wait=True)
-            if folder.is_dir():  # else another run took it for abandoned before it was locked
-                break
-            if lock is not None:
-                os.close(lock)
+        scratch = tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", suffix=".part", dir=path.parent, ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+    with scratch as folder:
+        yield Path(folder)
 
 
 def open_alone(path: Path) -> int:
@@ -165,23 +140,6 @@ def lock_alone(descriptor: int) -> None:
         raise OSError(error.errno, "another run is writing to it") from None
     except OSError:  # a file system without locks
         pass
-
-
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Locks a folder and returns a descriptor to close; None where another process has the lock, or
-    the system has no locks."""
-    if sys.platform == "win32":
-        return None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def check_writable(path: Path) -> None:

@@ -9,7 +9,6 @@ defer interrupts afterwards.
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -49,36 +48,6 @@ def deferred_interrupts(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def announce_interrupts(announce: Callable[[], None], delay: float = 0.2) -> Iterator[None]:
-    """Within the block `announce` is called `delay` seconds after the first signal that Python
-    handles, unless the block has ended. It runs in another thread: while the main thread is in the
-    compiler no handler runs, and the person who pressed Ctrl-C should see an effect."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    end = threading.Event()
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        # A signal writes its number here at once, whatever the main thread is doing.
-        if reader.recv(1) and not end.wait(delay):
-            announce()
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    watcher.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        end.set()
-        writer.close()
-        watcher.join()
-        reader.close()
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ from entropix_jax.host.files import check_apart, check_writable, read_text
 if TYPE_CHECKING:
     import numpy as np
 
+    from entropix_jax.lab.boxes import Boxes
     from entropix_jax.model.loading import LanguageModel
-    from entropix_jax.sampler.boxes import Boxes
     from entropix_jax.sampler.sampler import Sampler
 
 _OWN_TOKENS = 20_000
@@ -83,13 +83,13 @@ def _main(arguments: Arguments) -> int:
     texts = [read_text(Path(name)) for name in arguments.texts]
 
     from entropix_jax.engine.calibrated import calibrate_sampler
-    from entropix_jax.engine.score import measure_entropies
     from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.lab.boxes import read_boxes
+    from entropix_jax.lab.likelihood import measure_entropies
+    from entropix_jax.lab.solver import solve
+    from entropix_jax.lab.thresholds import write_text
     from entropix_jax.model.loading import load
-    from entropix_jax.sampler.boxes import read_boxes
     from entropix_jax.sampler.presets import lineage, load_sampler
-    from entropix_jax.sampler.solver import solve
-    from entropix_jax.sampler.thresholds import write_text
 
     sampler = load_sampler(arguments.sampler)
     boxes = read_boxes(sampler)
@@ -215,8 +215,9 @@ def _thresholds(model: "LanguageModel", sampler: "Sampler") -> dict[str, float]:
 
 def _content(arguments: Arguments, thresholds: dict[str, float], tokens: int) -> str:
     """The content of the output file."""
+    from entropix_jax.engine.calibrated import calibration_text
+    from entropix_jax.lab.thresholds import preset_text
     from entropix_jax.model.loading import default_model
-    from entropix_jax.sampler.thresholds import calibration_text, preset_text
 
     sources = [os.path.basename(name) for name in arguments.texts]
     sources += ["the model's own text"] if arguments.own else []
@@ -243,7 +244,7 @@ def _print_report(
     from rich.console import Console
     from rich.table import Table
 
-    from entropix_jax.sampler.boxes import QUANTILES, occupancy, quantiles
+    from entropix_jax.lab.boxes import QUANTILES, occupancy, quantiles
 
     console = Console(highlight=False, width=80)
     table = Table("of the tokens below", *(f"{q:.0%}" for q in QUANTILES))

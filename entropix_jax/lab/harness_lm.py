@@ -20,8 +20,8 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.memory import most_slots
 from entropix_jax.engine.preparation import MIN_CAPACITY, CalibratedSampler, bucket
 from entropix_jax.engine.results import Request
-from entropix_jax.engine.score import log_likelihoods
 from entropix_jax.errors import UserError, check_range, nearest
+from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.model.loading import load
 from entropix_jax.model.precision import WEIGHTS
 from entropix_jax.names import REGIMES

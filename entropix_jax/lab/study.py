@@ -10,6 +10,8 @@ import inspect
 import json
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -43,7 +45,7 @@ from entropix_jax.lab.trials import (
 )
 from entropix_jax.lab.truth import compare_with_truth, has_world_vocabulary
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.version import __version__, checked_out_commit
+from entropix_jax.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
 _VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples per vote; odd, as two that differ tie
@@ -321,3 +323,24 @@ def _has_world_task(tasks: Sequence[Task]) -> bool:
 def _write_json(path: Path, content: Any) -> None:
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def checked_out_commit() -> str | None:
+    """The commit of the repository that the package is run from, `-dirty` where files that Git
+    knows have been changed since. None elsewhere, or without Git."""
+    root = Path(__file__).parent.parent.parent
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    about = ["describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(
+            [git, "--no-optional-locks", "-C", str(root), *about],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):  # no reason to lose what it is told of
+        return None
+    return found.stdout.strip() or None

@@ -167,12 +167,8 @@ class _SafeTensor(StoredTensor):
 
 
 def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
-    """Memory-maps all tensors of a folder, by name.
-
-    Raises:
-        UserError: no weights, a damaged file, or a tensor that is missing, unexpected, duplicate,
-            or of another dtype than the configuration says.
-    """
+    """Memory-maps all tensors of a folder, by name. UserError if a file is missing or damaged, or a
+    tensor is missing, unexpected, duplicate, or of another dtype than the configuration says."""
     stored = _open_folder(folder)
     check_names(folder, stored, config)
     # The embedding's dtype is that of the model; tensors that are ignored may have others.

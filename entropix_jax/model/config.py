@@ -123,10 +123,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """The `ModelConfig` of a decoded `config.json`; `path` is only named in errors.
-
-    Raises:
-        UserError: a number is missing, or a key changes the maths and is not implemented.
-    """
+    UserError if a number is missing, or a key changes the maths and is not implemented."""
     # What changes the maths and is not implemented.
     check_own_code(raw, path)
     family = raw.get("model_type", "llama")

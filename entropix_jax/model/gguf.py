@@ -85,12 +85,8 @@ class GgufFile:
     Face layout."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header.
-
-        Raises:
-            UserError: no such file, a damaged one, or an architecture or tensor type that is not
-                implemented.
-        """
+        """Reads the header. UserError if there is no such file, it is damaged, or its architecture
+        or a tensor's type is not implemented."""
         self.path = path
         data = _map_file(path)
         header = _Header(data, path)

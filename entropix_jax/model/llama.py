@@ -10,7 +10,6 @@ Legend, used in the shapes and einsums of the whole package:
     A some of B rows     W branches of a fork
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,13 +27,6 @@ from entropix_jax.model.mesh import gather_logits
 from entropix_jax.model.params import LayerParams, Params
 from entropix_jax.model.rope import rotate, rotations
 from entropix_jax.stats import AttnStats
-
-_LayerCache = tuple[jax.Array, ...]  # the keys and values of one layer
-# Takes a layer's cache and the queries [B, T, N, H], keys and values [B, T, K, H] of new tokens;
-# returns the attention output [B, T, N*H], what the statistics are made of, and the updated cache.
-_Attention = Callable[
-    [_LayerCache, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, _LayerCache]
-]
 
 
 def forward(
@@ -61,7 +53,8 @@ def forward(
         window: static; only positions below it are read, so that the cost follows the rows' lengths
             and not the capacity. Requires `length + count <= window`.
         every: static; statistics of all positions instead of each row's last real one.
-        check: static; the statistics also say which activations are finite.
+        check: static; the statistics also say which activations are finite: bool [B, T, 1+2L], of
+            the embedding, then of attention inputs and output of each layer.
 
     Returns:
         The final hidden states [B, T, D], the statistics (B rows, or B*T with `every`), and the
@@ -78,33 +71,60 @@ def forward(
     key_positions = jnp.arange(window, dtype=jnp.int32)
     measured = positions.reshape(-1) if every else jnp.maximum(length, 1) - 1
     visible = key_positions[None, :] <= measured[:, None]
+    cos, sin = rotations(config, positions)
 
-    def attention(
-        layer_cache: _LayerCache, query: jax.Array, key: jax.Array, value: jax.Array
-    ) -> tuple[jax.Array, Any, _LayerCache]:
-        keys = write(layer_cache[0], key, start, count)
-        values = write(layer_cache[1], value, start, count)
+    # Jitted so that identical layers are traced once; XLA inlines it.
+    @partial(jax.jit, static_argnames="rotates")
+    def one_layer(
+        layer: LayerParams, hidden: jax.Array, cached: tuple[jax.Array, jax.Array], *, rotates: bool
+    ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array], list[jax.Array]]:
+        normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
+        query, key, value = _project(normed, layer, config, tokens.shape)
+        if rotates:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        keys, values = write(cached[0], key, start, count), write(cached[1], value, start, count)
         mixed, scores = attend(
             query, keys[:batch, :, :window], values[:batch, :, :window], positions, length
         )
+        hidden = hidden + linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
+        normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
+        hidden = hidden + _swiglu(normed, layer)
+        sound = [finite(query, key, value), finite(hidden)] if check else []
         if every:  # reduced layer by layer: the scores of all positions are large
             scores = scores.swapaxes(1, 2).reshape(-1, 1, config.num_heads, window)
-            return mixed, attention_stats(scores, visible), (keys, values)
+            return hidden, attention_stats(scores, visible), (keys, values), sound
         last = jnp.maximum(count - 1, 0)
         scores = jnp.take_along_axis(scores, last[:, None, None, None], axis=2)[:, :, 0]
-        return mixed, scores, (keys, values)
+        return hidden, scores, (keys, values), sound
 
-    layer_caches: list[_LayerCache] = list(zip(cache.keys, cache.values, strict=True))
-    hidden, noted, layer_caches, sound = _layers(
-        params, config, tokens, positions, attention, layer_caches, check=check
-    )
-    keys, values = zip(*layer_caches, strict=True)
+    def finite(*activations: jax.Array) -> jax.Array:
+        """Whether all activations of a token are finite: bool [B, T]."""
+        each = [jnp.isfinite(x).reshape(*tokens.shape, -1).all(axis=-1) for x in activations]
+        return jnp.all(jnp.stack(each), axis=0)
+
+    # Between layers rows and tokens share one axis, [B*T, D], as the products need them. With two
+    # axes, XLA's reshape mover pushes each product's reshape through the next layer, one layer per
+    # pass over the entire program, which slows down compilation.
+    hidden = rows(params.embedding, tokens.reshape(-1), cache.keys[0].dtype)
+    noted, kept, sound = [], [], [finite(hidden)] if check else []
+    layers = zip(params.layers, cache.keys, cache.values, strict=True)
+    for i, (layer, *cached) in enumerate(layers):
+        with jax.named_scope(f"layer_{i}"):
+            hidden, note, own, checked = one_layer(
+                layer, hidden, tuple(cached), rotates=i not in config.layers_without_rope
+            )
+        noted.append(note)
+        kept.append(own)
+        sound += checked
+    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
+    hidden = hidden.reshape(*tokens.shape, config.width)
 
     # Statistics of all layers at once, where they were not reduced already.
     stats = join_layers(noted) if every else attention_stats(jnp.stack(noted, axis=1), visible)
-    if sound is not None:
+    if sound:
         padding = (positions >= length[:, None])[:, :, None]
-        stats = replace(stats, sound=sound | padding)
+        stats = replace(stats, sound=jnp.stack(sound, axis=-1) | padding)
+    keys, values = zip(*kept, strict=True)
     return hidden, stats, KVCache(keys=keys, values=values, length=length)
 
 
@@ -120,63 +140,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return (wide * scale * weight).astype(x.dtype)
-
-
-def _layers(
-    params: Params,
-    config: ModelConfig,
-    tokens: jax.Array,
-    positions: jax.Array,
-    attention: _Attention,
-    layer_caches: list[_LayerCache],
-    *,
-    check: bool,
-) -> tuple[jax.Array, list[Any], list[_LayerCache], jax.Array | None]:
-    """Embedding, all layers and final norm.
-
-    Returns:
-        The hidden states [B, T, D] in the cache's dtype, what each layer's attention returned for
-        the statistics, its updated cache and, with `check`, which activations are finite: bool
-        [B, T, 1+2L], of the embedding, then of attention inputs and output of each layer.
-    """
-    cos, sin = rotations(config, positions)
-
-    # Jitted so that identical layers are traced once; XLA inlines it.
-    @partial(jax.jit, static_argnames="rotates")
-    def one_layer(
-        layer: LayerParams, hidden: jax.Array, layer_cache: _LayerCache, *, rotates: bool
-    ) -> tuple[jax.Array, Any, _LayerCache, list[jax.Array]]:
-        normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-        query, key, value = _project(normed, layer, config, tokens.shape)
-        if rotates:
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        mixed, note, kept = attention(layer_cache, query, key, value)
-        hidden = hidden + linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
-        normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-        hidden = hidden + _swiglu(normed, layer)
-        return hidden, note, kept, [finite(query, key, value), finite(hidden)] if check else []
-
-    def finite(*activations: jax.Array) -> jax.Array:
-        """Whether all activations of a token are finite: bool [B, T]."""
-        each = [jnp.isfinite(x).reshape(*tokens.shape, -1).all(axis=-1) for x in activations]
-        return jnp.all(jnp.stack(each), axis=0)
-
-    # Between layers rows and tokens share one axis, [B*T, D], as the products need them. With two
-    # axes, XLA's reshape mover pushes each product's reshape through the next layer, one layer per
-    # pass over the entire program, which slows down compilation.
-    hidden = rows(params.embedding, tokens.reshape(-1), layer_caches[0][0].dtype)
-    noted, kept, sound = [], [], [finite(hidden)] if check else []
-    for i, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{i}"):
-            hidden, note, own, checked = one_layer(
-                layer, hidden, layer_caches[i], rotates=i not in config.layers_without_rope
-            )
-        noted.append(note)
-        kept.append(own)
-        sound += checked
-    hidden = rms_norm(hidden, params.final_norm, config.norm_eps)
-    hidden = hidden.reshape(*tokens.shape, config.width)
-    return hidden, noted, kept, jnp.stack(sound, axis=-1) if sound else None
 
 
 def _project(

@@ -125,11 +125,9 @@ def load(
         mesh: the devices that the weights are spread over; None is the default device alone.
         check: look for NaN and infinity in all weights.
 
-    An unknown key of the configuration is told in a warning.
-
-    Raises:
-        UserError: no such model, a damaged file or one that is not implemented, weights that memory
-            has no room for or that are not finite, a mesh that does not divide it, or no device.
+    An unknown key of the configuration is told in a warning. UserError if there is no such model or
+    no device, a file is damaged or not implemented, weights do not fit into memory or are not
+    finite, or the mesh does not divide it.
     """
     check_backend()
     folder = resolve_model(model)

@@ -67,11 +67,8 @@ class Rules:
 
 def parse_mesh(text: str | None, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh over all of `devices` that the option `--mesh` describes, such as "data=4,model=2":
-    an omitted axis has size 1. None: all devices on `data`.
-
-    Raises:
-        UserError: not of this form, or not for this number of devices.
-    """
+    an omitted axis has size 1. None: all devices on `data`. UserError if it is not of this form, or
+    not for this number of devices."""
     sizes = {DATA: len(devices) if text is None else 1, MODEL: 1}
     if text is not None:
         form = rf"\s*({DATA}|{MODEL})\s*=\s*0*([1-9]\d{{0,8}})\s*"
@@ -225,13 +222,6 @@ def apply_if_any(mask: jax.Array, work: Callable[[_Tree], _Tree], value: _Tree) 
         return work(value)
     out: _Tree = lax.cond(jnp.any(mask), work, lambda value: value, value)
     return out
-
-
-def global_index(numbers: jax.Array, size: int) -> jax.Array:
-    """The inverse of `local_index`, except that -1 (none) stays -1."""
-    if not _in_shard():
-        return numbers
-    return jnp.where(numbers < 0, numbers, numbers + lax.axis_index(DATA) * size)
 
 
 def _spec(mesh: Mesh | AbstractMesh, split: Mapping[str, str], axes: Sequence[str]) -> P:

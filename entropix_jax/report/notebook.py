@@ -20,6 +20,9 @@ _BRANCH = 60  # characters of a branch in a tooltip
 class Token(Protocol):
     """What is shown of a token."""
 
+    @property
+    def regime(self) -> str: ...
+
     def to_json(self, *, retracted: bool = ...) -> dict[str, Any]: ...
 
 
@@ -64,7 +67,7 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
         rows=shown,
         rows_omitted=len(rows) - len(shown),
         prompt=prompt and "…" * (len(prompt) > _PROMPT) + printable(prompt[-_PROMPT:]),
-        regimes=_shares([token.to_json() for row in rows for token in row.tokens]),
+        regimes=_shares([token for row in rows for token in row.tokens]),
         marks=marks(all_drawn),
     )
 
@@ -103,14 +106,14 @@ def _title(row: Shown, number: str) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _shares(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def _shares(tokens: Sequence[Token]) -> list[dict[str, str]]:
     shares = []
-    for regime in REGIMES if records else ():
-        own = [record for record in records if record["regime"] == regime]
+    for regime in REGIMES if tokens else ():
+        own = [token for token in tokens if token.regime == regime]
         share = {"name": regime, "meaning": MEANINGS[regime], "tokens": str(len(own))}
-        share["share"] = f"{len(own) / len(records):.0%}"
+        share["share"] = f"{len(own) / len(tokens):.0%}"
         for name, unit in (("entropy", "bits"), ("varentropy", "bits²")):
-            mean = sum(record[name] for record in own) / max(len(own), 1)
+            mean = sum(getattr(token, name) for token in own) / max(len(own), 1)
             share[name] = f"{mean:.2f} {unit}" if own else "–"
         shares.append(share)
     return shares

@@ -83,11 +83,8 @@ class TraceReader:
     _farthest: dict[int, int] = field(default_factory=dict)  # that of a token that was retracted
 
     def __iter__(self) -> Iterator[Line]:
-        """Yields the complete lines in order.
-
-        Raises:
-            UserError: not a trace, or a damaged one; names the file and the line.
-        """
+        """Yields the complete lines in order. UserError, which names the file and the line, if this
+        is no trace, or a damaged one."""
         with opening(self.path) as file:
             while raw := file.readline(LONGEST_LINE):
                 self._number += 1
@@ -121,6 +118,9 @@ class TraceReader:
     def _check(self, record: dict[str, Any]) -> None:
         kind = record.get("type")
         if not self.header:
+            if {"id", "line", "digest"} <= record.keys():
+                told = "run batch with --trace DIR and give one of its traces"
+                self._refuse(f"a batch's output has no page: {told}")
             if kind != "header":
                 self._refuse("not a trace: the first line must be a header")
             version = record.get("format_version")

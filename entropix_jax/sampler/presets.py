@@ -17,36 +17,30 @@ from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check
 
 
 def load_sampler(name_or_path: str) -> Sampler:
-    """The preset of a name under `configs/`, or the sampler of a TOML file.
-
-    Raises:
-        UserError: no such preset or file (the nearest name is given), or a file that is not a
-        sampler.
-    """
-    path, raw = _read(name_or_path, ())
-    description = raw.pop("description", "")
+    """The preset of a name under `configs/`, or the sampler of a TOML file. UserError if there is
+    none (the nearest name is given), or the file is not a sampler."""
+    files = _read_lineage(name_or_path)
+    path = next(iter(files))
+    values: dict[str, Any] = {}
+    for own in reversed(files.values()):
+        values |= own
+    description = values.pop("description", "")
     if not isinstance(description, str):
         raise UserError(f"{path}: 'description' must be text, not {description!r}")
-    flat = _flatten(raw)
-    for key in flat:
+    for key in values:
         check_key(key, str(path))
-    if missing := sorted(required() - set(flat)):
+    if missing := sorted(required() - set(values)):
         raise UserError(
             f"{path}: '{missing[0]}' is missing; 'extends' takes it from another preset"
         )
-    check_values(flat, str(path))
-    check_whole(flat, str(path))
-    return Sampler(name=path.stem, description=description, file_values=flat)
+    check_values(values, str(path))
+    check_whole(values, str(path))
+    return Sampler(name=path.stem, description=description, file_values=values)
 
 
 def lineage(name_or_path: str) -> list[Path]:
     """The files of a sampler that `load_sampler` takes and of those it extends, nearest first."""
-    paths: list[Path] = []
-    base: str | None = name_or_path
-    while base is not None:
-        path, _, base = _read_file(base)
-        paths.append(path)
-    return paths
+    return [*_read_lineage(name_or_path)]
 
 
 def preset_names() -> list[str]:
@@ -56,10 +50,7 @@ def preset_names() -> list[str]:
 
 def parse_setting(text: str) -> tuple[str, Any]:
     """A command line's `sampler.key=value` as key and value; the value is TOML, or else plain text.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+    UserError if it is not of that form."""
     key, equals, value = text.partition("=")
     if not equals or not key.startswith("sampler."):
         raise UserError(f"--set {text}: expected sampler.KEY=VALUE")
@@ -71,31 +62,33 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def choose_sampler(name_or_path: str, settings: Iterable[str]) -> Sampler:
-    """A preset or a file, with a command line's settings, each as `parse_setting` takes it.
-
-    Raises:
-        UserError: as `load_sampler`, `parse_setting` and `Sampler.with_values`.
-    """
-    changes = dict(parse_setting(text) for text in settings)
-    return load_sampler(name_or_path).with_values(changes)
+    """A preset or a file, with a command line's settings, each as `parse_setting` takes it."""
+    return load_sampler(name_or_path).with_values(dict(map(parse_setting, settings)))
 
 
-def _read(name_or_path: str, seen: tuple[Path, ...]) -> tuple[Path, dict[str, Any]]:
-    path, raw, base = _read_file(name_or_path)
-    identity = path.resolve()
-    if identity in seen:
-        raise UserError(f"{path}: extends itself")
-    if base is None:
-        return path, raw
-    thresholds = raw.get("thresholds")
-    if isinstance(thresholds, dict) and set(thresholds) & set(THRESHOLDS):
-        # Explicit thresholds override the model's calibration.
-        thresholds.setdefault("calibrated", False)
-    return path, _merge(_read(base, (*seen, identity))[1], raw)
+def _read_lineage(name_or_path: str) -> dict[Path, dict[str, Any]]:
+    """A sampler's file and those it extends, nearest first, each with the values it holds itself by
+    their dotted keys."""
+    files: dict[Path, dict[str, Any]] = {}
+    name: Any = name_or_path
+    while name is not None:
+        path = _find(name)
+        if path.resolve() in (known.resolve() for known in files):
+            raise UserError(f"{path}: extends itself")
+        files[path] = values = _flatten(read_toml(path))
+        name = values.pop("extends", None)
+        if not isinstance(name, str | None):
+            raise UserError(f"{path}: 'extends' must be the name of a preset, not {name!r}")
+        if name is not None and name.endswith(".toml"):
+            name = str(path.parent / name)
+        if name is not None and any(f"thresholds.{own}" in values for own in THRESHOLDS):
+            # Explicit thresholds override the model's calibration.
+            values.setdefault("thresholds.calibrated", False)
+    return files
 
 
-def _read_file(name_or_path: str) -> tuple[Path, dict[str, Any], str | None]:
-    """A sampler's file, what it holds itself, and what it extends."""
+def _find(name_or_path: str) -> Path:
+    """A sampler's file."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = resource_folder("configs") / f"{name_or_path}.toml"
@@ -106,25 +99,7 @@ def _read_file(name_or_path: str) -> tuple[Path, dict[str, Any], str | None]:
             )
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
         raise UserError(f"{path}: cannot be read: not a regular file")
-    raw = read_toml(path)
-    base = raw.pop("extends", None)
-    if base is None:
-        return path, raw, None
-    if not isinstance(base, str):
-        raise UserError(f"{path}: 'extends' must be the name of a preset, not {base!r}")
-    if base.endswith(".toml"):
-        base = str(path.parent / base)
-    return path, raw, base
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            value = _merge(old, value)
-        merged[key] = value
-    return merged
+    return path
 
 
 def _flatten(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,9 +5,9 @@ sampler's thresholds or stands for itself.
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,14 +43,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.agreement": ("corrected", "published"),
     "truncation.rule": RULES,
 }
-_OTHER = {
-    "thresholds.calibrated",
-    "metrics.layers",
-    "metrics.noise_floor",
-    "draw.bans",
-    *(f"regimes.{box}" for box in BOXES),
-    *(f"arms.{name}" for name in SERVED),
-}
+Rule = tuple[Callable[[Any], bool], str]  # a test of a value, and what an error's line says
 
 
 @cache
@@ -68,10 +61,9 @@ def scalars(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Mapping[str, An
 
 
 @cache
-def required(mechanisms: Mechanisms = MECHANISMS) -> frozenset[str]:
+def required(mechanisms: Mechanisms = MECHANISMS) -> Set[str]:
     """The keys that every sampler has; of the thresholds it may leave some out."""
-    keys = {*scalars(mechanisms), *_settings(mechanisms, "longest"), *_CHOICES, *_OTHER}
-    return frozenset(keys)
+    return _rules(mechanisms).keys() - {f"thresholds.{name}" for name in THRESHOLDS}
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,13 +92,9 @@ class Sampler:
         return MappingProxyType({**self.file_values, **self.thresholds, **self.changes})
 
     def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
-        """This sampler with other settings.
-
-        Raises:
-            UserError: an unknown key (the nearest known one is named), a value of the wrong type or
-                out of range, or bounds that nothing can lie between. Thresholds that may only fit
-                beside a model's own are checked by `with_thresholds`.
-        """
+        """This sampler with other settings. UserError if a key is unknown, a value has the wrong
+        type or is out of range, or nothing can lie between the bounds. Thresholds that may only fit
+        beside a model's own are checked by `with_thresholds`."""
         for key in changes:
             check_key(key, self.name, self.mechanisms)
         check_values(changes, self.name, self.mechanisms)
@@ -118,24 +106,15 @@ class Sampler:
         return changed
 
     def with_arm(self, name: str, arm: Arm) -> "Sampler":
-        """This sampler with one more arm, which `arms.<regime>` may then name.
-
-        Args:
-            arm: one row's metrics, settings and view to a proposal, in JAX: see `sampler.proposal`.
-                It becomes part of the compiled step.
-
-        Raises:
-            UserError: the name is taken.
-        """
+        """This sampler with one more arm, which `arms.<regime>` may then name. An arm takes one
+        row's metrics, settings and view to a proposal, in JAX (see `sampler.proposal`), and becomes
+        part of the compiled step. UserError if the name is taken."""
         return self.with_mechanism(Mechanism(name, arm))
 
     def with_mechanism(self, mechanism: Mechanism) -> "Sampler":
         """This sampler with one more mechanism, see `sampler.mechanism`. `arms.<regime>` may then
-        name it, and its settings have keys of their own, each at its default.
-
-        Raises:
-            UserError: the name is taken, or a setting has no default or one that does not fit it.
-        """
+        name it, and its settings have keys of their own, each at its default. UserError if the name
+        is taken, or a setting has no default or one that does not fit it."""
         where, name = f"sampler '{self.name}'", mechanism.name
         if name in (m.name for m in self.mechanisms):
             raise UserError(f"{where}: there is an arm '{name}' already")
@@ -169,11 +148,9 @@ class Sampler:
 
         Args:
             thresholds: h1, h2 (bits), u1, u2 (bits^2); none: those of the sampler's own file stay.
-            where: what they are from, for the error's line.
+            where: what they are from, for the error's line: one is out of range, or the bounds
+                leave nothing between them.
             notes: take the place of the sampler's.
-
-        Raises:
-            UserError: a threshold is out of range, or the bounds leave nothing between them.
         """
         own = {f"thresholds.{name}": value for name, value in thresholds.items()}
         own = own if self.values["thresholds.calibrated"] else {}
@@ -192,9 +169,7 @@ class Sampler:
             epsilon: machine epsilon of the model's logits, for the noise floor.
             encode: text to token ids, nothing added.
 
-        Raises:
-            UserError: a text with too many tokens, or weights of layers that the model does not
-                have.
+        UserError if a text has too many tokens, or the model has another number of layers.
         """
         values, rule = self.values, RULES.index(self.values["truncation.rule"])
         low, high = _boxes(values, self.name)
@@ -243,11 +218,8 @@ class Sampler:
 
 
 def read_thresholds(path: Path) -> dict[str, float]:
-    """A model's own thresholds, from its calibration file.
-
-    Raises:
-        UserError: the file cannot be read, or does not hold the four.
-    """
+    """A model's own thresholds, from its calibration file. UserError if it cannot be read, or does
+    not hold the four."""
     stored = read_json_object(path).get("thresholds")
     if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
         raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
@@ -256,12 +228,8 @@ def read_thresholds(path: Path) -> dict[str, float]:
 
 
 def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:
-    """Checks a key; `where` begins the error's line.
-
-    Raises:
-        UserError: no sampler has it; the nearest is named.
-    """
-    keys = sorted(required(mechanisms) | {f"thresholds.{name}" for name in THRESHOLDS})
+    """Refuses (UserError, which `where` begins) a key that no sampler has."""
+    keys = sorted(_rules(mechanisms))
     if key not in keys:
         close = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
         raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
@@ -270,22 +238,16 @@ def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None
 def check_values(
     values: Mapping[str, Any], where: str, mechanisms: Mechanisms = MECHANISMS
 ) -> None:
-    """Checks values one by one; the keys are known ones.
-
-    Raises:
-        UserError: one has the wrong type or is out of range.
-    """
+    """Refuses (UserError) a value of the wrong type or out of range; the keys are known ones."""
+    rules = _rules(mechanisms)
     for key, value in values.items():
-        if problem := _problem(key, value, mechanisms):
-            raise UserError(f"{where}: {key} = {value!r}: {problem}")
+        fits, told = rules[key]
+        if not fits(value):
+            raise UserError(f"{where}: {key} = {value!r}: must be {told}")
 
 
 def check_whole(values: Mapping[str, Any], where: str) -> None:
-    """Checks values against each other; all keys are there.
-
-    Raises:
-        UserError: some do not go together.
-    """
+    """Refuses (UserError) values that do not go together; all keys are there."""
     for low, high in (("h1", "h2"), ("u1", "u2")):
         first, second = values.get(f"thresholds.{low}"), values.get(f"thresholds.{high}")
         if first is not None and second is not None and first > second:
@@ -300,60 +262,58 @@ def check_whole(values: Mapping[str, Any], where: str) -> None:
     _boxes(values, where)
 
 
-def _problem(key: str, value: Any, mechanisms: Mechanisms) -> str | None:
-    """What is wrong with one value, None if nothing is."""
-    names = tuple(mechanism.name for mechanism in mechanisms)
-    choices = names if key.startswith("arms.") else _CHOICES.get(key)
-    if choices is not None:
-        if value not in choices:
-            return f"must be one of {', '.join(choices)}"
-    elif meta := scalars(mechanisms).get(key):
-        return _number_problem(value, meta["type"], meta["low"], meta["high"])
-    elif meta := _settings(mechanisms, "longest").get(key):
-        if not (_is_list(_as_list(value), str) and len(_as_list(value)) <= meta["most"]):
-            return f"must be text, or a list of at most {meta['most']} texts"
-    elif key.startswith("regimes."):
-        if not _is_list(value, str):
-            return 'must be a list of conditions such as "entropy < 0.5"'
-    elif key in ("thresholds.calibrated", "metrics.noise_floor"):
-        return _number_problem(value, bool, False, True)
-    elif key.startswith("thresholds."):
-        return _number_problem(value, float, 0.0, LARGEST)
-    elif key == "metrics.layers":
-        if value in ("all", "last"):
-            return None
-        if not (_is_list(value, float) and all(0 <= v <= LARGEST for v in value)):
-            return f'must be "all", "last" or a list of weights from 0 to {LARGEST:g}'
-        if max(value, default=0) < 1 / LARGEST:
-            return "a list of weights needs one that counts"
-    elif not (
-        _is_list(value, int) and len(value) <= MAX_BANS and all(0 <= v < 2**31 for v in value)
-    ):
-        return f"must be a list of at most {MAX_BANS} token ids"
-    return None
+@cache
+def _rules(mechanisms: Mechanisms) -> Mapping[str, Rule]:
+    """The rule of each key that a sampler may have."""
+    rules = {f"thresholds.{name}": _number_rule(float, 0.0, LARGEST) for name in THRESHOLDS}
+    for key in ("thresholds.calibrated", "metrics.noise_floor"):
+        rules[key] = _number_rule(bool, False, True)
+    for key, meta in scalars(mechanisms).items():
+        rules[key] = _number_rule(meta["type"], meta["low"], meta["high"])
+    for key, meta in _settings(mechanisms, "longest").items():
+        most = meta["most"]
+        rules[key] = partial(_are_texts, most), f"text, or a list of at most {most} texts"
+    arms = tuple(mechanism.name for mechanism in mechanisms)
+    for key, names in (_CHOICES | {f"arms.{name}": arms for name in SERVED}).items():
+        rules[key] = names.__contains__, f"one of {', '.join(names)}"
+    for box in BOXES:
+        conditions = 'a list of conditions such as "entropy < 0.5"'
+        rules[f"regimes.{box}"] = partial(_is_list, str), conditions
+    weights = f'"all", "last" or a list of weights from 0 to {LARGEST:g}, with one that counts'
+    rules["metrics.layers"] = _are_layers, weights
+    rules["draw.bans"] = _are_bans, f"a list of at most {MAX_BANS} token ids"
+    return rules
 
 
-def _number_problem(value: Any, kind: type, low: float, high: float) -> str | None:
-    if kind is bool:
-        return None if isinstance(value, bool) else "must be true or false"
-    if not _is_number(value, kind):
-        return "must be an integer" if kind is int else "must be a number"
-    if not low <= value <= high:
-        return f"must lie in [{low}, {high}]"
-    return None
+def _number_rule(kind: type, low: float, high: float) -> Rule:
+    told = f"{'an integer' if kind is int else 'a number'} in [{low}, {high}]"
+    return partial(_is_number, kind, low, high), "true or false" if kind is bool else told
 
 
-def _is_number(value: Any, kind: type) -> bool:
-    kinds = (int,) if kind is int else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value == value
+def _is_number(kind: type, low: float, high: float, value: Any) -> bool:
+    kinds = (int, float) if kind is float else kind
+    is_flag = isinstance(value, bool)  # which is an int, too
+    return isinstance(value, kinds) and is_flag == (kind is bool) and low <= value <= high
 
 
-def _is_list(value: Any, kind: type) -> bool:
+def _is_list(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+def _are_texts(most: int, value: Any) -> bool:
+    return isinstance(value, str) or (_is_list(str, value) and len(value) <= most)
+
+
+def _are_layers(value: Any) -> bool:
     if not isinstance(value, list):
-        return False
-    if kind is str:
-        return all(isinstance(v, str) for v in value)
-    return all(_is_number(v, kind) for v in value)
+        return value in ("all", "last")
+    numbers = all(_is_number(float, 0.0, LARGEST, weight) for weight in value)
+    return numbers and max(value, default=0) >= 1 / LARGEST
+
+
+def _are_bans(value: Any) -> bool:
+    short = isinstance(value, list) and len(value) <= MAX_BANS
+    return short and all(_is_number(int, 0, 2**31 - 1, token) for token in value)
 
 
 def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -106,11 +106,8 @@ class SamplerSettings:
     mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
 
     def action(self, name: str) -> int:
-        """The index of the action of that name, that is, of the mechanism.
-
-        Raises:
-            ValueError: the sampler has no such mechanism.
-        """
+        """The index of the action of that name, that is, of the mechanism. ValueError if the
+        sampler has none of that name."""
         return [mechanism.name for mechanism in self.mechanisms].index(name)
 
 

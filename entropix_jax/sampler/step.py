@@ -258,10 +258,11 @@ def _remember(step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.A
         attempts=jnp.where(first, 0, here.attempts),
         bans=jnp.where(first[:, None], -1, here.bans),
     )
+    # What a row had when it waited for the host stands.
     drawn = jnp.where(was_drawn, jnp.minimum(trail.drawn + 1, MAX_REACH), 0)
     return replace(
         trail,
-        drawn=jnp.where(moves, drawn, trail.drawn),
+        drawn=jnp.where(moves | (step.rows.running & step.waits), drawn, trail.drawn),
         again=trail.again & ~moves,
     )
 

@@ -35,8 +35,7 @@ def render_chat(
         special_tokens: `bos_token`, `eos_token` and the like, variables of the template.
         add_generation_prompt: end with the start of the assistant's answer.
 
-    Raises:
-        UserError: messages of another shape, or a template that is wrong or refuses them.
+    UserError if messages have another shape, or the template is wrong or refuses them.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a non-empty list of objects with 'role' and 'content'")

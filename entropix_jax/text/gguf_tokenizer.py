@@ -45,11 +45,8 @@ _SPACE = "\u2581"  # SentencePiece's
 
 
 def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata; errors name `path`.
-
-    Raises:
-        UserError: an unknown kind of tokenizer or split, or parts that are missing or inconsistent.
-    """
+    """The tokenizer in a GGUF file's metadata. UserError, which names `path`, if the kind of
+    tokenizer or split is unknown, or parts are missing or inconsistent."""
     prefix = "tokenizer.ggml."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     tokens = own.get("tokens")

@@ -144,10 +144,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The ids of a text; with `add_bos` they start with `bos_id`, where there is one, once.
-
-        Raises:
-            UserError: text with surrogates, which stand for bytes that were not UTF-8.
-        """
+        UserError if the text has surrogates, which stand for bytes that were not UTF-8."""
         ids = self._encode(self._tokenizer, text)
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)

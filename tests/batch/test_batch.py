@@ -339,7 +339,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--input", "missing.jsonl"], "missing.jsonl"),
     (["--output", "no/such/folder/out.jsonl"], "no/such/folder"),
     (["--trace", "s3://b/traces"], "s3://b/traces: traces need a folder on this machine"),
-    (["--trace", "."], "in.jsonl lies there, whose name a record's trace could have"),
+    (["--trace", "."], "in.jsonl lies there"),
     (["--trace", ".", "--input", "-", "--output", "link.jsonl"], "link.jsonl lies there"),
     (["--trace", ".", "--input", "-", "--output", "elsewhere/link"], "link lies there"),
     (["--slots", "100000000"], "do not fit into a device: at least"),

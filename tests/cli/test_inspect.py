@@ -17,9 +17,10 @@ import pytest
 from entropix_jax.cli import inspect as command_module
 from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
-from entropix_jax.engine.score import ScoredToken, measure_entropies, score_tokens
+from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
+from entropix_jax.lab.likelihood import measure_entropies
 from entropix_jax.model import cache
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler

@@ -62,34 +62,13 @@ def test_elsewhere_than_in_the_main_thread() -> None:
 
     def work() -> None:
         interrupts.exit_at_once()
-        with interrupts.deferred_interrupts(lambda: None), interrupts.announce_interrupts(work):
+        with interrupts.deferred_interrupts(lambda: None):
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert done == [signal.default_int_handler]
-
-
-def test_an_interrupt_is_announced_while_the_main_thread_is_elsewhere() -> None:
-    """Soon, though no handler has run; not where the block ends before."""
-    announced = threading.Event()
-    with interrupts.deferred_interrupts(lambda: None):
-        before = signal.set_wakeup_fd(-1)
-        with interrupts.announce_interrupts(announced.set, delay=0.01):
-            # Announced while a handler waits: Python runs handlers one after the other.
-            signal.signal(signal.SIGINT, lambda *_: announced.wait(60))
-            press()
-            assert announced.is_set()
-        announced.clear()
-        with interrupts.announce_interrupts(announced.set, delay=60):
-            signal.signal(signal.SIGINT, lambda *_: None)
-            press()
-        assert not announced.is_set()
-        with interrupts.announce_interrupts(announced.set, delay=0.0):
-            pass
-        assert not announced.is_set()
-        assert signal.set_wakeup_fd(before) == -1
 
 
 def test_ignored_interrupts_stay_ignored() -> None:

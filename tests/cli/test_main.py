@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -302,17 +300,6 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) 
     assert all(branch.keys() == {"tokens", "text", "score", "chosen"} for branch in branches)
 
 
-def test_passages_are_injected(traced: Traced, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    passage = "Once upon a time Anna lived in Graz."
-    (tmp_path / "notes" / "a.md").write_text(passage)
-    thinking = ["regimes.helv=['entropy > 1.5']", "arms.lehv=explore", "inject.thought=Hm."]
-    settings = [f"sampler.{setting}" for setting in thinking]
-    lines = traced(*short("--set", *settings, "--retrieve", tmp_path / "notes", tokens=40))
-    text = "".join(line["text"] for line in lines if line.get("action") == "inject")
-    assert text.startswith(f"\n{passage}\nHm."), "once, and then the sampler's own thought"
-
-
 def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
     options = short("--set", "sampler.branch.margin=1000", tokens=20)
     asked = command(*options, "--ask")
@@ -379,7 +366,6 @@ BAD: list[tuple[list[object], str]] = [
     (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
-    (short("--retrieve", ""), "--retrieve: an empty text is no folder"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
     (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
@@ -599,21 +585,12 @@ def test_ctrl_c_while_importing(start: Start, module: bytes, tmp_path: Path) -> 
 
 def test_ctrl_c_while_compiling(start: Start, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    far, near = pty.openpty()
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty"), "TERM": "xterm"}
-    process = start("--trace", trace, env=cache, stderr=near)
+    process = start("--trace", trace, env={"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty")})
     wait_for(trace, 1, process)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=PATIENCE)
-    os.close(near)
-    err = b""
-    with contextlib.suppress(OSError):  # the end
-        while part := os.read(far, 1 << 16):
-            err += part
-    os.close(far)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in err
-    assert b"stopping as soon as the compiler is done" in err
     assert read_trace(trace)[-1]["rows"][0]["finish_reason"] == "interrupt"
 
 

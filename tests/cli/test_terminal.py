@@ -319,24 +319,6 @@ def test_the_metrics_are_of_the_sample_that_is_printed(terminal: Callable[..., S
         assert bool(shown) == bool(start)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_log_has_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared: bool
-) -> None:
-    """None where both streams go to one file (`2>&1`): not in the middle of the text."""
-    paths = tmp_path / "out", tmp_path / ("out" if shared else "err")
-    with paths[0].open("a") as out, paths[1].open("a") as err:
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "stderr", err)
-        (row,) = rows(1)
-        meter = Meter(StatusLine(), [row], lambda: 2.0)
-        for position in range(150):
-            row.tokens.append(measured(position=position))
-            meter.update(row)
-    lines = [line.split()[:3] for line in paths[1].read_text().splitlines()]
-    assert lines == [] if shared else [[n, "hehv", "backspace"] for n in ("63", "127")]
-
-
 def test_the_metrics_at_the_end() -> None:
     (row,) = rows(1)
     meter = Meter(StatusLine(), [row], lambda: 2.0)

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import entropix_jax
-from entropix_jax import Recording, Retriever, Sampler, UserError
+from entropix_jax import Recording, Sampler, UserError
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Rows
 from entropix_jax.host import memory as free_memory
@@ -98,7 +98,6 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: sampler_of("entropix").with_arm(*BRANCH), "there is an arm 'branch' already"),
     (lambda at: at.settings(inject__thought="well, " * 65), "inject.thought is .* at most 64"),
     (lambda at: at.settings(metrics__layers=[1.0] * 3), "layers has 3 weights, the model has 2"),
-    (lambda at: Retriever(at.folder / "none"), "no such folder: "),
     (lambda at: at.rows().save_trace(at.folder / "none" / "a.jsonl"), "a.jsonl: cannot be written"),
     (lambda at: Rows().save_trace(at.folder / "a"), "a trace is of one run with one"),
     (lambda at: at.rows().save_report(at.folder / "none" / "page.html"), "page.html: "),

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from entropix_jax.engine.branching import lanes_of
+
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.engine.state import DecodeState, Recording, init_state

@@ -478,12 +478,9 @@ def test_a_hook_that_gives_what_it_may_not(model: LanguageModel) -> None:
             run(model, requests([ids(5)]), sampler=FORKING, **options)
 
 
-def test_hooks_of_the_command(
-    tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Passages are written into the text; without a terminal nobody is asked."""
+def test_hooks_of_the_command(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal nobody is asked."""
     monkeypatch.setattr(terminal, "ask_person", None)
-    (tmp_path / "adam.txt").write_text("Once upon a time Adam lived in Rome.")
     changes = ['regimes.helv=["entropy > 2"]', "inject.cooldown=3"]
     changes += ['regimes.lehv=["entropy > 0.5"]', "branch.margin=1e6", "branch.min_p=0"]
     options = [x for change in changes for x in ("--set", f"sampler.{change}")]
@@ -491,8 +488,6 @@ def test_hooks_of_the_command(
     asked = command(*short(*options, "--ask", tokens=30), model="tiny")
     assert "note: --ask: no terminal, nobody is asked\n" in asked.err
     assert asked.out == plain.out
-    told = command(*short(*options, "--retrieve", tmp_path, tokens=30), model="tiny")
-    assert "\nOnce upon a time Adam lived in Rome.\n" in told.out
 
 
 def test_rows_ask_each_for_itself(model: LanguageModel) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from entropix_jax.engine import score as scoring
 from entropix_jax.engine.preparation import PREFILL_WINDOW
-from entropix_jax.engine.score import log_likelihoods
 from entropix_jax.errors import UserError
+from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.model.loading import LanguageModel, load
 from tests.support import reference
 from tests.support.model_folders import MAX_POSITIONS, poisoned, write_model

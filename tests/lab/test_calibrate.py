@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from entropix_jax.engine.calibrated import calibrate_sampler
-from entropix_jax.engine.score import measure_entropies
 from entropix_jax.lab import calibrate
+from entropix_jax.lab.boxes import occupancy, read_boxes
+from entropix_jax.lab.likelihood import measure_entropies
 from entropix_jax.lab.world.corpus import write_row
 from entropix_jax.lab.world.facts import WORLD_SEED, create
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.boxes import occupancy, read_boxes
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
 from tests.support.model_folders import write_model

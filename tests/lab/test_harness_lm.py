@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 import entropix_jax
-from entropix_jax.engine.score import log_likelihoods
 from entropix_jax.errors import UserError
 from entropix_jax.host import memory as free_memory
 from entropix_jax.lab import harness
+from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.lab.world.problems import problems
 from tests.support import reference
 from tests.support.runs import Spec, run_specs

@@ -225,7 +225,7 @@ BAD: list[tuple[str, str]] = [
     ("T\nbaseline = 'entropy'", "baseline = 'entropy': no such setting, did you mean 'entropix'"),
     ("T\n[set]\n'base.temprature' = 1", "set: .*'base.temprature', did you mean 'base.temp"),
     ("T\n[set]\n'thresholds.h1' = 3\n'thresholds.h2' = 2", "set: .*h1 = 3 is above.*h2 = 2"),
-    ("T\n[settings.a]\n'base.top_k' = -1", r"settings.a: .*base.top_k = -1: must lie in"),
+    ("T\n[settings.a]\n'base.top_k' = -1", r"settings.a: .*base.top_k = -1: must be an integer in"),
     ("T\nbase = 'greedy'\n[settings.greedy]\n", "two settings are called 'greedy'"),
     (f"T\n{TUNE}[settings.'top-p (tuned)']", r"two settings are called 'top-p \(tuned\)'"),
     ("T\n[grid]", "grid: has no keys"),
@@ -234,7 +234,7 @@ BAD: list[tuple[str, str]] = [
     (f"T\n{OVER}{{ from = 2, to = 1 }}", "base.temperature: must be a list of values, or"),
     (f"T\n{OVER}{{ from = 0, to = 1, scale = 'log' }}", "base.temperature: must be a list"),
     (f"T\n{OVER}{{ from = 1, to = 1{'0' * 400} }}", "base.temperature: must be a list"),
-    (f"T\n{OVER}{{ from = 1, to = 1e300, scale = 'log' }}", r"temperature = 1e\+300: must lie"),
+    (f"T\n{OVER}{{ from = 1, to = 1e300, scale = 'log' }}", r"temperature = 1e\+300: must be a"),
     ("T\n[random.over]\n'base.top_k' = {from = 1.2, to = 1.8}", "base.top_k: no integer"),
     (
         "T\n[random.over]\n'thresholds.h1' = [3, 4]\n'thresholds.h2' = [1, 2]",

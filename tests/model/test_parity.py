@@ -272,7 +272,8 @@ def test_greedy_tokens(
     torch: ModuleType, transformers: ModuleType, tmp_path: Path, tokens: np.ndarray
 ) -> None:
     """64 tokens in a row, and two rows of unlike length in one batch."""
-    model = build(torch, transformers, "llama", False, eos_token_id=None)
+    shape = {"head_dim": 8, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "eos_token_id": None}
+    model = build(torch, transformers, "llama", False, **rope(32.0), **shape)
     model.save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
     params = load_params(tmp_path, config, "float32")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
 from jax.sharding import PartitionSpec as P
 
 from entropix_jax.engine.decode import decode

@@ -166,13 +166,13 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("trace", "output", "message"),
     [
         ("missing.jsonl", "page.html", "missing.jsonl: no such file"),
-        (".", "page.html", "a folder: give a trace"),
+        (".", "page.html", "not a regular file: give a trace"),
         ("trace.jsonl", ".", "cannot be written: it is a folder"),
         ("trace.jsonl", "trace.jsonl", "would take the place of its own source"),
         ("trace.jsonl", "/dev/null", "/dev/null: cannot be written: not a regular file"),
-        ("pipe", "page.html", "pipe: not a regular file: save it in one"),
+        ("pipe", "page.html", "pipe: not a regular file: give a trace"),
         # What to do instead.
-        ("batch", "page.html", "a batch's output has no page: read it with pandas.read_json("),
+        ("batch", "page.html", "a batch's output has no page: run batch with --trace DIR"),
         ("study", "page.html", "a study has no page: read its summary.md and plots/"),
     ],
 )

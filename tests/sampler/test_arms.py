@@ -86,7 +86,7 @@ def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
 def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
     """The proposal of an arm in Python's own floats, from the file's own values."""
     if not may:
-        arm = {"branch": "explore", "backspace": "resample"}.get(arm, arm)
+        arm = {"branch": "explore", "backspace": "adaptive"}.get(arm, arm)
     h, u, va = metrics["entropy"], metrics["varentropy"], metrics["attn_varentropy"]
     ea, a = seen_by(metrics, v)
     strength = metrics["interaction_strength"]

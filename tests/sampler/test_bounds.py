@@ -32,6 +32,7 @@ ENDLESS: Mapping[str, Any] = {
     "inject.cooldown": 0,
     "branch.per_row": HUGE,
     "branch.depth": 3,
+    "backspace.max_prob": 1.0,
     "backspace.per_row": HUGE,
     "backspace.per_position": MAX_ATTEMPTS,
     "loop.max_period": 0,
@@ -56,14 +57,17 @@ def run(jobs: Sequence[Job]) -> list[list[Line]]:
     for first in range(0, len(jobs), BATCH):
         rows += generate(MODEL, jobs[first : first + BATCH], chunks=repeat(32))
     for job, lines in zip(jobs, rows, strict=True):
-        retractions = [line.action for line in lines].count("backspace")
-        assert len(lines) <= job.budget + retractions
+        retractions = actions_of(lines).count("backspace")
         assert sum(len(line.tokens) for line in lines) == job.budget + retractions
         assert [line.finish for line in lines] == [RUNNING] * (len(lines) - 1) + [FINISHED_LENGTH]
         last = lines[-1]
         assert last.position + len(last.tokens) == len(job.prompt) + job.budget
-        # One position is read in each step but the first, which reads the prompt's last.
-        assert last.forwards == len(lines) - 1 + sum(line.rolled_out for line in lines)
+        # A step reads one position, where no token is yet one of the prompt's. A token that takes
+        # another's place costs two steps, and so does one that a fork forces.
+        tokens = [line for line in lines if line.position > len(job.prompt)]
+        steps = len(tokens) + sum(isinstance(line.exact[0], tuple) for line in tokens)
+        rolled_out = sum(line.rolled_out for line in lines)
+        assert last.forwards == steps + retractions + rolled_out
     return rows
 
 
@@ -74,17 +78,23 @@ def actions_of(lines: Sequence[Line]) -> list[str]:
 def test_all_is_taken_back() -> None:
     """Each position but the last is drawn as often as the budgets allow, then for good."""
     budgets = [1, 2, 20, CAPACITY - 3]
-    limits = [*product((0, 1, 8), (0, 3, HUGE), budgets)]
+    limits = [*product((0, 1, 8), (0, 3, HUGE), budgets, (1, 8))]
     jobs = [
-        job_of("hehv", budget, backspace__per_position=position, backspace__per_row=row)
-        for position, row, budget in limits
+        job_of(
+            "hehv",
+            budget,
+            backspace__per_position=position,
+            backspace__per_row=row,
+            backspace__reach=reach,
+        )
+        for position, row, budget, reach in limits
     ]
-    for (position, row, budget), lines in zip(limits, run(jobs), strict=True):
-        expected, left = ["resample"], row
+    for (position, row, budget, _), lines in zip(limits, run(jobs), strict=True):
+        expected, left = ["adaptive"], row
         for _ in range(budget - 1):
             again = min(position, left)
             left -= again
-            expected += ["backspace"] * again + ["resample"]
+            expected += ["backspace"] * again + ["adaptive"]
         assert actions_of(lines) == expected, (position, row, budget)
         tokens: dict[int, list[int]] = {}
         for line in lines:
@@ -94,9 +104,10 @@ def test_all_is_taken_back() -> None:
 
 def test_all_branches() -> None:
     cases = [
-        *product((1, MAX_WIDTH), (1, 5), (True, False), (0, 3, HUGE), (20,)),
-        *product((MAX_WIDTH,), (MAX_DEPTH,), (True,), (HUGE,), (1, CAPACITY - 3)),
-        (MAX_WIDTH, MAX_DEPTH, False, HUGE, 4),
+        *product((1, MAX_WIDTH), (1, 5), (True, False), (0, 3, HUGE), (HUGE,), (20,)),
+        *product((MAX_WIDTH,), (MAX_DEPTH,), (True,), (HUGE,), (HUGE,), (1, CAPACITY - 3)),
+        *product((3,), (2, 5), (True, False), (HUGE,), (0.5, 2.0), (40,)),
+        (MAX_WIDTH, MAX_DEPTH, False, HUGE, HUGE, 4),
     ]
     jobs = [
         job_of(
@@ -106,17 +117,19 @@ def test_all_branches() -> None:
             branch__depth=depth,
             branch__commit_all=whole,
             branch__per_row=row,
+            branch__max_share=share,
             branch__min_p=0.0,
             branch__top_p=1.0,
         )
-        for width, depth, whole, row, budget in cases
+        for width, depth, whole, row, share, budget in cases
     ]
-    for (width, depth, whole, row, budget), lines in zip(cases, run(jobs), strict=True):
-        left, branchings = budget, 0
+    for (width, depth, whole, row, share, budget), lines in zip(cases, run(jobs), strict=True):
+        left, branchings, rolled_out = budget, 0, 0
         for line in lines:
-            branches = branchings < row
+            branches = branchings < row and rolled_out <= share * (budget - left)
             assert line.action == ("branch" if branches else "explore")
-            assert line.rolled_out == (width * depth if branches else 0)
+            assert line.rolled_out == (width * min(depth, left) if branches else 0)
+            rolled_out += line.rolled_out
             assert len(line.tokens) == (min(depth, left) if branches and whole else 1)
             left -= len(line.tokens)
             branchings += branches

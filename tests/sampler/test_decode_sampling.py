@@ -66,7 +66,7 @@ def test_chunks_equal_one_long_run() -> None:
     # It would prove little where nothing happens.
     actions = [{line.action for line in lines} for lines in whole]
     assert {"inject", "adaptive", "sample"} <= {*actions[1], *actions[2], *actions[3]}
-    assert actions[0] >= {"branch", "backspace", "explore", "resample"}
+    assert actions[0] >= {"branch", "backspace", "explore", "adaptive"}
 
 
 # Endings

@@ -1,6 +1,7 @@
 """Defects of the public implementations, on the sampler's side: each test fails where one is."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.state import Recording
+from entropix_jax.engine.state import DecodeState, Recording
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.regimes import classify
@@ -16,7 +17,6 @@ from tests.support.draw_oracles import nucleus_draw
 from tests.support.samplers import (
     Job,
     Line,
-    batch_of,
     generate,
     metrics_of,
     params_of,
@@ -109,36 +109,30 @@ def test_defect_17_host_round_trips() -> None:
     """Many steps are one program: traced without any value, one loop, and no call of the host."""
     config, params = tiny_model()
     job = Job([5, 6, 7], params_of("entropix"))
-    abstract = jax.eval_shape(
-        lambda: (
-            params,
-            batch_of(job.sampler),
-            jnp.zeros(1, jnp.int32),
-            start(config, params, [job], 64),
-            jnp.int32(0),
-        )
-    )
-    static = {"config": config, "window": 64, "max_steps": 32}
-    program = str(
-        jax.make_jaxpr(lambda *x: decode(*x, **static, recording=Recording(top=3, layers=True)))(
-            *abstract
-        )
-    )
-    assert "while[" in program
-    assert "cond[" in program  # its parts are printed, too
-    assert "callback" not in program
-    assert "infeed" not in program
+    state = jax.eval_shape(lambda state: state, start(config, params, [job], 64))
+    recording = Recording(top=3, layers=True)
+    static = {"config": config, "window": 64, "max_steps": 32, "recording": recording}
+    for lanes in (False, True):
+        run = partial(decode, **static, lanes=lanes)
+        program = str(jax.make_jaxpr(run)(params, state, jnp.int32(0)))
+        assert "while[" in program
+        assert "cond[" in program  # its parts are printed, too
+        assert "callback" not in program
+        assert "infeed" not in program
 
 
 def test_defect_17_many_steps_in_one_call() -> None:
-    """One call of the compiled loop commits a whole text, through every kind of action."""
+    """A whole text, through every kind of action: a call ends where a fork begins or ends."""
     changes = {
         "regimes.lelv": ["entropy < 0.5"],
         "regimes.helv": ["entropy > 2.5", "varentropy < 2.5"],
         "inject.thought": "ab",
-        "branch.per_row": 2,
+        "branch.per_row": 1,
     }
     sampler = params_of("entropix", changes)
-    (lines,) = generate(tiny_model(), [Job([5, 6, 7], sampler, budget=24)], chunks=(32,))
+    calls: list[DecodeState] = []
+    job = Job([5, 6, 7], sampler, budget=24)
+    (lines,) = generate(tiny_model(), [job], chunks=(64,), look=calls.append)
     assert len(tokens_of(lines)) == 24
+    assert len(calls) <= 6
     assert {line.action for line in lines} >= {"argmax", "inject", "branch", "backspace"}

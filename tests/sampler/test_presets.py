@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entropix_jax.engine.calibrated import calibration_text
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.thresholds import preset_text
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
 from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHT, MAX_THOUGHTS
@@ -28,7 +30,6 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, RULES, SamplerSettings
 from entropix_jax.sampler.step import propose
-from entropix_jax.sampler.thresholds import calibration_text, preset_text
 from tests.support.properties import examples
 from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import (
@@ -129,6 +130,7 @@ def test_values_reach_their_places() -> None:
         "regimes.helv": ["varentropy > u1", "varentropy > 1", "varentropy < 5e0", "varentropy < 7"],
         "arms.lelv": "sample",
         "arms.mid": "explore",
+        "arms.loop": "argmax",
         "metrics.attn_entropy": "raw",
         "metrics.agreement": "published",
         "metrics.layers": [0, 2.5],
@@ -144,7 +146,7 @@ def test_values_reach_their_places() -> None:
         [-inf, np.float32(1.2), -inf, -inf],
     ]
     assert params.high[:2].tolist() == [[0.5, inf, inf, inf], [inf, 5, inf, inf]]
-    names = ["sample", "inject", "branch", "backspace", "explore"]
+    names = ["sample", "inject", "branch", "backspace", "explore", "argmax"]
     assert [ARMS[i] for i in params.arms] == names
     assert params.layer_weights.tolist() == [0, 2.5]
     assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
@@ -200,9 +202,9 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("metrics.layers", [10**400, 1], "list of weights"),
     ("draw.bans", [1.0], "token ids"),
     ("draw.bans", [*range(MAX_BANS + 1)], f"at most {MAX_BANS} token ids"),
-    ("thresholds.h1", -1, "must lie in"),
+    ("thresholds.h1", -1, "must be a number in"),
     ("thresholds.h1", 2.6, r"thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
-    ("thresholds.h2", 10**400, "must lie in"),
+    ("thresholds.h2", 10**400, "must be a number in"),
     ("regimes.lelv", "entropy < 1", "must be a list of conditions"),
     ("regimes.lelv", ["entropy <= 1"], "expected QUANTITY < NUMBER or QUANTITY > NUMBER"),
     ("regimes.lelv", ["entropi < 1"], "no quantity 'entropi', did you mean 'entropy'"),
@@ -236,7 +238,7 @@ def test_a_range_is_what_it_is(key: str) -> None:
         float: [float(np.nextafter(low, -1e9)), float(np.nextafter(high, 1e9))],
     }
     for value in beyond[kind]:
-        with pytest.raises(UserError, match="must lie in"):
+        with pytest.raises(UserError, match=r"must be an? (number|integer) in"):
             sampler.with_values({key: value})
     if kind is int:
         with pytest.raises(UserError, match="must be an integer"):
@@ -311,9 +313,9 @@ def test_an_arm_of_ones_own() -> None:
     assert [mechanism.name for mechanism in sampler.mechanisms] == [*ARMS, "cautious"]
     assert calibrated(sampler, Path("nowhere")).mechanisms == sampler.mechanisms
     settings, plain = settings_of(sampler), params_of("entropix")
-    assert settings.arms.tolist() == [*plain.arms[:-1], len(ARMS)]
+    assert settings.arms.tolist() == [*plain.arms[:4], len(ARMS), plain.arms[5]]
     point = metrics_of(entropy=3.0)
-    own = propose(settings.arms[-1], point, settings, view())
+    own = propose(settings.arms[4], point, settings, view())
     assert float(own.temperature) == pytest.approx(0.666 / 4)
     for arm in map(jnp.int32, range(len(ARMS))):  # the others are where they were
         one, other = (propose(arm, point, given, view()) for given in (plain, settings))

@@ -11,19 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
-from entropix_jax.sampler.regimes import classify, is_looping
+from entropix_jax.sampler.regimes import classify, count_rounds
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings
-from tests.support import reference_branch
+from tests.support.chains import BOUNDS, CONFIG, TYPES, chain
 from tests.support.properties import examples
 from tests.support.sampler_strategies import around, numbers, samplers
-from tests.support.samplers import batch_of, metrics_at, settings_of
+from tests.support.samplers import (
+    Job,
+    Line,
+    batch_of,
+    generate,
+    metrics_at,
+    params_of,
+    settings_of,
+    tokens_of,
+)
 
 ROWS, SLOTS = 8, 300
 TINY = float(np.finfo(np.float32).tiny)
 
 classify_each = jax.jit(jax.vmap(classify))
-looping_each = jax.jit(jax.vmap(is_looping, in_axes=(0, 0, 0, None)))
+rounds_each = jax.jit(jax.vmap(count_rounds, in_axes=(0, 0, 0, None)))
 
 
 def bound_of(sampler: Sampler, condition: str) -> np.float32:
@@ -92,18 +101,31 @@ limits = st.integers(0, MAX_PERIOD).flatmap(
 )
 
 
-def looping(
+def rounds_of(
     rows: Sequence[tuple[list[int], int]], limit: tuple[int, int], junk: int = 7
-) -> list[bool]:
-    """Whether each of (tokens, how many of them were generated) loops. Junk follows the tokens."""
+) -> list[int]:
+    """How often each of (tokens, how many of them were generated) repeats itself. Junk follows."""
     history = np.full((len(rows), SLOTS), junk, np.int32)
     for row, (tokens, _) in zip(history, rows, strict=True):
         row[: len(tokens)] = tokens
     length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
-    settings = LoopSettings(*map(jnp.int32, limit))
-    found: list[bool] = looping_each(jnp.asarray(history), length, generated, settings).tolist()
+    settings = LoopSettings(*map(jnp.int32, limit), heating=jnp.float32(1))
+    found: list[int] = rounds_each(jnp.asarray(history), length, generated, settings).tolist()
     return found
+
+
+def rounds_by_hand(generated: Sequence[int], max_period: int, repeats: int) -> int:
+    """From the copies of each stretch at the end, the first of which begins within the window."""
+    tokens, rounds = [*generated], 0
+    for period in range(1, max_period + 1 if repeats >= 2 else 0):
+        stretch, copies = tokens[len(tokens) - period :], 1
+        most = min(len(tokens), period + LOOP_WINDOW) // period
+        while copies < most and tokens[-period * (copies + 1) : -period * copies] == stretch:
+            copies += 1
+        if period <= len(tokens):
+            rounds = max(rounds, copies - repeats + 1)
+    return rounds
 
 
 @examples(100)
@@ -111,10 +133,8 @@ def looping(
 def test_the_loop_guard(
     rows: list[tuple[list[int], int]], limit: tuple[int, int], junk: int
 ) -> None:
-    expected = [
-        reference_branch.is_looping(tokens[len(tokens) - n :], *limit) for tokens, n in rows
-    ]
-    assert looping(rows, limit, junk) == expected
+    expected = [rounds_by_hand(tokens[len(tokens) - n :], *limit) for tokens, n in rows]
+    assert rounds_of(rows, limit, junk) == expected
 
 
 def test_the_longest_loop() -> None:
@@ -122,4 +142,26 @@ def test_the_longest_loop() -> None:
     repeats = LOOP_WINDOW // MAX_PERIOD
     tokens = [*range(MAX_PERIOD)] * repeats
     rows = [(tokens, len(tokens)), ([99, *tokens[1:]], len(tokens))]
-    assert looping(rows, (MAX_PERIOD, repeats)) == [True, False]
+    assert rounds_of(rows, (MAX_PERIOD, repeats)) == [1, 0]
+
+
+def test_rows_that_loop_leave_the_loop() -> None:
+    """Under the guard's defaults; without it the likeliest token leads around to the end."""
+    kinds = np.resize(["helv", "hehv", "lelv", "mid"], TYPES).tolist()
+    likeliest = {f"arms.{regime}": "argmax" for regime in ("helv", "hehv", "mid")}
+
+    def run(**changes: int) -> list[list[Line]]:
+        values = {f"loop.{key}": value for key, value in changes.items()}
+        sampler = params_of("entropix", {**BOUNDS, **likeliest, **values})
+        jobs = [Job([i], sampler, budget=60, row_id=str(i)) for i in range(8)]
+        return generate((CONFIG, chain(kinds).params), jobs)
+
+    for lines in run(max_period=0):
+        assert rounds_by_hand(tokens_of(lines), 32, 4) > 3
+    for lines in run():
+        rounds, tokens = [line.exact[-2] for line in lines], tokens_of(lines)
+        assert rounds == [rounds_by_hand(tokens[:i], 32, 4) for i in range(60)]
+        print(rounds)
+        assert [line.action == "resample" for line in lines] == [n > 0 for n in rounds]
+        looping = rounds.index(1)
+        assert 0 in rounds[looping : looping + 8]

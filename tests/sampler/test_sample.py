@@ -34,7 +34,7 @@ def choose(
 ) -> tuple[Choice, Step, SamplerState]:
     """One step of rows that share their settings."""
     batch = logits.shape[0]
-    state = state or fresh_state(batch, VOCAB)
+    state = state or fresh_state(batch)
     sampler = batch_of(*[params] * batch)
     return choose_jit(jnp.asarray(logits, jnp.float32), attn_stats(batch), sampler, state, rows)
 
@@ -44,10 +44,10 @@ def actions_of(choice: Choice) -> list[str]:
 
 
 def test_a_regime_is_served_by_its_arm() -> None:
-    """The table of arms is a setting. In the first step there is nothing to take back."""
+    """The table of arms is a setting. In the first step there is nothing to go back to."""
     logits = np.stack([logits_for(regime) for regime in REGIMES])
     sampling = {f"arms.{regime}": "sample" for regime in REGIMES}
-    arms = ["argmax", "inject", "branch", "resample", "adaptive"]
+    arms = ["argmax", "inject", "branch", "adaptive", "adaptive"]
     for changes, expected in (({}, arms), (sampling, ["sample"] * len(REGIMES))):
         params = params_of("entropix", {**BOUNDS, **changes})
         choice, _, _ = choose(logits, params, rows_of(*[TEXT] * len(REGIMES)))
@@ -78,23 +78,24 @@ def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
     sampler = load_sampler("entropix").with_arm("eager", eager)
     sampler = sampler.with_values({f"arms.{regime}": "eager" for regime in REGIMES})
     logits = jnp.asarray(np.tile(logits_for("mid"), (2, 1)))
-    free = {"inject.thought": "a", "branch.per_row": 1}
-    spent = {"inject.thought": "a", "inject.per_row": 0, "branch.per_row": 0}
+    free = {"inject.thought": "a", "backspace.max_prob": 1.0}
+    spent = {**free, "inject.per_row": 0, "branch.per_row": 0, "backspace.per_row": 0}
     settings = batch_of(*(settings_of(sampler.with_values(c)) for c in (free, spent)))
-    state, drawn = fresh_state(2, VOCAB), jnp.asarray([True, False])
-    state = replace(state, last=replace(state.last, logits=logits, drawn=drawn))
+    state = fresh_state(2)
+    state = replace(state, trail=replace(state.trail, drawn=jnp.asarray([1, 1])))
     rows = rows_of(TEXT, TEXT, generated=1)
     choice, step, after = choose_jit(logits, attn_stats(2), settings, state, rows)
     assert actions_of(choice) == [action, "sample"]
-    assert step.rolls_out.tolist() == [action == "branch", False]
-    assert step.backspaces.tolist() == [action == "backspace", False]
+    assert step.forks.tolist() == [action == "branch", False]
+    assert step.rewinds.tolist() == [action == "backspace", False]
     assert after.tally.own["inject"].begun.tolist() == [action == "inject", 0]
-    assert after.last.drawn.tolist() == [action == "backspace", True]
+    assert after.trail.again.tolist() == [action == "backspace", False]
+    assert after.trail.drawn.tolist() == [0, 2]
 
 
 def test_sequence_varentropy_of_small_differences() -> None:
     """A long row of nearly equal entropies: sums of squares would have lost it all."""
-    state, rng = fresh_state(1, VOCAB), np.random.default_rng(0)
+    state, rng = fresh_state(1), np.random.default_rng(0)
     entropies = []
     for i in range(60):
         logits = np.zeros((1, VOCAB), np.float32)
@@ -207,7 +208,7 @@ def test_where_the_text_is_asked_for_no_thought_need_be_configured() -> None:
     def waits(thought: str, *, asks: bool, history: Sequence[int] = (1, 2), **own: int) -> bool:
         params = params_of("entropix", {**BOUNDS, "inject.thought": thought, "inject.per_row": 2})
         counts = {name: jnp.asarray([value]) for name, value in own.items()}
-        state = with_own(fresh_state(1, VOCAB), "inject", **counts)
+        state = with_own(fresh_state(1), "inject", **counts)
         rows = rows_of(history, remaining=2, asks=asks)
         _, step, after = choose(logits, params, rows, state)
         begun = int(after.tally.own["inject"].begun[0]) - own.get("begun", 0)

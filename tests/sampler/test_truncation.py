@@ -135,16 +135,32 @@ def test_nothing_is_done_in_vain() -> None:
 # Single rules, by hand
 
 
-def test_top_n_sigma() -> None:
-    two_levels = np.tile([0.0, -2.0], 100)  # sigma is 1
-    sigmas = (0.0, 1.99, 2.0)
-    assert [kept_of("top_n_sigma", n, two_levels) for n in sigmas] == [100, 100, 200]
-    tiny = np.float32(1e-22) * two_levels  # its squares are none in float32
-    masked = np.where(np.arange(200) % 2 == 0, 0.0, -3e38)  # as low as can be
-    for logits in (tiny, masked):
-        assert [kept_of("top_n_sigma", n, logits) for n in (1.99, 2.01)] == [100, 200]
-    # In the order of the logits, though their distances to the first are the same float.
-    assert drawn_by("top_n_sigma", 20.0, [0.0, 1e-30, 1.0], [0.5, 0.7, 0.9]) == [2, 1, 0]
+TWO_LEVELS = np.tile([0.0, -2.0], 100)  # sigma is 1
+FIVE = np.log([0.5, 0.3, 0.1, 0.06, 0.04])  # H is 1.2405 nats
+EVEN = np.zeros(1000)
+FORTY = float(np.log2(40 * np.log(1000)))  # on Zipf's law at s = 1 mirostat's k is 2^mu / ln N
+
+
+@pytest.mark.parametrize(
+    ("rule", "number", "logits", "kept"),
+    [
+        ("top_n_sigma", 0.0, TWO_LEVELS, 100),
+        ("top_n_sigma", 1.99, TWO_LEVELS, 100),
+        ("top_n_sigma", 2.0, TWO_LEVELS, 200),
+        ("top_n_sigma", 2.01, np.float32(1e-22) * TWO_LEVELS, 200),  # squares are none in float32
+        ("eta", 0.25, FIVE, 2),  # sqrt(0.25) * exp(-H) is 0.1446
+        ("eta", 0.0064, FIVE, 5),  # and sqrt(0.0064) * exp(-H) 0.0231
+        ("eta", 0.05, FIVE, 4),  # epsilon is the smaller one
+        ("eta", 1.0, EVEN, 1000),  # exactly exp(-H)
+        ("mirostat", FORTY, zipf(1000, 1.0), 40),
+        ("mirostat", FORTY, zipf(1000, 1.0 + 1e-6), 40),
+        ("mirostat", np.log2(4 * 2 / 3), zipf(3, 2.0), 2),  # (2^mu / (1 - 1/3))^(1/2)
+        ("mirostat", 9.9, EVEN, 1),  # until mu reaches their surprise
+        ("mirostat", 10.0, EVEN, 1000),
+    ],
+)
+def test_sets_by_hand(rule: str, number: float, logits: np.ndarray, kept: int) -> None:
+    assert kept_of(rule, number, logits) == kept
 
 
 def test_typical() -> None:
@@ -161,41 +177,6 @@ def test_typical() -> None:
     assert drawn_by("typical", 0.7, tied, [0.0, LAST]) == [1, 4]
     # Equal tokens are equally typical.
     assert drawn_by("typical", 0.5, np.zeros(1000), [0.0, LAST]) == [0, 499]
-
-
-def test_eta() -> None:
-    """H is 1.2405, so sqrt(0.25) * exp(-H) is 0.1446 and sqrt(0.0064) * exp(-H) 0.0231. Of 0.05
-    epsilon is the smaller one, until the entropy is large."""
-    logits = np.log([0.5, 0.3, 0.1, 0.06, 0.04])
-    assert [kept_of("eta", epsilon, logits) for epsilon in (0.25, 0.0064, 0.05)] == [2, 5, 4]
-    flat = np.zeros(5000)
-    assert kept_of("eta", 3e-4, flat) == 5000  # each has 2e-4, less than epsilon
-    assert kept_of("eta", 1.0, flat) == 5000  # exactly exp(-H)
-
-
-def test_mirostat() -> None:
-    """On a Zipf distribution the exponent is found exactly. At s = 1 k is 2^mu / ln N."""
-    for_40 = float(np.log2(40 * np.log(1000)))
-    assert kept_of("mirostat", for_40, zipf(1000, 1.0)) == 40
-    assert kept_of("mirostat", for_40, zipf(1000, 1.0 + 1e-6)) == 40
-    # s = 2, N = 3: (2^mu / (1 - 1/3))^(1/2)
-    for tokens, bits in ((1, -1.0), (2, float(np.log2(4 * 2 / 3))), (3, 9.0)):
-        assert kept_of("mirostat", bits, zipf(3, 2.0)) == tokens
-    # A temperature of 1/2 doubles the exponent.
-    assert kept_of("mirostat", float(np.log2(4 * 2 / 3)), zipf(3, 1.0), 0.5) == 2
-    # Only the 100 likeliest tokens are looked at, but all possible ones are counted.
-    cut_off = np.append(np.sort(zipf(1000, 1.0))[::-1][:100], np.full(900, -60.0))
-    assert kept_of("mirostat", for_40, cut_off) == 40
-
-
-def test_mirostat_on_equal_tokens() -> None:
-    """The limit of the formula: all of them once mu reaches their surprise, until then one."""
-    assert kept_of("mirostat", 9.9, np.zeros(1000)) == 1
-    assert kept_of("mirostat", 10.0, np.zeros(1000)) == 1000
-    # Of all but equal ones either number, where the surprise is right at the limit.
-    nearly = np.array([np.finfo(np.float64).eps, 0.0], np.float32)
-    assert mirostat(nearly.astype(np.float64), 0.3, 0.0)[1:] == (1, 2)
-    assert [kept_of("mirostat", mu, nearly, 0.3) for mu in (-1.0, 1.0)] == [1, 2]
 
 
 # Mirostat's feedback

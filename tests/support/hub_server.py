@@ -19,15 +19,12 @@ NONE: Mapping[str, str] = {}
 
 
 class Hub:
-    """A repository and the requests for it.
-
-    `lost` files are listed but missing; a `gated` repository needs the token.
-    """
+    """A repository and the requests for it."""
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-        self.lost: set[str] = set()
-        self.gated = False
+        self.lost: set[str] = set()  # files that are listed but missing
+        self.gated = False  # it needs the token
         self.asked: list[tuple[str, str]] = []  # method, path
         self.address = ""
 
@@ -41,10 +38,8 @@ class Hub:
             about = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": names}
             return _send(handler, 200, json.dumps(about).encode())
         if path == f"/api/models/{REPO}/tree/{COMMIT}":
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
-                for name, data in self.files.items()
-            ]
+            sizes = {name: {"size": len(x), "oid": _oid(x)} for name, x in self.files.items()}
+            tree = [{"type": "file", "path": name, **about} for name, about in sizes.items()]
             return _send(handler, 200, json.dumps(tree).encode())
         found = re.fullmatch(rf"/{REPO}/resolve/{COMMIT}/([\w.]+)", path)
         if found is None or found[1] not in self.files.keys() - self.lost:

@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from tiny.tokenizer import tokenizer_config, tokenizer_json
 
+from entropix_jax.engine.calibrated import calibration_text
 from entropix_jax.model.checkpoint import save_params
 from entropix_jax.model.config import ModelConfig, parse_model_config
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.model.params import Params
-from entropix_jax.sampler.thresholds import calibration_text
 from tests.support.models import random_params
 
 PUBLISHED = {"h1": 0.3, "h2": 2.5, "u1": 1.2, "u2": 2.5}  # thresholds of `entropix` itself

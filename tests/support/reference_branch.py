@@ -20,6 +20,7 @@ from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params
+from entropix_jax.names import BOXES
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, row_key, uniforms
 from entropix_jax.stats import AttnStats
 from tests.support.reference import log_softmax
@@ -54,21 +55,14 @@ class Reader:
     def __call__(self, text: Sequence[int]) -> Reading:
         tokens = tuple(text)
         if tokens not in self._read:
-            self._read[tokens] = self._compute(tokens)
+            padded = np.zeros((1, LENGTH), np.int32)
+            padded[0, : len(tokens)] = tokens
+            count = np.array([len(tokens)], np.int32)
+            found = jax.device_get(_read(self.params, padded, count, config=self.config))
+            logits, stats = jax.tree.map(lambda x: x[0].astype(np.float64), found)
+            of_stats = (stats.entropy, stats.divergence, stats.interaction)
+            self._read[tokens] = Reading(logits, *of_stats, keys=len(tokens))
         return self._read[tokens]
-
-    def _compute(self, text: tuple[int, ...]) -> Reading:
-        tokens = np.zeros((1, LENGTH), np.int32)
-        tokens[0, : len(text)] = text
-        count = np.array([len(text)], np.int32)
-        logits, stats = jax.device_get(_read(self.params, tokens, count, config=self.config))
-        return Reading(
-            logits=np.asarray(logits[0], np.float64),
-            entropy=np.asarray(stats.entropy[0], np.float64),
-            divergence=np.asarray(stats.divergence[0], np.float64),
-            interaction=np.asarray(stats.interaction[0], np.float64),
-            keys=len(text),
-        )
 
 
 @partial(jax.jit, static_argnames="config")
@@ -378,14 +372,15 @@ def _metrics(reading: Reading, heard: np.ndarray, layers: str) -> dict[str, floa
 
 def _regime(metrics: Mapping[str, float], values: Mapping[str, Any], ties: Ties) -> str:
     """The first open box that holds the point."""
-    for box in ("lelv", "helv", "lehv", "hehv"):
-        inside = True
-        for condition in values[f"regimes.{box}"]:
-            quantity, sign, text = condition.split()
-            value, bound = metrics[quantity], float(text)
-            ties.check(value, bound, METRIC_TIE, quantity)
-            inside &= value < bound if sign == "<" else value > bound
-        if inside:
+
+    def holds(condition: str) -> bool:
+        quantity, sign, text = condition.split()
+        value, bound = metrics[quantity], float(text)
+        ties.check(value, bound, METRIC_TIE, quantity)
+        return value < bound if sign == "<" else value > bound
+
+    for box in BOXES:
+        if all(map(holds, values[f"regimes.{box}"])):
             return box
     return "mid"
 

@@ -387,6 +387,6 @@ def other_value(key: str, old: Any) -> Any:
     if key.startswith("loop."):  # the two limit each other
         return old - 1
     halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
-    if halfway == old:
+    if halfway == old or halfway > number["high"]:
         halfway = (old + number["low"]) / 2
     return int(halfway) if number["type"] is int else float(np.float32(halfway))

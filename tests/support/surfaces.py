@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from entropix_jax.batch.records import BadRecord, read_records
 from entropix_jax.batch.sidecar import check_same_run, read_sidecar
 from entropix_jax.cli.generate import Arguments, _read_prompt
+from entropix_jax.engine.calibrated import calibration_text
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.sweep import read_sweep
 from entropix_jax.model.checkpoint import load_params
@@ -25,7 +26,6 @@ from entropix_jax.model.params import param_specs
 from entropix_jax.report.page import comparison_page, run_page
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler, read_thresholds
-from entropix_jax.sampler.thresholds import calibration_text
 from entropix_jax.text.tokenizer import load_tokenizer
 from tests.support.reports import footer, header, lines_of, run_of
 from tests.support.tokenizers import byte_fallback

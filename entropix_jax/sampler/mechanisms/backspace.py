@@ -96,19 +96,20 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     row = jnp.arange(acts.shape[0], dtype=jnp.int32)
     bans = there.bans.at[row, there.attempts].set(token, mode="drop")
     trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans)
-    trail = replace(
-        trail, drawn=jnp.where(acts, trail.drawn - back, trail.drawn), again=trail.again | acts
-    )
+    # What was out of reach stays so, although the row is shorter now: see `settled`.
+    own: BackspaceSettings = settings.own["backspace"]
+    drawn = jnp.where(acts, jnp.minimum(own.reach, trail.drawn) - back, trail.drawn)
+    trail = replace(trail, drawn=drawn, again=trail.again | acts)
 
     # The rest is as it was, but for what counts.
     kept = {m.name: m.keep for m in settings.mechanisms if m.keep}
     before, now = there.tally.own, step.tally.own
-    own = {
+    states = {
         name: replace(before[name], **{f: getattr(now[name], f) for f in kept.get(name, ())})
         for name in now
     }
     backspaced = now["backspace"].backspaced + acts.astype(jnp.int32)
-    own["backspace"] = BackspaceState(backspaced=backspaced)
+    states["backspace"] = BackspaceState(backspaced=backspaced)
     return replace(
         step,
         rows=replace(
@@ -117,7 +118,7 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
             generated=rows.generated - back,
             remaining=rows.remaining + back,
         ),
-        tally=where_rows(acts, replace(there.tally, own=own), step.tally),
+        tally=where_rows(acts, replace(there.tally, own=states), step.tally),
         trail=trail,
         rewinds=step.rewinds | acts,
     )

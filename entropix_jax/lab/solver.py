@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from entropix_jax.errors import UserError
+from entropix_jax.lab.boxes import Boxes, occupancy
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
-from entropix_jax.sampler.boxes import Boxes, occupancy
 
 TOLERANCE = 0.01  # of each regime's share
 

@@ -1,4 +1,4 @@
-"""The two formats of stored thresholds: a sampler file, and a model's calibration."""
+"""Thresholds as a sampler file."""
 
 import json
 from collections.abc import Mapping
@@ -21,12 +21,6 @@ def preset_text(base: str, thresholds: Mapping[str, float], description: str) ->
         *(f"{name} = {float(thresholds[name])!r}" for name in THRESHOLDS),
     ]
     return "\n".join(lines) + "\n"
-
-
-def calibration_text(thresholds: Mapping[str, float], source: str) -> str:
-    """The content of a model's `calibration.json`; `source` describes the text used."""
-    ordered = {name: float(thresholds[name]) for name in THRESHOLDS}
-    return json.dumps({"thresholds": ordered, "source": source}, indent=2) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from entropix_jax.errors import UserError
+from entropix_jax.lab.boxes import Boxes, classify_points, occupancy, read_boxes
+from entropix_jax.lab.solver import solve
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
-from entropix_jax.sampler.boxes import Boxes, classify_points, occupancy, read_boxes
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
-from entropix_jax.sampler.solver import solve
 from tests.support.sampler_strategies import around
 from tests.support.samplers import metrics_of, params_of
 
