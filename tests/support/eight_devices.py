@@ -63,7 +63,12 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
         prompts,
         [32 - 3 * (i % 5) for i in range(BATCH)],
         np.stack([row_key(0, str(i)) for i in range(BATCH)]),
-        batch_of(*(params_of(PRESETS[i % len(PRESETS)]) for i in range(BATCH))),
+        batch_of(
+            *(
+                params_of(PRESETS[i % len(PRESETS)], {"branch.width": 1 + i % 5})
+                for i in range(BATCH)
+            )
+        ),
         np.full(2, -1, np.int32),
         capacity=CAPACITY,
         dtype=jnp.dtype(jnp.float32),
