@@ -374,7 +374,7 @@ BAD: list[tuple[list[object], str]] = [
     (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
     (["--messages", "messages.json", "--system", "a"], "does not go with --system"),
     (["--messages", "deep.json"], "deep.json: not valid JSON"),
-    (["--messages", "contentless.json"], "message 1 has no 'content'"),
+    (["--messages", "contentless.json"], "message 1 must be an object with texts"),
     (short("--trace-top", 99999), "the 99999 likeliest tokens are asked for"),
     (short("--trace-top", -1), "--trace-top must be at least 0, not -1"),
     (short("--trace", "missing/trace.jsonl"), "cannot be written: no folder missing"),
