@@ -53,6 +53,7 @@ _MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
 # One in so many slots may be empty before the device returns for the next row.
 _SLOTS_PER_EMPTY = 16
 _SLOTS_PER_LANE = 6  # where rows may fork
+_MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 
 @dataclass(frozen=True)
@@ -173,17 +174,18 @@ class Engine:
 
     def _run(self) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()
-        moved = True
+        idle = 0
         while not self._stopping:
             self._insert_arrivals()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
             if not in_flight:
                 return
-            before, moved = moved, (yield from self._read_back(in_flight.popleft()))
-            # One chunk may make no step: the one before it ended rows, or filled the window. The
-            # next one was dispatched after that.
-            if not (moved or before):
+            moved = yield from self._read_back(in_flight.popleft())
+            # Chunks may make no step: the one before ended rows, filled the window, or needs the
+            # other program, and that twice where a stop string ends the row that is forked.
+            idle = 0 if moved else idle + 1
+            if idle > _MOST_IDLE:
                 raise RuntimeError("rows are running, but no step is made")
 
     # Insert

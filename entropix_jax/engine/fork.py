@@ -167,7 +167,9 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     places = state.finish.shape[0]
     batch, fork = places - state.lanes, state.fork
     slots = jnp.arange(batch, dtype=jnp.int32)
-    parent, is_branch = local_index(fork.parent, places), fork.branch >= 0
+    is_branch = fork.branch >= 0
+    # A slot has its own row's first branch. Without lanes a row's number is not its index.
+    parent = local_index(fork.parent, places).at[:batch].set(slots)
     mine = is_branch[None] & (parent[None] == slots[:, None])  # [B, P]
     open_ = mine & (state.finish != BRANCH_ENDED)[None]
     joins = jnp.any(mine, axis=1) & ~jnp.any(open_, axis=1)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from entropix_jax.engine.branching import lanes_of
 
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.memory import plan_memory
@@ -21,9 +20,8 @@ from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from tests.support.models import tiny_config
-from tests.support.samplers import params_of
+from tests.support.samplers import LANES, batch_of, params_of
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +33,8 @@ CONFIG = tiny_config(
 )  # fmt: skip
 WINDOW = CAPACITY = 512
 TYPES = ("float32", "bfloat16", "int8")
-# Each compiles for some ten seconds.
-STEPS = (("float32", 1), ("bfloat16", 1), ("bfloat16", 4), ("int8", 4))
+# Type, slots, and whether the lanes take part. Each compiles for some ten seconds.
+STEPS = (("float32", 1, False), ("bfloat16", 1, False), ("bfloat16", 4, True), ("int8", 4, True))
 # What computes nothing and copies nothing.
 _FREE = ("parameter", "get-tuple-element", "tuple", "while", "conditional", "call", "bitcast",
          "opt-barrier", "constant")  # fmt: skip
@@ -64,32 +62,30 @@ def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
         [[1, 2, 3]] * batch,
         [100] * batch,
         np.stack([row_key(0, str(row)) for row in range(batch)]),
+        batch_of(*[params_of("entropix", num_layers=CONFIG.num_layers)] * batch),
+        np.full(1, -1, np.int32),
         capacity=capacity,
         dtype=jnp.dtype("float32"),
+        lanes=LANES,
     )
 
 
-def lowered(weights: str, batch: int, capacity: int = CAPACITY) -> Any:
-    sampler = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (batch, *x.shape)),
-        params_of("entropix", num_layers=CONFIG.num_layers),
-    )
+def lowered(weights: str, batch: int, lanes: bool, capacity: int = CAPACITY) -> Any:
     return decode.lower(
         params_in(weights),
-        sampler,
-        jnp.full(1, -1, jnp.int32),
         state_of(batch, capacity),
         jnp.int32(4),
         config=CONFIG,
         window=WINDOW,
         max_steps=4,
         recording=Recording(),
+        lanes=lanes,
     )
 
 
 @cache
-def compiled(weights: str, batch: int, capacity: int = CAPACITY) -> Any:
-    return lowered(weights, batch, capacity).compile()
+def compiled(weights: str, batch: int, lanes: bool, capacity: int = CAPACITY) -> Any:
+    return lowered(weights, batch, lanes, capacity).compile()
 
 
 def instructions(text: str) -> list[tuple[str, str, str]]:
@@ -105,12 +101,12 @@ def instructions(text: str) -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("weights", "batch"), STEPS)
-def test_nothing_large_is_copied(weights: str, batch: int) -> None:
+@pytest.mark.parametrize(("weights", "batch", "lanes"), STEPS)
+def test_nothing_large_is_copied(weights: str, batch: int, lanes: bool) -> None:
     """Of the weights, neither a whole matrix nor its transpose comes out of anything, in any type.
     Of the cache there are writes of each array at least, but no copy, neither before a token is
     written nor for what reads it. The plan of memory is a lower bound of what the step takes."""
-    program = compiled(weights, batch)
+    program = compiled(weights, batch, lanes)
     made = [
         (operation, shape[shape.index("[") :])
         for _, shape, operation in instructions(program.as_text())
@@ -129,35 +125,36 @@ def test_nothing_large_is_copied(weights: str, batch: int) -> None:
     resident = sum(x.size * x.dtype.itemsize for x in arguments)
     taken = resident + program.memory_analysis().temp_size_in_bytes
     precision = choose_precision(weights, "cpu")
-    plan = plan_memory(CONFIG, precision, slots=batch, capacity=CAPACITY, mesh=None)
+    plan = plan_memory(CONFIG, precision, slots=batch + LANES, capacity=CAPACITY, mesh=None)
     assert 0.5 * taken < plan.total <= taken
 
 
 def test_vectors_are_not_made_anew_for_each_row_of_a_weight() -> None:
     """The products with narrow weights take a vector and the weight, nothing else."""
-    text = compiled("bfloat16", 1).as_text()
+    text = compiled("bfloat16", 1, False).as_text()
     products = re.findall(r" fusion\(([^)]*)\), kind=kLoop[^\n]*_widening_product[^\n]*dot_", text)
     assert len(products) >= 8 * CONFIG.num_layers + 1
     assert [operands for operands in products if operands.count("%") != 2] == []
 
 
-@pytest.mark.parametrize(("weights", "batch"), STEPS)
-def test_no_reshape_is_left_between_layers(weights: str, batch: int) -> None:
+@pytest.mark.parametrize(("weights", "batch", "lanes"), STEPS)
+def test_no_reshape_is_left_between_layers(weights: str, batch: int, lanes: bool) -> None:
     """What a layer adds to is of the shape that products have. With rows and tokens apart XLA moves
     a reshape through one layer in each round of its passes, up to 25 rounds: 1B's step took 29 s to
     compile instead of 18."""
-    text = lowered(weights, batch).as_text()
+    text = lowered(weights, batch, lanes).as_text()
     sums = re.findall(rf"stablehlo\.add .* : tensor<([0-9x]+)x{CONFIG.width}xf32>", text)
-    assert set(sums) == {str(batch), str(min(batch, lanes_of(batch)) * MAX_WIDTH)}
+    assert set(sums) == {str(batch + LANES if lanes else batch)}
 
 
-@pytest.mark.parametrize("capacity", [CAPACITY, CAPACITY + 128])
-def test_the_state_is_written_in_place(capacity: int) -> None:
+@pytest.mark.parametrize(("lanes", "capacity"), [(False, CAPACITY), (True, CAPACITY + 128)])
+def test_the_state_is_written_in_place(lanes: bool, capacity: int) -> None:
     """Donation took: as many bytes are aliased as the state has, where not all slots are read,
     too."""
     weights, batch = "float32", 1
     state = sum(x.nbytes for x in jax.tree.leaves(state_of(batch, capacity)))
-    assert compiled(weights, batch, capacity).memory_analysis().alias_size_in_bytes == state
+    program = compiled(weights, batch, lanes, capacity)
+    assert program.memory_analysis().alias_size_in_bytes == state
 
 
 @pytest.mark.parametrize(("weights", "batch"), [*((one, 1) for one in TYPES), ("bfloat16", 4)])

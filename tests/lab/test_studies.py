@@ -366,14 +366,15 @@ items = 2
 """
 
 
-def test_all_settings_share_one_program(words: Path, folder: str, tmp_path: Path) -> None:
-    """Tuning, too. The keys of a grid become columns and plots."""
+def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: Path) -> None:
+    """Tuning, too; but there is one with lanes, and two without: where rows may fork, and where
+    none does. The keys of a grid become columns and plots."""
     jitted: Any = decode
     jax.clear_caches()
     output = tmp_path / "out"
     sweep = write_sweep(tmp_path, GRID)
     succeed(ablate, sweep, "--output", output, "--model", folder, "--slots", 4)
-    assert jitted._cache_size() == 1
+    assert jitted._cache_size() == 3
     rows = read_rows(output)
     assert len(rows) == 3 * 2 * (1 + 1 + 4 + 2)
     assert [*rows[0]] == [*COLUMNS, "arms.mid", "base.temperature"]

@@ -17,16 +17,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropix_jax.engine.decode import decode, prefill
-from entropix_jax.engine.slots import Arrival, Slots, empty_slots, insert, padded_ids, share_prefix
-from entropix_jax.engine.state import FINISHED_STOP, RUNNING, DecodeState, Recording
+from entropix_jax.engine.decode import prefill
+from entropix_jax.engine.slots import Arrival, Layout, empty_slots, insert, padded_ids, share_prefix
+from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_STOP, FORKS, RUNNING, DecodeState
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
 from tests.support import reference
 from tests.support.models import fill_unused, logits_of, random_params, run, tiny_config
 from tests.support.properties import examples
-from tests.support.samplers import CAPACITY, Job, Line, line_of
+from tests.support.samplers import CAPACITY, LANES, Job, Line, Told, advance
 from tests.support.schedules import CONFIG, PARAMS, random_job
 
 JUNK = (0.0, np.nan, np.inf, -np.inf, 1e30, 3.0)
@@ -117,37 +117,37 @@ def read(
 
 
 # Rows through the slots of a batch: admitted, their prompts cached in chunks or shared, steps of
-# samplers that think, branch and take back, stopped at any time, and the next row in their place.
+# samplers that think, branch and go back, stopped at any time, and the next row in their place.
 
-BATCH, LANES, PART, STEPS = 4, 2, 8, 8
+BATCH, READS, PART, STEPS = 4, 2, 8, 8
+NOBODY = BATCH + LANES
 STEM = tuple(np.random.default_rng(0).integers(0, CONFIG.vocab_size, 20).tolist())
 
 
 @dataclass
 class Tenant:
-    """A row in its slot, and what the steps said of it."""
+    """A row in its slot, and how much of its prompt is cached."""
 
     job: Job
     cached: int = 0
-    lines: list[Line] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
         """Tokens of the prompt that are cached before the first step: all but the last."""
         return len(self.job.prompt) - 1
 
-    def check(self, history: np.ndarray, length: int) -> None:
-        """The row's text and log-probabilities against one pass over the text."""
+    def check(self, lines: Sequence[Line], text: list[int]) -> None:
+        """What the steps said of the row, and its log-probabilities, against one pass over its
+        text. Of the last lines those may not be in it that the row went back from."""
         tokens = list(self.job.prompt)
         logprobs: list[float] = []
-        for line in self.lines:
-            if line.action == "backspace":
-                del tokens[-1], logprobs[-1]
-            assert line.position == len(tokens)
-            tokens += line.tokens
-            logprobs += line.logprobs
-        assert history[: length + 1].tolist() == tokens
+        for line in lines:
+            assert line.position == len(tokens) or line.action == "backspace"
+            generated = line.position - len(self.job.prompt)
+            tokens = tokens[: line.position] + line.tokens
+            logprobs = logprobs[:generated] + line.logprobs
         assert len(logprobs) <= self.job.budget
+        assert text == tokens[: len(text)]
         logits, _ = reference.forward(PARAMS, CONFIG, np.array(tokens))
         at = np.arange(len(self.job.prompt), len(tokens))
         close(np.array(logprobs), reference.log_softmax(logits)[at - 1, np.array(tokens)[at]])
@@ -163,7 +163,7 @@ def arrival(job: Job) -> Arrival:
         key=row_key(job.seed, job.row_id),
         asks_for_text=np.bool_(False),
         asks_for_choice=np.bool_(False),
-        sampler=job.sampler,
+        settings=job.sampler,
         eos_ids=padded_ids([7]),
     )
 
@@ -172,15 +172,14 @@ def arrival(job: Job) -> Arrival:
 class House:
     """The slots, and who is in them."""
 
-    slots: Slots
+    state: DecodeState
     tenants: dict[int, Tenant] = field(default_factory=dict)
-
-    def update(self, state: DecodeState) -> None:
-        self.slots = replace(self.slots, state=state)
+    told: Told = field(default_factory=lambda: Told(BATCH))
 
     def insert(self, number: int, job: Job) -> None:
-        self.slots = insert(self.slots, jnp.int32(number), arrival(job))
+        self.state = insert(self.state, jnp.int32(number), arrival(job))
         self.tenants[number] = Tenant(job)
+        self.told.begin(number)
 
     def share(self, source: int, target: int) -> None:
         """The beginning of a prompt that another row has, too."""
@@ -189,47 +188,34 @@ class House:
         same = [a == b for a, b in pairs]
         other.cached = same.index(False) if False in same else len(same)
         given_slots = jnp.int32(source), jnp.int32(target), jnp.int32(other.cached)
-        self.update(share_prefix(self.slots.state, *given_slots))
+        self.state = share_prefix(self.state, *given_slots)
 
     def read(self, parts: Sequence[tuple[int, int]]) -> None:
-        """So many more tokens of some rows' prompts, at most LANES of them."""
-        tokens, count = np.zeros((LANES, PART), np.int32), np.zeros(LANES, np.int32)
-        numbers = np.full(LANES, BATCH, np.int32)
-        for lane, (number, size) in enumerate(parts):
+        """So many more tokens of some rows' prompts, at most READS of them."""
+        tokens, count = np.zeros((READS, PART), np.int32), np.zeros(READS, np.int32)
+        numbers = np.full(READS, NOBODY, np.int32)
+        for i, (number, size) in enumerate(parts):
             tenant = self.tenants[number]
             size = min(size, tenant.wanted - tenant.cached)
-            tokens[lane, :size] = tenant.job.prompt[tenant.cached : tenant.cached + size]
-            tokens[lane, size:] = 299
-            count[lane], numbers[lane] = size, number
+            tokens[i, :size] = tenant.job.prompt[tenant.cached : tenant.cached + size]
+            tokens[i, size:] = 299
+            count[i], numbers[i] = size, number
             tenant.cached += size
         given_parts = map(jnp.asarray, (tokens, count, numbers))
-        state = prefill(PARAMS, self.slots.state, *given_parts, config=CONFIG, window=CAPACITY)
-        self.update(state)
+        self.state = prefill(PARAMS, self.state, *given_parts, config=CONFIG, window=CAPACITY)
 
     def step(self, number: int) -> None:
-        state, records, log = decode(
-            PARAMS,
-            self.slots.sampler,
-            self.slots.eos_ids,
-            self.slots.state,
-            jnp.int32(number),
-            config=CONFIG,
-            window=CAPACITY,
-            max_steps=STEPS,
-            recording=Recording(),
-        )
-        self.update(state)
-        records, log = jax.device_get((records, log))
-        for at, row in zip(*np.nonzero(records.live), strict=True):
-            one = jax.tree.map(lambda x, at=(at, row): x[at], records)
-            self.tenants[int(row)].lines.append(line_of(one, log))
+        for state, records in advance(PARAMS, self.state, number, config=CONFIG):
+            self.state = state
+            self.told.add(records)
 
     def leave(self, number: int) -> None:
-        state = self.slots.state
-        self.tenants.pop(number).check(
-            np.asarray(state.history[number]), int(state.cache.length[number])
-        )
-        self.update(replace(state, finish=state.finish.at[number].set(FINISHED_STOP)))
+        state = self.state
+        forked = state.finish[number] == FORKS or state.fork.branch[number] >= 0
+        end = state.fork.start[number] if forked else state.cache.length[number] + 1
+        text = np.asarray(state.history[number, : int(end)]).tolist()
+        self.tenants.pop(number).check(self.told.lines[number], text)
+        self.state = replace(state, finish=state.finish.at[number].set(FINISHED_STOP))
 
 
 def jobs(seed: int) -> Iterator[Job]:
@@ -246,11 +232,9 @@ def jobs(seed: int) -> Iterator[Job]:
 @given(st.integers(0, 2**32 - 1), st.data())
 def test_any_schedule_of_slots(seed: int, data: st.DataObject) -> None:
     coming = list(jobs(seed))
-    house = House(
-        empty_slots(
-            CONFIG, BATCH, coming[0].sampler, capacity=CAPACITY, dtype=jnp.dtype(jnp.float32)
-        )
-    )
+    layout = Layout(BATCH, LANES, 1)
+    sizes: Any = {"capacity": CAPACITY, "dtype": jnp.dtype(jnp.float32)}
+    house = House(empty_slots(CONFIG, layout, coming[0].sampler, **sizes))
     draw: Any = data.draw
     for _ in range(draw(st.integers(2, 6))):
         for number in sorted({*range(BATCH)} - {*house.tenants}):
@@ -260,16 +244,16 @@ def test_any_schedule_of_slots(seed: int, data: st.DataObject) -> None:
                 if others and draw(st.booleans()):
                     house.share(draw(st.sampled_from(others)), number)
         while behind := [n for n, one in house.tenants.items() if one.cached < one.wanted]:
-            some = draw(st.permutations(behind))[:LANES]
+            some = draw(st.permutations(behind))[:READS]
             house.read([(number, draw(st.integers(1, PART))) for number in some])
         if draw(st.booleans()):
-            state = house.slots.state
             junk = draw(st.sampled_from(JUNK))
-            house.update(replace(state, cache=fill(state.cache, junk)))
+            house.state = replace(house.state, cache=fill(house.state.cache, junk))
         house.step(draw(st.integers(1, STEPS)))
-        finish = np.asarray(house.slots.state.finish)
+        finish = np.asarray(house.state.finish)
         for number in sorted(house.tenants):
-            if finish[number] != RUNNING or draw(st.integers(0, 4)) == 0:
+            ended = finish[number] not in (RUNNING, FORKS, BRANCH_ENDED)
+            if ended or draw(st.integers(0, 4)) == 0:
                 house.leave(number)
     for number in sorted(house.tenants):
         house.leave(number)

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from entropix_jax.engine.branching import LANES as LANES_AT_ONCE
 from jax.sharding import PartitionSpec as P
 
 from entropix_jax.engine.decode import decode
@@ -21,11 +19,10 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.mesh import check_mesh, parse_mesh, place, rules_for
-from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
-from tests.support.eight_devices import BATCH, CAPACITY, CHUNKS, CONFIG, LANES, MESHES, Outcome
+from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two
 from tests.support.models import logits_of, run, tiny_config
-from tests.support.samplers import Job, batch_of, params_of, start, tiny_model
+from tests.support.samplers import LANES, Job, params_of, start, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,12 +141,12 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
 def test_on_one_device_nothing_is_split() -> None:
     config, params = tiny_model()
     job = Job([1, 2], params_of("entropix"))
-    state, no_ends = start(config, params, [job] * 2, 16), jnp.full((2, 1), -1, jnp.int32)
-    inputs = (params, batch_of(job.sampler, job.sampler), no_ends, state, jnp.int32(1))
+    state = start(config, params, [job] * 2, 16)
     options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
-    one = decode.lower(*inputs, **options).as_text()
-    for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
-        assert word not in one, word
+    for lanes in (False, True):
+        one = decode.lower(params, state, jnp.int32(1), **options, lanes=lanes).as_text()
+        for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
+            assert word not in one, word
 
 
 # Rows on eight devices.
@@ -158,55 +155,33 @@ def test_on_one_device_nothing_is_split() -> None:
 @pytest.mark.slow
 def test_the_rows_do_all_that_rows_do(outcomes: dict[str, Outcome]) -> None:
     """What the other tests compare is worth comparing."""
-    first, last = outcomes[""].states
-    tally = last.sampler.tally
-    branched = tally.own["branch"].begun > 0
-    assert branched.sum() > LANES // 2
+    one = outcomes[""]
+    branched = np.array([any(line.branches for line in lines) for lines in one.lines])
+    assert {len(line.branches) for line in one.lines[-1]} == {0, 1}
+    assert branched.sum() >= BATCH // 2
     assert branched[:8].any()
     assert branched[8:].any()
-    assert (tally.own["backspace"].backspaced > 0).sum() >= 4
-    assert {*(first.finish == RUNNING).tolist()} == {True, False}
+    assert any(line.best > 0 for lines in one.lines for line in lines)
+    waited = [line.waited for lines in one.lines for line in lines]
+    assert {wait > 0 for wait in waited} == {True, False}
+    assert (one.states[-1].sampler.tally.own["backspace"].backspaced > 0).sum() >= 4
+    assert any({*(state.finish == RUNNING)} == {True, False} for state in one.states)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_are_the_same_on_every_mesh(outcomes: dict[str, Outcome], mesh: str) -> None:
-    """Every token, count and flag of the state and the records; every number to 1e-5 of the largest
-    of its kind."""
+    """Every token, count, flag and branch, however long a fork waits for lanes; every number to
+    1e-5 of the largest of its kind."""
     one, many = outcomes[""], outcomes[mesh]
-    for chunk in range(CHUNKS):
-        expected = (one.states[chunk], replace(one.records[chunk], branch=np.empty(0)))
-        got = (many.states[chunk], replace(many.records[chunk], branch=np.empty(0)))
-        compare(expected, got)
+    for expected, got in zip(one.lines, many.lines, strict=True):
+        assert [line.exact for line in got] == [line.exact for line in expected]
+        for a, b in zip(expected, got, strict=True):
+            assert np.abs(a.numbers - b.numbers).max() <= 1e-5 * np.abs(a.numbers).max()
+    compare(one.states[-1], many.states[-1])
     compare(one.answered, many.answered)
     # A row that waits holds all shards, as it holds all rows of one device.
-    assert not one.held.live.any()
-    assert not many.held.live.any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_branch_is_found_in_the_log(outcomes: dict[str, Outcome], mesh: str) -> None:
-    one, many = outcomes[""], outcomes[mesh]
-    for chunk in range(CHUNKS):
-        branched = (one.records[chunk].branch >= 0) & one.records[chunk].live
-        assert branched.any()
-        where = many.records[chunk].branch[one.records[chunk].live]
-        np.testing.assert_array_equal(branched[one.records[chunk].live], where >= 0)
-        entries = []
-        for outcome in (one, many):
-            log = outcome.logs[chunk]
-            assert log.count == branched.sum()
-            index = outcome.records[chunk].branch[branched]
-            assert len({*index.tolist()}) == len(index)
-            entry = jax.tree.map(lambda x, index=index: x[index], replace(log, count=log.committed))
-            exists = entry.branches.length > 0
-            depth = np.arange(entry.branches.tokens.shape[-1])
-            real = depth < entry.branches.length[..., None]
-            made = entry.branches
-            tokens, score = np.where(real, made.tokens, 0), np.where(exists, made.score, 0)
-            entries.append((entry.committed, made.length, made.best, made.ambiguous, tokens, score))
-        compare(*entries)
+    assert not any(records.live.any() for records in [*one.held, *many.held])
 
 
 @pytest.mark.slow
@@ -225,39 +200,37 @@ def test_the_state_lies_where_the_rules_say(outcomes: dict[str, Outcome], mesh: 
 
 
 @pytest.mark.slow
-def test_data_shards_exchange_flags_alone(outcomes: dict[str, Outcome]) -> None:
-    collectives = collectives_of(outcomes["data=8"].text)
-    assert collectives
-    assert {(c.kind, c.elements) for c in collectives} == {("all-reduce", 1)}
+@pytest.mark.parametrize("lanes", [False, True])
+def test_data_shards_exchange_flags_alone(outcomes: dict[str, Outcome], lanes: bool) -> None:
+    """Branches stay on the device of their row."""
+    collectives = collectives_of(outcomes["data=8"].texts[lanes])
+    assert {c.kind for c in collectives} == {"all-reduce"}
+    assert {c.elements for c in collectives} == {1, 2}  # of one flag, or of two at once
 
 
 @pytest.mark.slow
-def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome]) -> None:
+@pytest.mark.parametrize("lanes", [False, True])
+def test_what_the_model_axis_exchanges(outcomes: dict[str, Outcome], lanes: bool) -> None:
     """Logits are gathered once; otherwise hidden states and means over heads are summed up."""
     devices = np.arange(8).reshape(2, 4)
     of_model = {frozenset(row.tolist()) for row in devices}
     of_data = {frozenset(column.tolist()) for column in devices.T}
-    plain: set[Collective] = set()
-    branching: set[Collective] = set()
-    for collective in collectives_of(outcomes["data=2,model=4"].text):
+    found: set[Collective] = set()
+    for collective in collectives_of(outcomes["data=2,model=4"].texts[lanes]):
         if collective.groups == of_data:
-            assert collective.elements == 1
+            assert collective.elements <= 2
             continue
         assert collective.groups == of_model
-        (branching if "/cond/" in collective.source else plain).add(collective)
-    for found, batch, slots in (
-        (plain, BATCH // 2, CAPACITY),
-        (branching, LANES_AT_ONCE * MAX_WIDTH, CAPACITY + MAX_DEPTH),
-    ):
-        gathers = [c for c in found if c.kind == "all-gather"]
-        assert [c.elements for c in gathers] == [batch * CONFIG.vocab_size]
-        sums = [c for c in found if c.kind != "all-gather"]
-        assert {c.kind for c in sums} == {"all-reduce"}
-        # A layer has two sums of hidden states and a mean over heads, the embedding one sum.
-        layers = CONFIG.num_layers
-        hidden = batch * CONFIG.width
-        floor = (2 * layers + 1) * hidden + layers * batch * slots
-        assert floor <= sum(c.elements for c in sums) <= floor + 16 * layers * batch
+        found.add(collective)
+    batch = BATCH // 2 + (LANES if lanes else 0)
+    gathers = [c for c in found if c.kind == "all-gather"]
+    assert [c.elements for c in gathers] == [batch * CONFIG.vocab_size]
+    sums = [c for c in found if c.kind != "all-gather"]
+    assert {c.kind for c in sums} == {"all-reduce"}
+    # A layer has two sums of hidden states and a mean over heads, the embedding one sum.
+    layers = CONFIG.num_layers
+    floor = (2 * layers + 1) * batch * CONFIG.width + layers * batch * CAPACITY
+    assert floor <= sum(c.elements for c in sums) <= floor + 16 * layers * batch
 
 
 def compare(expected: Any, got: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -70,9 +71,13 @@ class Page(HTMLParser):
             self.tokens[-1]["text"] += data
 
 
-def row_of(*tokens: TokenRecord, **fields: Any) -> Row:
+def row_of(*tokens: TokenRecord, retracted: Sequence[TokenRecord] = (), **fields: Any) -> Row:
+    """A row of these tokens, each after those of its position that were retracted."""
     text = "".join(one.text for one in tokens)
-    return Row(unrun([1], "0", 9), list(tokens), text, **fields)
+    log = [(one, True) for one in retracted] + [(one, False) for one in tokens]
+    log.sort(key=lambda pair: pair[0].position)
+    request = unrun([1], "0", 9)
+    return Row(request, list(tokens), text, retracted_tokens=[*retracted], log=log, **fields)
 
 
 def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any) -> TokenRecord:
@@ -112,7 +117,7 @@ def test_thoughts_branches_and_retracted_tokens_are_marked() -> None:
         told(" y", "lelv", "branch", position=4),
         told(" z", "mid", "backspace", position=5),
         told("", "mid", position=6, token_id=77, loop=True),
-        retracted_tokens=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
+        retracted=[told(" q", "hehv", position=5), told(" r", "hehv", position=5)],
     )
     page = Page(row._repr_html_())
     assert [(one["text"], *one["class"].split()[1:]) for one in page.tokens] == [

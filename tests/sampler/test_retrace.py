@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from entropix_jax.engine.decode import answer, decode, prefill
-from entropix_jax.names import QUANTITIES, REGIMES
+from entropix_jax.names import QUANTITIES, REGIMES, SERVED
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import RULES
@@ -33,8 +33,9 @@ def programs(*functions: Any) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> list[int]:
-    """One program for the step and one for the prompt."""
+    """Two programs for the step, without and with lanes, and one for the prompt."""
     generate(MODEL, [BASE], rows=1)
+    assert programs() == [2, 1]
     return programs()
 
 
@@ -58,7 +59,7 @@ ENTROPIX = load_sampler("entropix").values
 # Every key of a sampler with another value than the default's.
 OTHER: dict[str, list[Any]] = {
     **{key: [other_value(key, ENTROPIX[key])] for key in scalars()},
-    **{f"arms.{regime}": [*ARMS] for regime in REGIMES},
+    **{f"arms.{served}": [*ARMS] for served in SERVED},
     **{
         f"regimes.{box}": [[], [f"{quantity} > 0.5" for quantity in QUANTITIES]]
         for box in REGIMES[:-1]

@@ -2,6 +2,7 @@
 device and on several meshes."""
 
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,17 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.engine.decode import answer, decode, prefill
-from entropix_jax.engine.state import RUNNING, WAITS_FOR_TEXT, DecodeState, Recording, init_state
+from entropix_jax.engine.slots import Layout
+from entropix_jax.engine.state import (
+    BRANCH_ENDED,
+    FORKS,
+    RUNNING,
+    WAITS_FOR_TEXT,
+    DecodeState,
+    Recording,
+    StepRecord,
+    init_state,
+)
 from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.settings import SamplerSettings
 from tests.support.models import random_params, tiny_config
-from tests.support.samplers import ARMS, batch_of, params_of
+from tests.support.samplers import ARMS, LANES, Line, Told, batch_of, params_of
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
-BATCH, CAPACITY, STEPS, CHUNKS = 16, 64, 16, 2
-LANES = 9  # rows whose prompts are read at a time: the last call has room for nobody, too
+BATCH, CAPACITY, STEPS = 16, 64, 16
+PROMPTS = 9  # are read at a time: the last call has room for nobody, too
 PRESETS = ("entropix", "greedy", "document-000", "entropix")
 CONFIG = tiny_config(
     vocab_size=304, num_layers=2, num_heads=16, num_kv_heads=8, mlp_width=48, tied_head=False
@@ -33,97 +43,119 @@ CONFIG = tiny_config(
 class Outcome:
     """What came of the rows on one mesh, on the host."""
 
-    states: list[DecodeState] = field(default_factory=list)  # after each chunk
-    records: list[Any] = field(default_factory=list)  # of each chunk
-    logs: list[Any] = field(default_factory=list)
+    lines: list[list[Line]]  # of each row
+    states: list[DecodeState] = field(default_factory=list)  # of the slots, after each call
     answered: DecodeState | None = None
-    held: Any = None  # records of a call in which one row waits for the host
+    held: list[StepRecord] = field(default_factory=list)  # of calls while a row waits for the host
     layout: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     kept: bool = True  # donated buffers were taken, and what came back lies as they lay
-    text: str = ""  # the compiled step
+    texts: list[str] = field(default_factory=list)  # the compiled step, without and with lanes
 
 
-def rows() -> tuple[Params, SamplerSettings, DecodeState]:
+def rows(shards: int) -> tuple[Params, DecodeState]:
     """Rows of several samplers and lengths, on the host, nothing cached."""
     params = random_params(CONFIG)
     params = replace(params, head=5.0 * params.head)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, CONFIG.vocab_size, 3 + i).tolist() for i in range(BATCH)]
-    budgets = [STEPS * CHUNKS - 3 * (i % 5) for i in range(BATCH)]
-    keys = np.stack([row_key(0, str(i)) for i in range(BATCH)])
-    dtype = jnp.dtype(jnp.float32)
-    state = init_state(CONFIG, prompts, budgets, keys, capacity=CAPACITY, dtype=dtype)
-    sampler = batch_of(*(params_of(PRESETS[i % len(PRESETS)]) for i in range(BATCH)))
-    return jax.tree.map(np.array, (params, sampler, state))
+    state = init_state(
+        CONFIG,
+        prompts,
+        [32 - 3 * (i % 5) for i in range(BATCH)],
+        np.stack([row_key(0, str(i)) for i in range(BATCH)]),
+        batch_of(
+            *(
+                params_of(PRESETS[i % len(PRESETS)], {"branch.width": 1 + i % 5})
+                for i in range(BATCH)
+            )
+        ),
+        np.full(2, -1, np.int32),
+        capacity=CAPACITY,
+        dtype=jnp.dtype(jnp.float32),
+        lanes=LANES,
+        shards=shards,
+    )
+    return jax.tree.map(np.array, (params, state))
 
 
 class Job:
     """The rows on one mesh, or on one device."""
 
     def __init__(self, mesh: str | None) -> None:
-        params, sampler, state = rows()
-        ends = np.full((BATCH, 2), -1, np.int32)
-        self.counts = np.append(state.prompt_length - 1, 0).astype(np.int32)
-        self.history = state.history
-        if mesh is None:
-            params, sampler, state, ends = jax.device_put((params, sampler, state, ends))
+        rules = mesh and rules_for(parse_mesh(mesh, jax.devices()), CONFIG)
+        shards = rules.mesh.shape["data"] if rules else 1
+        self.places = Layout(BATCH, LANES, shards)
+        self.params, self.state = rows(shards)
+        self.history = self.state.history[self.places.numbers]
+        self.counts = self.state.prompt_length[self.places.numbers] - 1
+        if rules:
+            self.params = place(self.params, rules.params(CONFIG))
+            self.state = place(self.state, rules.rows(self.state))
         else:
-            rules = rules_for(parse_mesh(mesh, jax.devices()), CONFIG)
-            params = place(params, rules.params(CONFIG))
-            by_row = (sampler, state, ends)
-            sampler, state, ends = place(by_row, rules.rows(by_row))
-        self.params, self.sampler, self.state, self.ends = params, sampler, state, ends
-        self.layout = layout(state)
-        self.lowered = decode.lower(
-            *(params, sampler, ends, state, jnp.int32(STEPS)),
-            config=CONFIG,
-            window=CAPACITY,
-            max_steps=STEPS,
-            recording=Recording(top=3),
-        )
+            self.params, self.state = jax.device_put((self.params, self.state))
+        self.layout = layout(self.state)
 
-    def run(self, step: Any) -> Outcome:
-        """`step` is the compiled one: given what lies elsewhere than it was told it fails."""
-        outcome = Outcome(text=step.as_text(), layout=self.layout)
-        state = self.state
+        arguments = (self.params, self.state, jnp.int32(STEPS), jnp.int32(1))
+        static: Any = {"config": CONFIG, "window": CAPACITY, "max_steps": STEPS}
+        static["recording"] = Recording(top=3)
+        self.lowered = [decode.lower(*arguments, **static, lanes=lanes) for lanes in (False, True)]
+
+    def run(self, steps: Sequence[Any]) -> Outcome:
+        """`steps` are the compiled ones: given what lies elsewhere than they were told they
+        fail."""
+        told = Told(BATCH)
+        texts = [step.as_text() for step in steps]
+        outcome = Outcome(told.lines, texts=texts, layout=self.layout)
+        state, numbers = self.state, self.places.numbers
 
         def taken(donated: DecodeState, state: DecodeState) -> DecodeState:
             gone = all(x.is_deleted() for x in jax.tree.leaves(donated))
             outcome.kept &= gone and layout(state) == outcome.layout
             return state
 
-        for first in range(0, BATCH, LANES):
-            lanes = np.arange(first, first + LANES, dtype=np.int32)[::-1].copy()
-            lanes = np.minimum(lanes, BATCH)
-            tokens = np.zeros((LANES, 32), np.int32)
-            tokens[lanes < BATCH] = self.history[lanes[lanes < BATCH], :32]
-            given = (tokens, self.counts[lanes], lanes)
-            state = taken(
-                state, prefill(self.params, state, *given, config=CONFIG, window=CAPACITY)
+        for first in range(0, BATCH, PROMPTS):
+            read = np.arange(first, min(first + PROMPTS, BATCH))[::-1]
+            nobody = PROMPTS - len(read)
+            slots = np.pad(numbers[read], (nobody, 0), constant_values=len(self.places.slot_of))
+            tokens = np.pad(self.history[read, :32], ((nobody, 0), (0, 0)))
+            counts = np.pad(self.counts[read], (nobody, 0))
+            cached = prefill(
+                self.params, state, tokens, counts, slots, config=CONFIG, window=CAPACITY
             )
-        for _ in range(CHUNKS):
-            stepped, records, log = step(
-                self.params, self.sampler, self.ends, state, jnp.int32(STEPS)
+            state = taken(state, cached)
+        forked, going = False, True
+        while going:
+            stepped, records, now = steps[forked](
+                self.params, state, jnp.int32(STEPS), jnp.int32(1)
             )
-            state = taken(state, stepped)
-            outcome.states.append(fetched(state))
-            outcome.records.append(jax.device_get(records))
-            outcome.logs.append(jax.device_get(log))
+            state, forked = taken(state, stepped), bool(now)
+            told.add(self.by_slot(jax.device_get(records)))
+            outcome.states.append(self.slots(state))
+            finish = outcome.states[-1].finish
+            going = bool(np.isin(finish, (RUNNING, FORKS, BRANCH_ENDED)).any())
         ahead = jnp.arange(CAPACITY, dtype=jnp.int32)
-        numbers = [jnp.int32(number) for number in (9, 2, ARMS.index("inject"), 0)]
-        state = taken(state, answer(state, numbers[0], ahead, *numbers[1:]))
-        outcome.answered = fetched(state)
-        finish = np.full(BATCH, RUNNING, np.int32)
-        finish[3] = WAITS_FOR_TEXT
-        state = replace(state, finish=jax.device_put(finish, state.finish.sharding))
-        held = step(self.params, self.sampler, self.ends, state, jnp.int32(STEPS))[1]
-        outcome.held = jax.device_get(held)
+        values = [jnp.int32(number) for number in (numbers[9], 2, ARMS.index("inject"), 0)]
+        state = taken(state, answer(state, values[0], ahead, *values[1:]))
+        outcome.answered = self.slots(state)
+        finish = np.where(self.places.slot_of == 3, WAITS_FOR_TEXT, RUNNING).astype(np.int32)
+        for step in steps:
+            state = replace(state, finish=jax.device_put(finish, state.finish.sharding))
+            state, records, _ = step(self.params, state, jnp.int32(STEPS), jnp.int32(1))
+            outcome.held.append(jax.device_get(records))
         return outcome
 
+    def by_slot(self, records: StepRecord) -> StepRecord:
+        """The records with slots before lanes, as on one device."""
+        slot_of = self.places.slot_of
+        if records.live.shape[1] == len(slot_of):
+            order = np.argsort(slot_of < 0, kind="stable")
+            records = jax.tree.map(lambda x: x[:, order], records)
+        return replace(records, parent=slot_of[records.parent])
 
-def fetched(state: DecodeState) -> DecodeState:
-    """A copy: what the host still looks at is not donated."""
-    return jax.device_get(jax.tree.map(jnp.copy, state))
+    def slots(self, state: DecodeState) -> DecodeState:
+        """What becomes of the rows in the slots."""
+        fetched = jax.tree.map(lambda x: np.array(x)[self.places.numbers], state)
+        return replace(fetched, fork=None, settings=None)
 
 
 def layout(tree: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -142,6 +174,9 @@ def main(output: str) -> None:
     jax.config.update("jax_disable_most_optimizations", True)  # half the time to compile
     jobs = {mesh or "": Job(mesh) for mesh in (None, *MESHES)}
     with ThreadPoolExecutor(2) as pool:
-        steps = [*pool.map(lambda job: job.lowered.compile(), jobs.values())]
-    outcomes = {mesh: job.run(step) for (mesh, job), step in zip(jobs.items(), steps, strict=True)}
+        both = [[pool.submit(one.compile) for one in job.lowered] for job in jobs.values()]
+    outcomes = {
+        mesh: job.run([step.result() for step in steps])
+        for (mesh, job), steps in zip(jobs.items(), both, strict=True)
+    }
     Path(output).write_bytes(pickle.dumps(outcomes))

@@ -271,6 +271,12 @@ class Told:
         self._paths: dict[int, list[list[StepRecord]]] = {}  # each token's record
         self._forced: dict[int, Line] = {}  # forks whose first token comes by force
 
+    def begin(self, row: int) -> None:
+        """Another row takes the place of that one."""
+        self.lines[row] = []
+        for open_ in (self._forked, self._waited, self._paths, self._forced):
+            open_.pop(row, None)
+
     def add(self, records: StepRecord) -> None:
         """Adds the records of a call."""
         number = len(self.lines)
