@@ -95,10 +95,7 @@ def _own_thresholds(model: LanguageModel, *, make: bool) -> _Own | None:
     """Thresholds made for a model, before or now; None where there are none."""
     if (own := _of_models.get(model)) is not None:
         return own
-    try:
-        path = _cache_file(model)
-    except UserError:  # no fingerprint
-        return None
+    path = _cache_file(model)
     own = None if path is None else _read_cached(path)
     if own is None and make:
         own = _make(model, path)
@@ -108,12 +105,11 @@ def _own_thresholds(model: LanguageModel, *, make: bool) -> _Own | None:
 
 
 def _cache_file(model: LanguageModel) -> Path | None:
-    """The file of a model's thresholds; None where nothing can be kept. UserError if the model has
-    no fingerprint."""
-    name = f"{model.fingerprint}-{jnp.dtype(model.precision.weights).name}-{_FORMAT}.json"
+    """The file of a model's thresholds; None where nothing can be kept."""
     try:
+        name = f"{model.fingerprint}-{jnp.dtype(model.precision.weights).name}-{_FORMAT}.json"
         folder = user_folder("calibrations")
-    except UserError:  # others could write there
+    except UserError:  # the model's files are gone; others could write there
         return None
     return None if folder is None else folder / name
 
