@@ -28,15 +28,10 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSampler:
-    """A sampler as it runs on one model, see `calibrated.calibrate_sampler`.
+    """A sampler as it runs on one model, see `calibrated.calibrate_sampler`."""
 
-    Attributes:
-        sampler: with the model's thresholds.
-        settings: the same as arrays, of one row.
-    """
-
-    sampler: Sampler
-    settings: SamplerSettings
+    sampler: Sampler  # with the model's thresholds
+    settings: SamplerSettings  # the same as arrays, of one row
 
     @property
     def name(self) -> str:

@@ -366,11 +366,9 @@ def _as_list(value: Any) -> Any:
 @cache
 def _settings(mechanisms: Mechanisms, kind: str) -> Mapping[str, Mapping[str, Any]]:
     """The metadata of every field of that kind, by its dotted key."""
-    return MappingProxyType(
-        {
-            f"{name}.{field.name}": field.metadata
-            for name, section in sections(mechanisms).items()
-            for field in fields(section)
-            if kind in field.metadata
-        }
-    )
+    return {
+        f"{name}.{field.name}": field.metadata
+        for name, section in sections(mechanisms).items()
+        for field in fields(section)
+        if kind in field.metadata
+    }
