@@ -83,11 +83,9 @@ def fit_thresholds(sampler: Sampler, model: LanguageModel, may: May = "make") ->
     that takes less than ten seconds and they can change the text. Else those of the sampler's own
     file stay. Its notes say which, where a user should know.
 
-    Args:
-        may: "make"; or only "reuse" thresholds made before; or only "read" the model's file, which
-            is the same for all processes of a run.
-
-    UserError if the model's file is damaged, or the bounds leave nothing between them.
+    It may "make" thresholds, or only "reuse" those made before, or only "read" the model's file,
+    which is the same for all processes of a run. UserError if that file is damaged, or the bounds
+    leave nothing between them.
     """
     if not sampler.values["thresholds.calibrated"]:
         return sampler.with_thresholds({})

@@ -212,7 +212,8 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _view(data: np.ndarray, kind: str, shape: list[int]) -> np.ndarray:
-    return data.view(STORED[kind]).reshape(shape)
+    values: np.ndarray = data.view(STORED[kind]).reshape(shape)
+    return values
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
