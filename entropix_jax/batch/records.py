@@ -28,7 +28,7 @@ class Record:
     id: str  # unique in the input; the line number where the record has none
     digest: str  # `content_hash` of the record as written
     prompt: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None  # with the texts `role` and `content`
+    messages: list[Any] | None = None  # whatever they are: the chat's template checks them
     sampler: str | None = None
     max_new_tokens: int | None = None
     seed: int | None = None
@@ -209,32 +209,21 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
             raise _InvalidRecord(
                 f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
             )
-    messages = _parse_messages(fields["messages"]) if "messages" in fields else None
+    messages = fields.get("messages")
+    if not isinstance(messages, list | None):
+        raise _InvalidRecord(f"'messages' must be a list, not {_shorten(messages)}")
     given = {name: fields.get(name) for name in COLUMNS if name != "id"}
     return Record(line, record_id, digest, messages=messages, **given)
 
 
-def _parse_text(what: str, value: object, *, may_be_empty: bool = False) -> str:
+def _parse_text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise _InvalidRecord(f"{what} must be text, not {_shorten(value)}")
-    if not value and not may_be_empty:
+    if not value:
         raise _InvalidRecord(f"{what} is empty")
     if _LONE_SURROGATE.search(value):
         raise _InvalidRecord(f"{what} has half a surrogate pair, which is no character")
     return value
-
-
-def _parse_messages(value: object) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list) or not value:
-        raise _InvalidRecord(
-            "'messages' must be a non-empty list of objects with 'role' and 'content'"
-        )
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise _InvalidRecord(f"message {number} must be an object with 'role' and 'content'")
-        _parse_text(f"'role' of message {number}", message["role"])
-        _parse_text(f"'content' of message {number}", message["content"], may_be_empty=True)
-    return tuple(value)
 
 
 def _shorten(value: object) -> str:

@@ -239,8 +239,9 @@ def _check_traces(folder: str, *others: str) -> None:
 
     for path in filter(None, map(local_path, others)):
         # Either a link itself or its target would be overwritten.
-        if Path(folder).resolve() in (path.parent.resolve(), path.resolve().parent):
-            raise UserError(f"--trace {folder}: {path} lies there: give another folder")
+        for place in (path, path.resolve()):
+            if place.suffix == ".jsonl" and place.parent.resolve() == Path(folder).resolve():
+                raise UserError(f"--trace {folder}: {path} lies there: give another folder")
 
 
 def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:

@@ -30,8 +30,11 @@ class StatusLine:
         self._console = _Console(stderr=True)
         self._live: Live | None = None
         # Whether text may come out on the same terminal: also through `| cat`.
-        out = _stat(sys.stdout)
-        piped = out is None or stat.S_ISFIFO(out.st_mode) or stat.S_ISSOCK(out.st_mode)
+        try:
+            mode = os.fstat(sys.stdout.fileno()).st_mode
+            piped = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+        except (AttributeError, OSError, ValueError):  # no file behind it
+            piped = True
         self._shared = piped or is_terminal(sys.stdout)
         self.enabled = self._console.is_terminal and not self._console.is_dumb_terminal
 
@@ -81,10 +84,3 @@ def is_terminal(stream: Any) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
-
-
-def _stat(stream: Any) -> os.stat_result | None:
-    try:
-        return os.fstat(stream.fileno())
-    except (AttributeError, OSError, ValueError):  # no file behind it
-        return None

@@ -97,13 +97,7 @@ def score(
 ) -> Iterator[ScoredToken]:
     """The model's uncertainty about a given text, token by token; nothing is generated.
 
-    Args:
-        sampler: whose regimes are reported.
-        context: most tokens that the model sees at once, by default 1024 or as many as it has
-            positions.
-        recording: what each token's record holds besides the usual.
-
-    UserError if the text has no two tokens, or `score_tokens` refuses it.
+    The regimes are the sampler's; for `context`, `recording` and errors see `score_tokens`.
     """
     tokens = model.tokenizer.encode(text, add_bos=True)
     return score_tokens(

@@ -28,15 +28,10 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSampler:
-    """A sampler as it runs on one model, see `calibrated.calibrate_sampler`.
+    """A sampler as it runs on one model, see `calibrated.calibrate_sampler`."""
 
-    Attributes:
-        sampler: with the model's thresholds.
-        settings: the same as arrays, of one row.
-    """
-
-    sampler: Sampler
-    settings: SamplerSettings
+    sampler: Sampler  # with the model's thresholds
+    settings: SamplerSettings  # the same as arrays, of one row
 
     @property
     def name(self) -> str:
@@ -85,15 +80,9 @@ def check_recording(model: LanguageModel, recording: Recording) -> None:
 def encode_prompt(
     model: LanguageModel, prompt: Prompt, *, chat: bool, system: str | None = None
 ) -> list[int]:
-    """A prompt as token ids.
-
-    Args:
-        prompt: a text, or a conversation: messages with a `role` and a `content` each.
-        chat: put a text as one turn of a chat, not as plain text.
-        system: a system message, which makes sense in a chat only.
-
-    UserError if the prompt is empty, or is a chat where no template is, or none is wanted.
-    """
+    """A prompt as token ids: a text, or a conversation of messages with a `role` and a `content`.
+    With `chat` a text is one turn of a chat, which `system`, a system message, needs. UserError if
+    the prompt is empty, or is a chat where no template is, or none is wanted."""
     if prompt == "":
         raise UserError("the prompt is empty")
     if not chat and (system is not None or not isinstance(prompt, str)):

@@ -175,9 +175,8 @@ def _sample_texts(model: "LanguageModel", tokens: int, seed: int) -> list[list[i
     Raises:
         UserError: NaN or infinite logits, or a model without room for a token.
     """
-    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.calibrated import calibrate_sampler, start_of_text
     from entropix_jax.engine.generation import Generation
-    from entropix_jax.engine.own_text import start_of_text
     from entropix_jax.engine.results import Request
     from entropix_jax.sampler.presets import load_sampler
 

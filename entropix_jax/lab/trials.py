@@ -82,7 +82,7 @@ class Prompts(Task):
         for record in read_records(self._address):
             if isinstance(record, BadRecord):
                 raise UserError(f"{self._address}: line {record.line}: {record.error}")
-            yield Item(record.id, record.prompt or record.messages or (), "")
+            yield Item(record.id, record.prompt or tuple(record.messages or ()), "")
 
     def extract(self, item: Item, text: str) -> str | None:
         """None: there is no answer to find."""

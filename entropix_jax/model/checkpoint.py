@@ -8,9 +8,9 @@ beside it, which may be symbolic links, as in the hub's cache.
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +43,23 @@ STORED: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dt
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor(ABC):
+class StoredTensor:
     """One tensor of a file, with its name and shape in the Hugging Face layout."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
+    kind: str  # the type of its values, a key of STORED or one that is not implemented
+    values: Callable[[], np.ndarray]  # reads them; they may alias the file
 
     @property
-    @abstractmethod
     def dtype(self) -> np.dtype:
         """The dtype of the values."""
-
-    @abstractmethod
-    def values(self) -> np.ndarray:
-        """The values, which may alias the file."""
+        if self.kind not in STORED:
+            told = f"has type {self.kind}, which is not implemented"
+            raise UserError(f"{self.path}: tensor '{self.name}' {told}")
+        dtype: np.dtype = np.dtype(STORED[self.kind])
+        return dtype
 
 
 def check_format(folder: Path) -> None:
@@ -147,25 +149,6 @@ def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
             raise UserError(f"{path}: cannot be written: {error}") from None
 
 
-@dataclass(frozen=True, eq=False)
-class _SafeTensor(StoredTensor):
-    """One tensor of a memory-mapped safetensors file."""
-
-    kind: str  # as the file's header names it
-    data: np.ndarray  # uint8, its bytes
-
-    @property
-    def dtype(self) -> np.dtype:
-        if self.kind not in STORED:
-            told = f"has type {self.kind}, which is not implemented"
-            raise UserError(f"{self.path}: tensor '{self.name}' {told}")
-        dtype: np.dtype = np.dtype(STORED[self.kind])
-        return dtype
-
-    def values(self) -> np.ndarray:
-        return self.data.view(self.dtype).reshape(self.shape)
-
-
 def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Memory-maps all tensors of a folder, by name. UserError if a file is missing or damaged, or a
     tensor is missing, unexpected, duplicate, or of another dtype than the configuration says."""
@@ -182,7 +165,7 @@ def open_tensors(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
     return stored
 
 
-def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
+def _open_folder(folder: Path) -> dict[str, StoredTensor]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists():
         return _open_file(single)
@@ -193,7 +176,7 @@ def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
     shards = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not all(re.fullmatch(r"[^/\\]+\.safetensors", str(shard)) for shard in shards):
         raise UserError(f"{index}: 'weight_map' must map tensors to .safetensors files beside it")
-    stored: dict[str, _SafeTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards)):
         for name, tensor in _open_file(folder / shard).items():
             if weight_map.get(name) != shard:
@@ -204,7 +187,7 @@ def _open_folder(folder: Path) -> dict[str, _SafeTensor]:
     return stored
 
 
-def _open_file(path: Path) -> dict[str, _SafeTensor]:
+def _open_file(path: Path) -> dict[str, StoredTensor]:
     if path.exists() and not path.is_file():  # a pipe would block
         raise UserError(f"{path}: not a regular file")
     try:
@@ -220,12 +203,17 @@ def _open_file(path: Path) -> dict[str, _SafeTensor]:
         raise UserError(f"{path}: not a valid safetensors file: {error}") from None
     header.pop("__metadata__", None)
     body = np.memmap(path, mode="r", dtype=np.uint8)[8 + length :]
-    return {
-        name: _SafeTensor(
-            path, name, tuple(e["shape"]), e["dtype"], body[slice(*e["data_offsets"])]
-        )
-        for name, e in header.items()
-    }
+    stored = {}
+    for name, entry in header.items():
+        data, shape, kind = body[slice(*entry["data_offsets"])], entry["shape"], entry["dtype"]
+        values = partial(_view, data, kind, shape)
+        stored[name] = StoredTensor(path, name, tuple(shape), kind, values)
+    return stored
+
+
+def _view(data: np.ndarray, kind: str, shape: list[int]) -> np.ndarray:
+    values: np.ndarray = data.view(STORED[kind]).reshape(shape)
+    return values
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

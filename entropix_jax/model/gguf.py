@@ -14,8 +14,8 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,6 +180,7 @@ class GgufFile:
                 if own in _LAYER_TENSORS:
                     name = f"model.layers.{int(found[1])}.{_LAYER_TENSORS[own]}"
             name = f"{name}.{end}" if name else written
+            where = f"{self.path}: tensor '{written}'"
             # Its bytes.
             if number not in kinds:
                 kinds[number] = _find_kind(number, written, self.path)
@@ -187,43 +188,31 @@ class GgufFile:
             block, size = gguf.GGML_QUANT_SIZES[kind]
             if shape[-1] % block:
                 told = f"has rows of {shape[-1]}, which are no whole blocks of {block}"
-                raise UserError(f"{self.path}: tensor '{written}' of type {kind.name} {told}")
+                raise UserError(f"{where} of type {kind.name} {told}")
             start = header.start + offset
             stop = start + math.prod(shape) // block * size
             if stop > len(data):
                 header.refuse(f"tensor '{written}' ends at byte {stop:,} of {len(data):,}")
             if name in tensors:
-                raise UserError(f"{self.path}: tensor '{written}' is there twice")
-            part = data[start:stop]
-            tensors[name] = _GgufTensor(self.path, name, shape, kind, part, heads.get(own))
+                raise UserError(f"{where} is there twice")
+            values = partial(_read_values, where, shape, kind, data[start:stop], heads.get(own))
+            stored = kind.name if kind.name in STORED else "F32"
+            tensors[name] = StoredTensor(self.path, name, shape, stored, values)
         return tensors
 
 
-@dataclass(frozen=True, eq=False)
-class _GgufTensor(StoredTensor):
-    """One tensor of a memory-mapped GGUF file."""
-
-    kind: Any  # gguf.GGMLQuantizationType
-    data: np.ndarray  # uint8, its bytes
-    # The number of heads whose rows are interleaved: rows 2i and 2i + 1 of a head are rows i and
-    # i + H/2 in the Hugging Face layout.
-    interleaved: int | None
-
-    @property
-    def dtype(self) -> np.dtype:
-        dtype: np.dtype = np.dtype(STORED.get(self.kind.name, np.float32))
-        return dtype
-
-    def values(self) -> np.ndarray:
-        data = self.data
-        if heads := self.interleaved:
-            if self.shape[0] % (2 * heads):
-                told = f"has {self.shape[0]} rows for {heads} heads"
-                raise UserError(f"{self.path}: tensor '{self.name}' {told}")
-            # Rows are quantized separately, so they can be permuted before dequantizing.
-            rows = data.reshape(heads, self.shape[0] // heads // 2, 2, -1)
-            data = rows.swapaxes(1, 2).reshape(-1)
-        return _decode(data, self.kind).reshape(self.shape)
+def _read_values(
+    where: str, shape: tuple[int, ...], kind: Any, data: np.ndarray, heads: int | None
+) -> np.ndarray:
+    """The values of a tensor from its bytes, uint8. With `heads` their rows are interleaved: rows
+    2i and 2i + 1 of a head are rows i and i + H/2 in the Hugging Face layout."""
+    if heads:
+        if shape[0] % (2 * heads):
+            raise UserError(f"{where} has {shape[0]} rows for {heads} heads")
+        # Rows are quantized separately, so they can be permuted before dequantizing.
+        rows = data.reshape(heads, shape[0] // heads // 2, 2, -1)
+        data = rows.swapaxes(1, 2).reshape(-1)
+    return _decode(data, kind).reshape(shape)
 
 
 def _find_kind(number: int, name: str, path: Path) -> Any:

@@ -15,12 +15,8 @@ def is_hub_id(text: str) -> bool:
 
 
 def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
-    """Downloads what is missing of the configuration, tokenizer and safetensors of `owner/name`.
-
-    Args:
-        revision: a branch, a tag or a commit; None is the main branch.
-        folder: the destination; None is the client's own cache.
-    """
+    """Downloads what is missing of the configuration, tokenizer and safetensors of `owner/name` at
+    a branch, tag or commit (None: the main branch) to `folder` (None: the client's own cache)."""
     if not is_hub_id(repo):
         raise UserError(f"no hub id: '{repo}' (it has the form owner/name)")
     from huggingface_hub import errors, snapshot_download

@@ -174,12 +174,9 @@ def default_model() -> str:
 
 
 def resolve_model(model: str | None) -> Path:
-    """The folder or the GGUF file of a model.
-
-    Args:
-        model: "smollm2", "tiny", a folder or a GGUF file that exists, or a hub id, whose snapshot
-            it is; None is `default_model`. A folder that holds a GGUF file alone is that file.
-    """
+    """The folder or the GGUF file of a model: "smollm2", "tiny", a folder or a GGUF file that
+    exists, or a hub id, whose snapshot it is; None is `default_model`. A folder that holds a GGUF
+    file and no configuration is that file."""
     model = default_model() if model is None else model
     if model == TINY:
         return resource_folder("weights") / TINY

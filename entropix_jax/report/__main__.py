@@ -1,11 +1,6 @@
 """`python -m entropix_jax.report`: traces as a page."""
 
-import sys
+from entropix_jax.__main__ import run_module
 
-from entropix_jax.host.interrupts import exit_at_once
-
-exit_at_once()  # Ctrl-C ends the process until there is something to lose.
-
-from entropix_jax.cli.report import main  # noqa: E402
-
-sys.exit(main())
+if __name__ == "__main__":
+    run_module("report")

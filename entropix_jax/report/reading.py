@@ -102,7 +102,6 @@ class TraceReader:
 
     def _parse(self, raw: bytes) -> dict[str, Any] | None:
         """The line's object; None for a truncated last line."""
-
         try:
             record = json.loads(raw.decode(), parse_constant=self._refuse_number)
         except (ValueError, RecursionError) as error:

@@ -51,13 +51,11 @@ def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
 
 
 def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) -> Metrics:
-    """All metrics of each row.
+    """All metrics of each row, from `log_probs`, float32 [B, V] in nats, and the attention of its
+    last position.
 
-    Args:
-        log_probs: float32 [B, V], nats.
-        stats: of each row's last position.
-        layer_weights: float32 [B, L], traced: the weight of each layer in the means over layers.
-            Ones are "all layers"; one-hot on the last is what the published code did.
+    `layer_weights`, float32 [B, L], are traced: the weight of each layer in the means over layers.
+    Ones are "all layers"; one-hot on the last is what the published code did.
     """
     entropy, varentropy = entropy_and_varentropy(log_probs)
     weights = layer_weights / jnp.sum(layer_weights, axis=-1, keepdims=True)

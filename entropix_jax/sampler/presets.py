@@ -19,7 +19,7 @@ from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check
 def load_sampler(name_or_path: str) -> Sampler:
     """The preset of a name under `configs/`, or the sampler of a TOML file. UserError if there is
     none (the nearest name is given), or the file is not a sampler."""
-    files = _read_lineage(name_or_path)
+    files = lineage(name_or_path)
     path = next(iter(files))
     values: dict[str, Any] = {}
     for own in reversed(files.values()):
@@ -36,11 +36,6 @@ def load_sampler(name_or_path: str) -> Sampler:
     check_values(values, str(path))
     check_whole(values, str(path))
     return Sampler(name=path.stem, description=description, file_values=values)
-
-
-def lineage(name_or_path: str) -> list[Path]:
-    """The files of a sampler that `load_sampler` takes and of those it extends, nearest first."""
-    return [*_read_lineage(name_or_path)]
 
 
 def preset_names() -> list[str]:
@@ -66,7 +61,7 @@ def choose_sampler(name_or_path: str, settings: Iterable[str]) -> Sampler:
     return load_sampler(name_or_path).with_values(dict(map(parse_setting, settings)))
 
 
-def _read_lineage(name_or_path: str) -> dict[Path, dict[str, Any]]:
+def lineage(name_or_path: str) -> dict[Path, dict[str, Any]]:
     """A sampler's file and those it extends, nearest first, each with the values it holds itself by
     their dotted keys."""
     files: dict[Path, dict[str, Any]] = {}

@@ -143,15 +143,10 @@ class Sampler:
     def with_thresholds(
         self, thresholds: Mapping[str, float], where: str = "", notes: tuple[str, ...] = ()
     ) -> "Sampler":
-        """This sampler with a model's own thresholds, if it asks for calibrated ones. They replace
-        those of another model.
-
-        Args:
-            thresholds: h1, h2 (bits), u1, u2 (bits^2); none: those of the sampler's own file stay.
-            where: what they are from, for the error's line: one is out of range, or the bounds
-                leave nothing between them.
-            notes: take the place of the sampler's.
-        """
+        """This sampler with a model's own thresholds, h1, h2 (bits), u1, u2 (bits^2), if it asks
+        for calibrated ones: they replace those of another model. With none, those of the sampler's
+        own file stay. `notes` replace the sampler's. UserError, which names `where` they are from,
+        if one is out of range, or the bounds leave nothing between them."""
         own = {f"thresholds.{name}": value for name, value in thresholds.items()}
         own = own if self.values["thresholds.calibrated"] else {}
         check_values(own, where)
@@ -164,12 +159,9 @@ class Sampler:
     ) -> SamplerSettings:
         """The settings of one row, to be traced: NumPy scalars and arrays, without a row axis.
 
-        Args:
-            num_layers: L, of the model.
-            epsilon: machine epsilon of the model's logits, for the noise floor.
-            encode: text to token ids, nothing added.
-
-        UserError if a text has too many tokens, or the model has another number of layers.
+        `epsilon` is that of the dtype of the model's logits, for the noise floor; `encode` makes
+        token ids of a text and adds none. UserError if a text has too many tokens, or the model
+        another number of layers.
         """
         values, rule = self.values, RULES.index(self.values["truncation.rule"])
         low, high = _boxes(values, self.name)
@@ -209,10 +201,8 @@ class Sampler:
         encoded = [ids for text in _as_list(value) if text and (ids := list(encode(text)))]
         for ids in encoded:
             if len(ids) > meta["longest"]:
-                raise UserError(
-                    f"sampler '{self.name}': {key} is {len(ids)} tokens long, "
-                    f"at most {meta['longest']} are possible"
-                )
+                told = f"{len(ids)} tokens long, at most {meta['longest']} are possible"
+                raise UserError(f"sampler '{self.name}': {key} is {told}")
         encoded += [[]] * (meta["most"] - len(encoded))
         return np.stack([_padded(ids, meta["longest"]) for ids in encoded])
 
@@ -291,9 +281,10 @@ def _number_rule(kind: type, low: float, high: float) -> Rule:
 
 
 def _is_number(kind: type, low: float, high: float, value: Any) -> bool:
-    kinds = (int, float) if kind is float else kind
-    is_flag = isinstance(value, bool)  # which is an int, too
-    return isinstance(value, kinds) and is_flag == (kind is bool) and low <= value <= high
+    # A bool is an int, too, and an integer is a number.
+    if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
+        return False
+    return (kind is not int or isinstance(value, int)) and low <= value <= high
 
 
 def _is_list(kind: type, value: Any) -> bool:
@@ -348,10 +339,8 @@ def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> An
     if layers == "last":
         return np.eye(num_layers, dtype=np.float32)[-1]
     if len(layers) != num_layers:
-        raise UserError(
-            f"sampler '{where}': metrics.layers has {len(layers)} weights, "
-            f"the model has {num_layers} layers"
-        )
+        told = f"metrics.layers has {len(layers)} weights, the model has {num_layers} layers"
+        raise UserError(f"sampler '{where}': {told}")
     return np.asarray(layers, np.float32)
 
 
@@ -366,11 +355,9 @@ def _as_list(value: Any) -> Any:
 @cache
 def _settings(mechanisms: Mechanisms, kind: str) -> Mapping[str, Mapping[str, Any]]:
     """The metadata of every field of that kind, by its dotted key."""
-    return MappingProxyType(
-        {
-            f"{name}.{field.name}": field.metadata
-            for name, section in sections(mechanisms).items()
-            for field in fields(section)
-            if kind in field.metadata
-        }
-    )
+    return {
+        f"{name}.{field.name}": field.metadata
+        for name, section in sections(mechanisms).items()
+        for field in fields(section)
+        if kind in field.metadata
+    }

@@ -27,15 +27,12 @@ def render_chat(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
 ) -> str:
-    """Renders a conversation.
+    """Renders a conversation: a list of objects with at least the texts `role` and `content`.
 
-    Args:
-        template: Jinja source, from the file `origin`.
-        messages: a list of objects with at least the texts `role` and `content`.
-        special_tokens: `bos_token`, `eos_token` and the like, variables of the template.
-        add_generation_prompt: end with the start of the assistant's answer.
-
-    UserError if messages have another shape, or the template is wrong or refuses them.
+    The Jinja source `template` is from the file `origin`; `special_tokens` (`bos_token` and the
+    like) are its variables. With `add_generation_prompt` the text ends with the start of the
+    assistant's answer. UserError if messages have another shape, or the template is wrong or
+    refuses them.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a non-empty list of objects with 'role' and 'content'")

@@ -89,14 +89,9 @@ def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
 
 
 class Tokenizer:
-    """Text to ids and back, for one checkpoint.
-
-    Attributes:
-        vocab_size: one more than the largest id.
-        bos_id: the beginning-of-text token that belongs before a text; None for none.
-        special_ids: ids of control tokens, which are not part of the text.
-        chat_template: Jinja source, None without one.
-    """
+    """Text to ids and back, for one checkpoint. `vocab_size` is one more than the largest id,
+    `bos_id` the token that belongs before a text (None for none), `special_ids` are the control
+    tokens, which are not part of a text, `chat_template` is Jinja source (None without one)."""
 
     def __init__(self, path: Path, source: bytes | tokenizers.Tokenizer, settings: Settings):
         """`source` is what a tokenizer.json holds, or a tokenizer that puts nothing before a text;
@@ -172,14 +167,9 @@ class Tokenizer:
     def stream(
         self, *, skip_special: bool = True, within: bool = False, after: Iterable[int] = ()
     ) -> StreamDecoder:
-        """A decoder that takes one id at a time.
-
-        Args:
-            skip_special: leave special tokens out of the text.
-            within: the first id is from the middle of a text.
-            after: ids that come before, such as a prompt's. Their text is not given again, but the
-              start of a text, where some tokenizers drop a space, is at theirs.
-        """
+        """A decoder that takes one id at a time. With `within` the first is from the middle of a
+        text. `after` are ids that come before, such as a prompt's: their text is not given again,
+        but the start of a text, where some tokenizers drop a space, is at theirs."""
         skip = self.special_ids if skip_special else frozenset()
         decoder = StreamDecoder(self._token, self._token_bytes, skip=skip, first=not within)
         for token_id in after:

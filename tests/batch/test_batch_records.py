@@ -71,7 +71,7 @@ def test_json_fields() -> None:
     ]
     assert good("\n".join(lines)) == [
         {"line": 1, **full},
-        {"line": 2, "id": "-7", "messages": tuple(chat)},
+        {"line": 2, "id": "-7", "messages": chat},
         {"line": 3, "id": "3", "prompt": "b"},
         {"line": 4, "id": "4", "prompt": "c"},
         {"line": 5, "id": "5", "prompt": "\U0001f981 \U0001f981\u2028\0", "seed": 10**23},
@@ -126,12 +126,7 @@ BAD: list[tuple[str | bytes, str]] = [
     (one(prompt=""), "'prompt' is empty"),
     (one(prompt=["a"]), "'prompt' must be text, not ['a']"),
     (one(prompt="\ud800"), "'prompt' has half a surrogate pair, which is no character"),
-    (one(messages=[]), "'messages' must be a non-empty list of objects"),
-    (one(messages=["a"]), "message 1 must be an object with 'role' and 'content'"),
-    (one(messages=[{"role": "a"}]), "message 1 must be an object with 'role' and 'content'"),
-    (one(messages=[{"role": 1, "content": ""}]), "'role' of message 1 must be text, not 1"),
-    (one(messages=[{"role": "", "content": ""}]), "'role' of message 1 is empty"),
-    (one(messages=[{"role": "a", "content": None}]), "'content' of message 1 must be text, not"),
+    (one(messages="a"), "'messages' must be a list, not 'a'"),
     (one(prompt="a", id=""), "'id' is empty"),
     (one(prompt="a", id=1.0), "'id' must be text or an integer, not 1.0"),
     (one(prompt="a", id=True), "'id' must be text or an integer, not True"),

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from entropix_jax.cli import batch
-from entropix_jax.engine import api, own_text
+from entropix_jax.engine import api
 from entropix_jax.engine import calibrated as automatic
-from entropix_jax.engine.calibrated import May, fit_thresholds
-from entropix_jax.engine.own_text import measure_own_text, start_of_text
+from entropix_jax.engine.calibrated import May, fit_thresholds, measure_own_text, start_of_text
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.mesh import parse_mesh
@@ -138,7 +137,7 @@ def test_without_a_cache_folder_they_last_as_long_as_the_model(
 
 def test_a_deadline_is_held(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr(own_text, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(automatic, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     # A second a chunk; there are seven. After two it is known that ten will not do for all.
     assert measure_own_text(model, 8.0) is None
     assert next(clock) == 5  # looked at once, and twice for each chunk
@@ -258,7 +257,7 @@ def test_the_start_of_a_text(model: LanguageModel) -> None:
 
 
 def test_on_several_devices(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_text, "TOKENS", 64)
+    monkeypatch.setattr(automatic, "TOKENS", 64)
     alone, spread = load(folder), load(str(folder), mesh=parse_mesh("model=2", jax.devices()))
     points = [measure_own_text(model, 600.0) for model in (alone, spread)]
     assert points[0] is not None
