@@ -530,8 +530,8 @@ def test_an_interrupt_between_two_tokens(
         assert [row["tokens"] for row in footer["rows"]] == [5, 5, 4]
         assert objects[-1] == pressed
     later = objects[objects.index(pressed) + 1 :]
-    held = [token["row"] for token in later if token["action"] != "branch"]
-    assert len({*held}) == len(held), "what was held back, and a branch's last tokens"
+    rows = [token["row"] for token in later if token["action"] != "branch"]
+    assert len({*rows}) == len(rows), "what was held back, and a branch's last tokens"
     texts = [row["text"] for row in footer["rows"]]
     assert result.out == "".join(f"{text}\n" for text in texts if text)
     for index, full in enumerate(whole):

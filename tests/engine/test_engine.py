@@ -138,8 +138,8 @@ def test_the_rows_beside_it_and_its_slot_do_not_show(tiny: LanguageModel, forks:
         for other in others:
             assert ids(one) == ids(other), one.number
             if forks:
-                entropies = ([token.entropy for token in row.tokens] for row in (one, other))
-                np.testing.assert_allclose(*entropies, rtol=1e-4, atol=1e-4)
+                here, there = ([token.entropy for token in row.tokens] for row in (one, other))
+                np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-4)
             else:
                 assert records(one) == records(other), one.number
 

@@ -137,9 +137,9 @@ class Job:
         values = [jnp.int32(number) for number in (numbers[9], 2, ARMS.index("inject"), 0)]
         state = taken(state, answer(state, values[0], ahead, *values[1:]))
         outcome.answered = self.slots(state)
-        finish = np.where(self.places.slot_of == 3, WAITS_FOR_TEXT, RUNNING).astype(np.int32)
+        waiting = np.where(self.places.slot_of == 3, WAITS_FOR_TEXT, RUNNING).astype(np.int32)
         for step in steps:
-            state = replace(state, finish=jax.device_put(finish, state.finish.sharding))
+            state = replace(state, finish=jax.device_put(waiting, state.finish.sharding))
             state, records, _ = step(self.params, state, jnp.int32(STEPS), jnp.int32(1))
             outcome.held.append(jax.device_get(records))
         return outcome
