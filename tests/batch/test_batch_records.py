@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import gzip
 import io
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 from hashlib import blake2b
@@ -271,22 +269,6 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         list(read_records("-"))
 
 
-@pytest.mark.parametrize("name", ["in.csv", "in.jsonl"])
-def test_reading_that_stops_early_closes_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    unraised: list[object] = []
-    monkeypatch.setattr("sys.unraisablehook", unraised.append)
-    (tmp_path / name).write_text("prompt\na\nb\n" if name == "in.csv" else '{"prompt": "a"}\n' * 2)
-    before = os.listdir("/dev/fd")
-    records = read_records(str(tmp_path / name))
-    next(records)
-    del records
-    gc.collect()
-    assert unraised == []
-    assert len(os.listdir("/dev/fd")) == len(before)
-
-
 def test_records_come_as_they_are_written() -> None:
     """From a pipe, whose writer waits until the record before has been taken."""
     reading, writing = os.pipe()
@@ -340,12 +322,3 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         UserError, match=r"csv\.zst: cannot be decompressed: pip install zstandard$"
     ):
         read(b"", "csv.zst")
-
-
-def test_importing_it_starts_no_jax() -> None:
-    code = """if True:
-        import sys
-        import entropix_jax.batch.output, entropix_jax.batch.records
-        assert not {"jax", "s3fs", "aiohttp"} & set(sys.modules)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import Meter, TextScreen, ask_person, print_legend, style_of, summary
+from entropix_jax.cli.terminal import Meter, TextScreen, ask_person, style_of, summary
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
+from tests.support.browser import contrast
 from tests.support.runs import unrun
 from tests.support.terminals import ESCAPE, Screen
 from tests.support.traces import token
@@ -81,13 +81,6 @@ def test_fewer_colours_still_tell_the_regimes_apart(
     assert len(set(colours)) == len(REGIMES) - 1
 
 
-def test_no_colours_where_none_are_wanted(terminal: Callable[..., Screen]) -> None:
-    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        screen = terminal(**environment)
-        assert not show_all().coloured
-        assert screen.read() == PLAIN
-
-
 def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -106,29 +99,6 @@ def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str) ->
     TextScreen().show("a\x1b[2Jb\x07\r\x9bc\x7f\x00é\u200d\n", token(regime))
     shown = ESCAPE.sub("", screen.read())
     assert shown == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd\ufffdé\u200d\n"
-
-
-def test_one_line_break_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    for texts, expected in (([], ""), (["a"], "a\n"), (["a\n"], "a\n"), (["a\n", ""], "a\n")):
-        screen = TextScreen()
-        for text in texts:
-            screen.show(text, token("mid"))
-        screen.end_text()
-        screen.end_text()
-        assert capsys.readouterr().out == expected
-
-
-def test_the_legend_fits_a_line_and_names_all_regimes(
-    terminal: Callable[..., Screen], capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_legend()
-    assert capsys.readouterr() == ("", ""), "not in a log"
-    screen = terminal()
-    print_legend()
-    legend = ESCAPE.sub("", screen.read())
-    assert legend.count("\n") == 1
-    assert len(legend.rstrip("\n")) <= 80
-    assert [word for word in legend.split() if word in REGIMES] == list(REGIMES)
 
 
 @pytest.mark.parametrize(
@@ -199,18 +169,15 @@ def test_the_summary_fits_a_line() -> None:
 
 
 @pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
-@pytest.mark.parametrize("background", [0.0, 1.0])
+@pytest.mark.parametrize("background", [0.0, 255.0])
 def test_colours_stand_out(background: float, system: ColorSystem) -> None:
-    """Contrast by WCAG 2.1: the ratio of relative luminances, 3 for large or bold text."""
+    """By WCAG, 3 for large or bold text."""
     for regime in REGIMES:
         colour = Style.parse(style_of(token(regime))).color
         if colour is None:
             continue
-        parts = [part / 255 for part in colour.downgrade(system).get_truecolor()]
-        linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        dark, light = sorted([luminance, background])
-        assert (light + 0.05) / (dark + 0.05) >= 3.0, regime
+        parts = [*map(float, colour.downgrade(system).get_truecolor())]
+        assert contrast(parts, [background] * 3) >= 3.0, regime
 
 
 # The status line, and the metrics that --verbose shows on it.
@@ -235,37 +202,6 @@ def test_the_line_is_gone_before_the_text_and_does_not_come_back(
     out.show(" more\n", token("mid"))
     status.clear()
     assert screen.read() == " more\n"
-
-
-def test_no_line_where_none_can_be_seen(terminal: Callable[..., Screen]) -> None:
-    for environment in ({"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}):
-        screen = terminal(**environment)
-        status = StatusLine()
-        status.show("compiling")
-        TextScreen(status).show("text", token("lelv"))
-        status.show("stopping")
-        status.clear()
-        assert screen.read() == "text"
-
-
-@pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_text_that_goes_elsewhere(
-    terminal: Callable[..., Screen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    """Text in a file leaves the line; text in a pipe may come out on the terminal (`| cat`)."""
-    screen = terminal(NO_COLOR="1", COLUMNS="80")
-    reader, writer = os.pipe() if kind == "pipe" else (None, tmp_path / "out")
-    with open(writer, "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        status = StatusLine()
-        status.show("compiling")
-        TextScreen(status).show("text", token("mid"))
-        screen.read()
-        status.show("metrics")
-        assert screen.read() == ("\r\x1b[2Kmetrics" if kind == "file" else "")
-        status.clear()
-    if reader is not None:
-        os.close(reader)
 
 
 # What --verbose shows.
@@ -317,14 +253,3 @@ def test_the_metrics_are_of_the_sample_that_is_printed(terminal: Callable[..., S
         shown = ESCAPE.sub("", screen.read()).removeprefix("\r\x1b[2K")
         assert shown.startswith(start)
         assert bool(shown) == bool(start)
-
-
-def test_the_metrics_at_the_end() -> None:
-    (row,) = rows(1)
-    meter = Meter(StatusLine(), [row], lambda: 2.0)
-    assert meter.summary() == ""
-    row.tokens += [measured(), measured(entropy=0.0, action="argmax"), measured(entropy=0.0)]
-    assert meter.summary() == (
-        "mean entropy 1.07 bits, varentropy 10.52 bits², agreement 0.83, attention 0.70\n"
-        "backspace 2 argmax 1\n"
-    )

@@ -325,21 +325,6 @@ def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) 
         tokenizer.apply_chat(CHAT)
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "non-empty list"),
-        (["a"], "message 1 must be an object"),
-        ([CHAT[0], {"content": "a"}], "message 2 must be an object with texts 'role' and"),
-        ([{"role": "system", "content": "a"}], "refuses the messages: no system"),
-    ],
-)
-def test_bad_messages(tmp_path: Path, messages: object, message: str) -> None:
-    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": TEMPLATE}))
-    with pytest.raises(UserError, match=message):
-        tokenizer.apply_chat(messages)
-
-
 # Files
 
 
