@@ -69,7 +69,9 @@ class Page(HTMLParser):
 
 def row_of(*tokens: TokenRecord, **fields: Any) -> Row:
     text = "".join(one.text for one in tokens)
-    return Row(unrun([1], "0", 9), list(tokens), text, **fields)
+    events = [(one, True) for one in fields.get("retracted_tokens", ())]
+    log = sorted([*events, *((one, False) for one in tokens)], key=lambda event: event[0].position)
+    return Row(unrun([1], "0", 9), list(tokens), text, log=log, **fields)
 
 
 def told(text: str, regime: str = "mid", action: str = "sample", **changes: Any) -> TokenRecord:
