@@ -245,12 +245,6 @@ def test_a_quote_that_is_not_closed() -> None:
 # Files
 
 
-def test_compressed_files() -> None:
-    for suffix, plain in (("jsonl", one(prompt="a")), ("csv", "prompt\na\n")):
-        (record,) = good(gzip.compress(plain.encode()), f"{suffix}.gz")
-        assert record["prompt"] == "a"
-
-
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = one(prompt="caf\u00e9") + "\n"
     (tmp_path / "a b.jsonl").write_text(text, encoding="utf-8")

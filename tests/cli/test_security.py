@@ -109,6 +109,7 @@ def test_templates_are_sandboxed() -> None:
     for template, error in {
         "{% for i in range(10**9) %}a{% endfor %}": "OverflowError: Range too big",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError",
+        "{{ ''.__class__.__mro__ }}": "SecurityError",
         "{{ messages.clear() }}": "SecurityError",
         "{% include '/etc/passwd' %}": "TypeError: no loader",
     }.items():

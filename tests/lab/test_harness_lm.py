@@ -149,25 +149,6 @@ def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:
     assert answer.endswith(f"{SUMS[0].answer}.")  # the end of the turn needs no stop string
 
 
-def test_what_the_sampler_does_not_do_is_told_once(
-    greedy: EntropixLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    context = SUMS[0].prompt
-    plain = (context, {**UNTIL, "do_sample": False, "temperature": 0.0})
-    write(greedy, plain)
-    assert not caplog.messages  # which is what greedy does
-    said = {**UNTIL, "do_sample": True, "temperature": 0.7, "num_beams": 4}
-    for _ in range(2):
-        write(greedy, (context, said), plain)
-    (told,) = caplog.messages
-    unused = "do_sample=True, temperature=0.7, num_beams=4"
-    assert told.startswith(f"not used: {unused}; sampler 'greedy' draws the tokens")
-    caplog.clear()
-    write(make(sampler="min-p"), plain)
-    (told,) = caplog.messages
-    assert told.startswith("not used: do_sample=False, temperature=0.0; sampler 'min-p'")
-
-
 def test_a_long_prompt_leaves_room_for_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     lm = make(max_length=40)
     context = " ".join([*WORDS, SUMS[0].prompt])

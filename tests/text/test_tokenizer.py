@@ -315,8 +315,6 @@ def test_chat_template_sources(tmp_path: Path) -> None:
         ("a\n{% if %}", "line 2"),
         ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
         ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError"),
-        ("{{ messages.append(1) }}", "the chat template fails: SecurityError"),
     ],
 )
 def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) -> None:
