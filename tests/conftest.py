@@ -97,13 +97,6 @@ def _compiled_programs_stay_there() -> Iterator[None]:
             jax.config.update(name, value)
 
 
-def pytest_report_header() -> str | None:
-    """Says what a complete run leaves out because a bare machine cannot have it."""
-    if REQUIRE_ALL and not BROWSER:
-        return f"tests of pages are left out: {NO_BROWSER}"
-    return None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests by their fixtures. Leaves out slow tests unless they are asked for. A complete
     run leaves out those that have no data to read, or no browser to open."""

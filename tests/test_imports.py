@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -100,6 +102,21 @@ def test_foreign_packages() -> None:
         assert not roots[name] & {"torch", "transformers", "scipy", "pytest", "hypothesis"}, name
     for name in ("entropix_jax.names", "entropix_jax.errors"):
         assert not roots[name] & {"jax", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "foreign"),
+    [
+        ("main, entropix_jax.__main__", "jax numpy tokenizers"),
+        ("report.page", "jax numpy plotly"),
+        ("batch.output, entropix_jax.batch.records", "jax s3fs aiohttp"),
+        ("harness, entropix_jax.batch.run", "lm_eval"),
+    ],
+)
+def test_importing_is_cheap(modules: str, foreign: str) -> None:
+    code = f"import sys, entropix_jax.{modules}\nprint({set(foreign.split())} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_test_modules_share_through_support_alone() -> None:

@@ -75,19 +75,6 @@ def test_rounding_is_four_deviations_of_the_scatter(against: Any, row: Row, name
     assert against(off(1e-2), wild.__getitem__) is not None  # however imprecise the model is
 
 
-@pytest.mark.parametrize("differing", [ORDERS // 2, ORDERS // 2 + 1])
-def test_models_whose_tokens_differ_do_not_count(against: Any, row: Row, differing: int) -> None:
-    """Unless half of them agree, nothing is known of the rounding."""
-    own, scale = row.tokens[PLACE].token_id, max(1.0, row.tokens[PLACE].entropy)
-
-    def run(seed: int) -> Row:
-        noise = 2e-5 * scale * (-1) ** seed
-        return changed(row, entropy=noise, token_id=own + (seed < differing))
-
-    found = against(changed(row, entropy=3e-5 * scale), run)
-    assert (found is None) is (differing == ORDERS // 2)
-
-
 def test_what_is_never_rounding(against: Any, row: Row) -> None:
     def noisy(seed: int) -> Row:
         return changed(row, entropy=1e-5 * (-1) ** seed)

@@ -299,24 +299,6 @@ def test_an_input_that_breaks_off(place: Place) -> None:
     assert not any("error" in result for result in place.read().values())
 
 
-def test_an_input_that_shrinks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is still there is run; the rest is not invented."""
-    source = place.write([{"id": f"r{i}", "prompt": "Once"} for i in range(3000)])
-    write = Store.write
-
-    def shrinking(*arguments: Any) -> None:
-        write(*arguments)
-        os.truncate(source, 0)
-
-    monkeypatch.setattr(Store, "write", shrinking)
-    assert place.run("--max-new-tokens", 1).status == EXIT_OK
-    found = list(place.read().values())
-    whole = [result for result in found if "text" in result]
-    assert 0 < len(whole) < 3000
-    assert len(found) - len(whole) <= 1  # the line that was cut off
-    assert {result["id"] for result in whole} == {f"r{i}" for i in range(len(whole))}
-
-
 def test_a_full_disk(place: Place) -> None:
     """What has a trace has a result, and the next run makes the rest."""
     place.write([{"id": name, "prompt": "Once"} for name in "ab"])
@@ -368,24 +350,6 @@ def test_mistakes(
     before = set(Path().rglob("*"))
     assert expected in refusal(place.run(*arguments))
     assert set(Path().rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "more"),
-    [
-        ("in.csv", b"text,id\nOnce,a\n", []),
-        ("in.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], []),
-        ("in.jsonl", b"{\n", ["--strict"]),
-        ("in.jsonl", b'{"prompt": "Once"}\n', ["--trace", "{input}/traces"]),
-    ],
-)
-def test_a_run_that_is_refused_leaves_nothing(
-    place: Place, name: str, data: bytes, more: list[str]
-) -> None:
-    source = place.path / name
-    source.write_bytes(data)
-    refusal(place.run("--input", source, *(text.format(input=source) for text in more)))
-    assert list(place.path.iterdir()) == [source]
 
 
 # Ends

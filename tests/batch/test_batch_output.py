@@ -4,7 +4,6 @@ writes.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -450,29 +449,7 @@ def test_a_long_output(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fs.info(address)["ETag"].endswith('-3"')  # pieces
 
 
-def test_input_from_a_store(s3: str) -> None:
-    put(f"{s3}/folder/in.csv.gz", gzip.compress(b"prompt\n" + b"p\n" * 5000))
-    assert len(list(read_records(f"{s3}/folder/in.csv.gz"))) == 5000
-    for address, message in (
-        (f"{s3}/nothing.jsonl", "no such file or folder"),
-        ("s3://no-bucket-of-this-name/in.jsonl", "no such file or folder"),
-        (f"{s3}/folder", "Is a directory"),
-        ("s3://bucket", "Is a directory"),
-    ):
-        with pytest.raises(UserError, match=f"^{address}: cannot be read: {message}$"):
-            next(read_records(address))
-
-
 # Parts of several processes
-
-
-def test_part_addresses() -> None:
-    for address, expected in {
-        "s3://b/c.d/out.v1.jsonl": "s3://b/c.d/out.v1.part-00001-of-00004.jsonl",
-        "a.b/out": "a.b/out.part-00001-of-00004",
-        "/a/.hidden": "/a/.hidden.part-00001-of-00004",
-    }.items():
-        assert part_address(address, 1, 4) == expected
 
 
 def shared_run(address: str, count: int) -> None:
@@ -554,14 +531,6 @@ def test_a_part_that_is_not_joined(remote: str) -> None:
     put(beside(remote, f"{PART}.parts/000000.jsonl"), b"")
     with pytest.raises(UserError, match="missing or not finished: run this part to its end"):
         merge(remote, 3, input=beside(remote, "in.jsonl"))
-
-
-def test_merging_onto_something_else(nearby: str) -> None:
-    shared_run(nearby, 2)
-    put(nearby, b'{"mine": 1}\n')
-    with pytest.raises(UserError, match="holds something, but no run's results"):
-        merge(nearby, 2, input=beside(nearby, "in.jsonl"))
-    assert get(nearby) == b'{"mine": 1}\n'
 
 
 def test_merging_that_fails_in_the_middle(output: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import gzip
 import io
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 from hashlib import blake2b
@@ -242,12 +240,6 @@ def test_a_quote_that_is_not_closed() -> None:
 # Files
 
 
-def test_compressed_files() -> None:
-    for suffix, plain in (("jsonl", one(prompt="a")), ("csv", "prompt\na\n")):
-        (record,) = good(gzip.compress(plain.encode()), f"{suffix}.gz")
-        assert record["prompt"] == "a"
-
-
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = one(prompt="caf\u00e9") + "\n"
     (tmp_path / "a b.jsonl").write_text(text, encoding="utf-8")
@@ -264,22 +256,6 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(UserError, match="standard input is closed"):
         list(read_records("-"))
-
-
-@pytest.mark.parametrize("name", ["in.csv", "in.jsonl"])
-def test_reading_that_stops_early_closes_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    unraised: list[object] = []
-    monkeypatch.setattr("sys.unraisablehook", unraised.append)
-    (tmp_path / name).write_text("prompt\na\nb\n" if name == "in.csv" else '{"prompt": "a"}\n' * 2)
-    before = os.listdir("/dev/fd")
-    records = read_records(str(tmp_path / name))
-    next(records)
-    del records
-    gc.collect()
-    assert unraised == []
-    assert len(os.listdir("/dev/fd")) == len(before)
 
 
 def test_records_come_as_they_are_written() -> None:
@@ -335,12 +311,3 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         UserError, match=r"csv\.zst: cannot be decompressed: pip install zstandard$"
     ):
         read(b"", "csv.zst")
-
-
-def test_importing_it_starts_no_jax() -> None:
-    code = """if True:
-        import sys
-        import entropix_jax.batch.output, entropix_jax.batch.records
-        assert not {"jax", "s3fs", "aiohttp"} & set(sys.modules)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)

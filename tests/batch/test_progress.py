@@ -9,16 +9,12 @@ import pytest
 from entropix_jax.batch.progress import ProgressView, Standing
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """What time.monotonic returns is for each test to say."""
+def test_a_batch_s_speed_is_that_after_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which waited for the compiler: 20 s here, and after it 30 tokens in 3 s."""
     clock = Mock(return_value=2.0)
     monkeypatch.setattr("entropix_jax.batch.progress.time.monotonic", clock)
-    return clock
-
-
-def test_a_batch_s_speed_is_that_after_the_first_steps(clock: Mock) -> None:
-    """Which waited for the compiler: 20 s here, and after it 30 tokens in 3 s."""
     standing = Standing(0, 0, 0, 0.0)
     view = ProgressView(lambda: standing, 9)
     view.looked()
@@ -33,16 +29,3 @@ def test_a_batch_s_speed_is_that_after_the_first_steps(clock: Mock) -> None:
         standing = Standing(0, standing.tokens + 10, standing.steps + 1, 1.0)
         view.looked()
         assert view.speed(standing) == pytest.approx(10.0)
-
-
-def test_the_lines_of_a_batch_s_log(clock: Mock, capsys: pytest.CaptureFixture[str]) -> None:
-    standing = Standing(0, 0, 0, 0.0)
-    with ProgressView(lambda: standing, 9) as view:
-        clock.return_value += 20
-        standing = Standing(0, 5, 1, 1.0)
-        view.looked()
-        clock.return_value += 50
-        standing = Standing(3, 505, 101, 1.0)
-        view.looked()
-    line = "3 of 9 done | 505 tokens, 10 tok/s | 100% of slots used | 0:01:40 left\n"
-    assert capsys.readouterr().err == line

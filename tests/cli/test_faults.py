@@ -136,21 +136,6 @@ def recorded(*arguments: object) -> list[object]:
     return short(*arguments, "--trace-top", 5, "--trace-layers")
 
 
-@pytest.mark.parametrize("size", [100, 100_000])
-def test_a_page_of_a_run_on_a_full_disk(
-    command: Command, tmp_path: Path, small_trace: Path, size: int
-) -> None:
-    """Whether its trace or the page itself has no room."""
-    assert 100 < small_trace.stat().st_size < 100_000
-    output = tmp_path / "page.html"
-    with full_disk(size):
-        result = command(*recorded("--report", output))
-    assert result.status == 2
-    assert "cannot be written: File too large" in result.err.splitlines()[-1]
-    assert result.out.endswith("\n") or not result.out, "the error has a line of its own"
-    assert list(tmp_path.iterdir()) == []
-
-
 # Standard streams.
 
 SAYS = """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -247,16 +245,6 @@ def test_a_text(command: Command, folder: str, monkeypatch: pytest.MonkeyPatch) 
     coloured = screen.read()
     assert ESCAPE.search(coloured)
     assert TEXT in ESCAPE.sub("", coloured)
-
-
-def test_a_file_and_standard_input(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = command("--text", TEXT).out
-    (tmp_path / "text").write_text(TEXT + "\n")
-    assert command("--text-file", tmp_path / "text").out == expected
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
-    assert command("--text-file", "-").out == expected
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import Meter, TextScreen, ask_person, print_legend, style_of, summary
+from entropix_jax.cli.terminal import Meter, TextScreen, ask_person, style_of, summary
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.host.interrupts import deferred_interrupts
 from entropix_jax.names import REGIMES
+from tests.support.browser import contrast
 from tests.support.runs import unrun
 from tests.support.terminals import ESCAPE, Screen
-from tests.support.traces import token
+from tests.support.traces import record, token
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -81,13 +79,6 @@ def test_fewer_colours_still_tell_the_regimes_apart(
     assert len(set(colours)) == len(REGIMES) - 1
 
 
-def test_no_colours_where_none_are_wanted(terminal: Callable[..., Screen]) -> None:
-    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        screen = terminal(**environment)
-        assert not show_all().coloured
-        assert screen.read() == PLAIN
-
-
 def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -106,29 +97,6 @@ def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str) ->
     TextScreen().show("a\x1b[2Jb\x07\r\x9bc\x7f\x00é\u200d\n", token(regime))
     shown = ESCAPE.sub("", screen.read())
     assert shown == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd\ufffdé\u200d\n"
-
-
-def test_one_line_break_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    for texts, expected in (([], ""), (["a"], "a\n"), (["a\n"], "a\n"), (["a\n", ""], "a\n")):
-        screen = TextScreen()
-        for text in texts:
-            screen.show(text, token("mid"))
-        screen.end_text()
-        screen.end_text()
-        assert capsys.readouterr().out == expected
-
-
-def test_the_legend_fits_a_line_and_names_all_regimes(
-    terminal: Callable[..., Screen], capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_legend()
-    assert capsys.readouterr() == ("", ""), "not in a log"
-    screen = terminal()
-    print_legend()
-    legend = ESCAPE.sub("", screen.read())
-    assert legend.count("\n") == 1
-    assert len(legend.rstrip("\n")) <= 80
-    assert [word for word in legend.split() if word in REGIMES] == list(REGIMES)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +148,7 @@ def test_ctrl_c_at_a_question_ends_the_run_and_leaves_the_choice_to_the_model(
             ask_person(0, ["a", "b"])
 
 
-def test_the_summary_fits_a_line() -> None:
+def test_the_summary() -> None:
     def row(regimes: list[str], reason: str) -> Row:
         tokens = [token(r) for r in regimes]
         return Row(unrun([1], "0", 9), tokens, finish_reason=reason)
@@ -193,24 +161,18 @@ def test_the_summary_fits_a_line() -> None:
     assert summary([row(["mid"], "eos")], {"first_token": 2.0, "total": 2.0}) == (
         "1 token | lelv 0% helv 0% lehv 0% hehv 0% mid 100% | eos"
     )
-    assert summary([row([], "interrupt")], {"total": 1.0}).startswith("0 tokens | lelv 0%")
-    long = summary([row(["mid"] * 12345, "interrupt")], {"first_token": 1.0, "total": 20.0})
-    assert len(long) <= 80
 
 
 @pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])
-@pytest.mark.parametrize("background", [0.0, 1.0])
+@pytest.mark.parametrize("background", [0.0, 255.0])
 def test_colours_stand_out(background: float, system: ColorSystem) -> None:
-    """Contrast by WCAG 2.1: the ratio of relative luminances, 3 for large or bold text."""
+    """By WCAG, 3 for large or bold text."""
     for regime in REGIMES:
         colour = Style.parse(style_of(token(regime))).color
         if colour is None:
             continue
-        parts = [part / 255 for part in colour.downgrade(system).get_truecolor()]
-        linear = [((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        dark, light = sorted([luminance, background])
-        assert (light + 0.05) / (dark + 0.05) >= 3.0, regime
+        parts = [*map(float, colour.downgrade(system).get_truecolor())]
+        assert contrast(parts, [background] * 3) >= 3.0, regime
 
 
 # The status line, and the metrics that --verbose shows on it.
@@ -237,94 +199,27 @@ def test_the_line_is_gone_before_the_text_and_does_not_come_back(
     assert screen.read() == " more\n"
 
 
-def test_no_line_where_none_can_be_seen(terminal: Callable[..., Screen]) -> None:
-    for environment in ({"TERM": "dumb"}, {"TTY_COMPATIBLE": "0"}):
-        screen = terminal(**environment)
-        status = StatusLine()
-        status.show("compiling")
-        TextScreen(status).show("text", token("lelv"))
-        status.show("stopping")
-        status.clear()
-        assert screen.read() == "text"
-
-
-@pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_text_that_goes_elsewhere(
-    terminal: Callable[..., Screen], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    """Text in a file leaves the line; text in a pipe may come out on the terminal (`| cat`)."""
-    screen = terminal(NO_COLOR="1", COLUMNS="80")
-    reader, writer = os.pipe() if kind == "pipe" else (None, tmp_path / "out")
-    with open(writer, "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        status = StatusLine()
-        status.show("compiling")
-        TextScreen(status).show("text", token("mid"))
-        screen.read()
-        status.show("metrics")
-        assert screen.read() == ("\r\x1b[2Kmetrics" if kind == "file" else "")
-        status.clear()
-    if reader is not None:
-        os.close(reader)
-
-
 # What --verbose shows.
 
 
-MEASURED = {
-    "position": 97,
-    "entropy": 3.214,
-    "varentropy": 10.52,
-    "agreement": 0.834,
-    "attn_entropy_norm": 0.705,
-    "temperature": 0.666,
-}
-
-
-def measured(**changes: Any) -> TokenRecord:
-    return replace(token("hehv", "backspace"), **{**MEASURED, **changes})
-
-
-def rows(number: int) -> list[Row]:
-    return [Row(unrun([1], str(i), 9)) for i in range(number)]
+def measured(position: int) -> TokenRecord:
+    numbers = {"entropy": 3.214, "varentropy": 10.52, "agreement": 0.834, "temperature": 0.666}
+    return record(regime="hehv", action="backspace", position=position, **numbers)
 
 
 def test_the_metrics_of_the_latest_token(terminal: Callable[..., Screen]) -> None:
     screen = terminal(NO_COLOR="1", COLUMNS="80")
     times = iter([2.0, 2.0, 2.5, 3.0])
-    (row,) = rows(1)
+    row = Row(unrun())
     meter = Meter(StatusLine(), [row], lambda: next(times))
-    row.tokens.append(measured())
+    row.tokens.append(measured(97))
     meter.update(row)
     line = "hehv backspace h 3.21 bits  u 10.52 bits²  agree 0.83  T 0.67"
     shown = ESCAPE.sub("", screen.read())
     assert shown == f"  97 {line}", "no speed: the first token waited for the compiler"
     meter.update(row)  # after a token that was taken back
     assert screen.read() == ""
-    row.tokens.append(measured(position=98))
+    row.tokens.append(measured(98))
     meter.update(row)
     shown = ESCAPE.sub("", screen.read())
     assert shown == f"\r\x1b[2K  98 {line}  2 tok/s"
-
-
-def test_the_metrics_are_of_the_sample_that_is_printed(terminal: Callable[..., Screen]) -> None:
-    screen = terminal()
-    three = rows(3)
-    meter = Meter(StatusLine(), three, lambda: 2.0)
-    for row, printed, start in ((1, 0, ""), (0, 0, "1/3   97 hehv"), (2, 1, "2/3   97 hehv")):
-        three[row].tokens.append(measured(row=row))
-        meter.update(three[printed])
-        shown = ESCAPE.sub("", screen.read()).removeprefix("\r\x1b[2K")
-        assert shown.startswith(start)
-        assert bool(shown) == bool(start)
-
-
-def test_the_metrics_at_the_end() -> None:
-    (row,) = rows(1)
-    meter = Meter(StatusLine(), [row], lambda: 2.0)
-    assert meter.summary() == ""
-    row.tokens += [measured(), measured(entropy=0.0, action="argmax"), measured(entropy=0.0)]
-    assert meter.summary() == (
-        "mean entropy 1.07 bits, varentropy 10.52 bits², agreement 0.83, attention 0.70\n"
-        "backspace 2 argmax 1\n"
-    )

@@ -4,9 +4,7 @@ embedded model's own calibration."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import tomllib
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -157,34 +155,6 @@ def test_sources_are_not_overwritten(
     result = command("--texts", "text.json", "--sampler", "own.toml", "--output", output)
     assert refusal(result).startswith(f"error: {output}: would take the place of its own source")
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
-
-
-def test_output_in_a_linked_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
-) -> None:
-    """`..` of the written path is that of the link's target."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "far" / "away").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    Path("out").symlink_to(tmp_path / "far" / "away")
-    Path("base.toml").write_text('extends = "entropix"\n[base]\ntop_k = 3\n')
-    options = ("--texts", texts[0], "--wanted", *SHARES, "--sampler", "base.toml")
-    assert command(*options, "--output", "out/own.toml").status == 0
-    assert load_sampler("out/own.toml").values["base.top_k"] == 3
-
-
-def test_names_that_are_not_utf_8(texts: list[str], tmp_path: Path) -> None:
-    """TOML cannot represent them."""
-    strange = tmp_path / os.fsdecode(b"caf\xe9.txt")
-    strange.write_text(Path(texts[0]).read_text())
-    output = tmp_path / "mine.toml"
-    result = command("--texts", strange, "--wanted", *SHARES, "--output", output)
-    assert result.status == 0, result.err
-    assert "caf\\udce9.txt" in tomllib.loads(output.read_text("utf-8"))["description"]
-    base = tmp_path / os.fsdecode(b"caf\xe9.toml")
-    base.write_text('extends = "entropix"\n')
-    result = command("--texts", strange, "--sampler", base, "--output", output)
-    assert "its name is not UTF-8: no sampler file can extend it" in refusal(result)
 
 
 # The embedded model, as it is shipped

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import logging
 import math
 import os
 import re
@@ -21,7 +20,6 @@ import pytest
 
 import entropix_jax
 from entropix_jax.errors import UserError
-from entropix_jax.host import memory as free_memory
 from entropix_jax.lab import harness
 from entropix_jax.lab.likelihood import log_likelihoods
 from entropix_jax.lab.world.problems import problems
@@ -151,25 +149,6 @@ def test_a_control_token_as_a_stop_string(greedy: EntropixLM) -> None:
     assert answer.endswith(f"{SUMS[0].answer}.")  # the end of the turn needs no stop string
 
 
-def test_what_the_sampler_does_not_do_is_told_once(
-    greedy: EntropixLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    context = SUMS[0].prompt
-    plain = (context, {**UNTIL, "do_sample": False, "temperature": 0.0})
-    write(greedy, plain)
-    assert not caplog.messages  # which is what greedy does
-    said = {**UNTIL, "do_sample": True, "temperature": 0.7, "num_beams": 4}
-    for _ in range(2):
-        write(greedy, (context, said), plain)
-    (told,) = caplog.messages
-    unused = "do_sample=True, temperature=0.7, num_beams=4"
-    assert told.startswith(f"not used: {unused}; sampler 'greedy' draws the tokens")
-    caplog.clear()
-    write(make(sampler="min-p"), plain)
-    (told,) = caplog.messages
-    assert told.startswith("not used: do_sample=False, temperature=0.0; sampler 'min-p'")
-
-
 def test_a_long_prompt_leaves_room_for_the_answer(caplog: pytest.LogCaptureFixture) -> None:
     lm = make(max_length=40)
     context = " ".join([*WORDS, SUMS[0].prompt])
@@ -197,18 +176,6 @@ def test_answers_are_kept_as_they_come(greedy: EntropixLM) -> None:
     texts = write(lm, *THREE)
     wanted = [("generate_until", *both) for both in zip(THREE, texts, strict=True)]
     assert sorted(kept) == sorted(wanted)
-
-
-def test_as_many_slots_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free, options, slots in (
-        (None, {}, 32),
-        (10**12, {"batch_size": "auto:4", "max_batch_size": 6}, 6),
-        (0, {}, 1),  # and the engine refuses it
-    ):
-        made = make(**{"batch_size": "auto", **options})
-        monkeypatch.setattr(free_memory, "free_bytes", lambda device, free=free: free)
-        assert made._auto_slots(capacity=1024) == slots
-        monkeypatch.undo()
 
 
 # Chats
@@ -251,11 +218,6 @@ def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
         make(**arguments)
 
 
-@pytest.mark.parametrize("seed", [2**53 + 1, "9007199254740993", -(2**64), 7.0])
-def test_seeds_of_any_size(seed: Any) -> None:
-    assert make(seed=seed)._seed == int(seed)
-
-
 def test_numbers_that_are_none() -> None:
     lm = make()
     bad = replace(lm.model.params, embedding=lm.model.params.embedding * math.nan)
@@ -275,16 +237,6 @@ def test_without_the_harness(
     (line,) = capsys.readouterr().err.splitlines()
     missing = "error: the lm-evaluation-harness is missing: pip install 'entropix-jax[harness]'"
     assert line.startswith(missing)
-
-
-def test_nobody_imports_more_than_they_need() -> None:
-    code = (
-        "import sys, entropix_jax, entropix_jax.harness, entropix_jax.batch.run\n"
-        "assert 'lm_eval' not in sys.modules\n"
-        "import entropix_jax.lab.harness_lm\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # Whole runs
@@ -397,15 +349,3 @@ def test_the_arguments_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert harness.main(given.split()) == 0
         assert seen == passed.split()
     assert sys.argv == before
-
-
-def test_the_command_complains_in_one_line(
-    tasks: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.CRITICAL)
-    arguments = ["--tasks", "local_text", "--include_path", str(tasks)]
-    assert harness.main([*arguments, "--model_args", "sampler=entropics"]) == 2
-    complaint = capsys.readouterr().err.splitlines()[-1]
-    assert complaint.startswith("error: no sampler preset 'entropics'")
-    assert harness.main(["--tasks", "local_tex", "--include_path", str(tasks)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: Tasks not found: local_tex"

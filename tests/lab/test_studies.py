@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
 from entropix_jax.lab import ablate, command, evaluate, study
-from entropix_jax.lab.plots import draw_plots
 from entropix_jax.lab.statistics import Bootstrap, Interval, rotating_votes
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tables import COLUMNS
@@ -282,21 +281,6 @@ def test_the_environment_and_the_samplers_are_recorded(done: Path, tiny: Languag
         values = dict(calibrate_sampler(sampler, tiny).values)
         assert about["settings"][name]["parameters"] == json.loads(json.dumps(values))
         assert about["settings"][name]["sampler"] == sampler.name
-
-
-# Plots
-
-
-def test_plots(done: Path, tmp_path: Path) -> None:
-    names = {"scores", "regimes", "reliability", "truth"}
-    files = {path.name for path in (done / "plots").iterdir()}
-    assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
-    page = (done / "summary.md").read_text()
-    assert {*re.findall(r"!\[.*?\]\(plots/(.*?)\.png\)", page)} == names
-    (tmp_path / "plots").write_text("not a folder")
-    empty: Any = SimpleNamespace(lines=[], bins={}, truth=[], digest=SimpleNamespace(settings={}))
-    with pytest.raises(UserError, match=r"regimes\.png: cannot be written"):
-        draw_plots(empty, tmp_path / "plots")
 
 
 def test_a_finished_study_runs_nothing_and_writes_the_same(

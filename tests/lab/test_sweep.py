@@ -177,21 +177,6 @@ def test_candidates() -> None:
     assert [one.varied for one in alone[:5]] == [one.varied for one in tuning.candidates["top-p"]]
 
 
-def test_own_ranges(tmp_path: Path) -> None:
-    write(tmp_path, OWN, "own.toml")
-    sweep = read(
-        tmp_path,
-        '[tuning]\nsamplers = ["own.toml", "greedy", "min-p"]\nsettings = 3\nitems = 2\n'
-        "[tuning.over.own.base]\ntop_k = [4, 5]\n[tuning.over.min-p]\n",
-    )
-    assert sweep.tuning is not None
-    groups = sweep.tuning.candidates
-    assert [len(group) for group in groups.values()] == [3, 1, 1]
-    assert sorted(one.sampler.values["base.top_k"] for one in groups["own"]) == [3, 4, 5]
-    assert (sweep.settings, sweep.baseline) == ((), "own (tuned)")
-    assert list_names(sweep.settings, sweep.tuning) == ["own (tuned)", "greedy", "min-p"]
-
-
 def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     """As the nearest one with ranges; if all arms are argmax, not at all."""
     write(tmp_path, 'extends = "min-p"\n', "between.toml")

@@ -374,14 +374,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["own_tasks", "own_tasks.py", "./own_tasks.py"])
-def test_a_users_task(own: None, place: str):
-    task = find_task(f"{place}:capitals")
-    assert (task.name, task.chat, task.stop, task.max_new_tokens) == ("capitals", None, (), 256)
-    (item,) = task.items("test", chat=False)
-    assert [task.score(item, task.extract(item, text)) for text in (" Rome\n", "")] == [1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,16 +91,6 @@ def test_what_is_not_finite_is_seen_in_its_own_vector(number: float, multiplied:
     np.testing.assert_array_equal(np.delete(got, 7, 1), np.delete(clean, 7, 1))
 
 
-@pytest.mark.parametrize("w_dtype", [F32, BF16])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_rows_are_the_rows(w_dtype, dtype) -> None:
-    _, table = operands((1, 8), 12, F32, w_dtype)
-    ids = np.array([[11, 0, 3], [3, 3, 7]], np.int32)
-    got = jax.jit(rows, static_argnums=2)(table, jnp.asarray(ids), jnp.dtype(dtype))
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(table)[ids].astype(dtype))
-
-
 def assert_carried_narrow(loop, inputs: tuple[jax.Array, ...], shape: str) -> None:
     """No loop of the compiled program carries a wide copy of the weight, made before it began."""
     text = jax.jit(loop).lower(*inputs).compile().as_text() or ""
@@ -154,15 +143,6 @@ def test_blocks_of_columns_are_the_same_matrix(
     ids = jnp.asarray([[3, 0]], jnp.int32)
     got, want = (np.asarray(rows(w, ids, jnp.dtype(F32))) for w in (laid_out, plain))
     np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_what_is_not_narrower_than_float32_activations_stays_as_it_is(dtype) -> None:
-    """Vectors of weights, float32 ones, and all where bfloat16 is multiplied."""
-    _, weight = operands((1, 4096), 3, F32, dtype)
-    activations = jnp.dtype(F32 if dtype == F32 else BF16)
-    assert arranged(weight, activations) is weight
-    chex.assert_trees_all_equal(arranged(weight[0], jnp.dtype(F32)), weight[0])
 
 
 def test_a_vector_is_made_once_for_a_narrow_product() -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from entropix_jax.errors import Note, UserError
-from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model import loading
 from entropix_jax.model.loading import load, resolve_model
@@ -155,22 +154,6 @@ def test_a_device_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("JAX_PLATFORMS", "bogus")
     with pytest.raises(UserError, match=r"no device \(JAX_PLATFORMS='bogus'\): Unable"):
         load(str(folder))
-
-
-def test_where_compiled_programs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: dict[str, Any] = {}
-    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    use_compilation_cache()
-    assert chosen["jax_compilation_cache_dir"] == str(tmp_path / "entropix_jax" / "xla")
-    assert (tmp_path / "entropix_jax" / "xla").is_dir()
-
-    for variable, value in (("XDG_CACHE_HOME", "/dev/null"), ("JAX_COMPILATION_CACHE_DIR", "own")):
-        chosen.clear()
-        monkeypatch.setenv(variable, value)
-        use_compilation_cache()
-        assert "jax_compilation_cache_dir" not in chosen
 
 
 # Models of the hub, with a server on loopback in its place.

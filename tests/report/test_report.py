@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,12 @@ import pytest
 from entropix_jax.cli import report as command
 from entropix_jax.engine.trace import TraceWriter
 from entropix_jax.errors import UserError
-from entropix_jax.model import loading
 from entropix_jax.names import MEANINGS
 from entropix_jax.report import page, reading
-from entropix_jax.report.page import check_report, comparison_page, run_page, write_report
+from entropix_jax.report.page import comparison_page, run_page, write_report
 from entropix_jax.report.reading import TraceReader
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.commands import Result, one_error, short
-from tests.support.model_folders import poisoned, write_model
+from tests.support.commands import Result, short
 from tests.support.reports import (
     NASTY,
     STATIC,
@@ -193,29 +188,6 @@ def test_what_is_refused(
     assert sorted(folder.iterdir()) == names
 
 
-def test_what_is_refused_early(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only folder, even if the page itself could be overwritten; and without plotly."""
-    output = whole.parent / "page.html"
-    output.touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: Path(path) != whole.parent)
-        with pytest.raises(UserError, match=r"page\.html: cannot be written: no permission"):
-            check_report(output, whole)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
-    with pytest.raises(UserError, match="plotly is not installed: pip install"):
-        check_report(output, whole)
-
-
-def test_reports_import_no_engine() -> None:
-    """Nor plotly's Python half."""
-    code = (
-        "import sys, entropix_jax.report.page as page; page.plotly_source(); "
-        "print({'jax', 'plotly', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 def test_scripts_name_the_regimes_alike() -> None:
     script = (STATIC / "regimes.js").read_text("utf-8")
     assert dict(re.findall(r'(\w+): \{ title: "\w+", meaning: "(\w+)"', script)) == MEANINGS
@@ -319,19 +291,6 @@ def test_a_page_asks_nothing_of_a_network(whole: Path) -> None:
         assert page.digest(source) in policy
 
 
-def test_scripts_are_joined_in_dependency_order() -> None:
-    text = page.script()
-    names = re.findall(r"^// (\w+)\.js$", text, re.MULTILINE)
-    assert sorted(names) == sorted(path.stem for path in STATIC.glob("*.js"))
-    for i, name in enumerate(names):
-        source = (STATIC / f"{name}.js").read_text("utf-8")
-        assert set(re.findall(r'from "\./(\w+)\.js"', source)) <= set(names[:i]), name
-    assert not re.search(r"^(import|export)\b", text, re.MULTILINE)
-    assert "</script" not in text
-    tops = re.findall(r"^(?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
-    assert len(tops) == len(set(tops))
-
-
 def test_the_text_needs_no_script(whole: Path) -> None:
     """A page without its scripts has the text, drawn as in a notebook."""
     text = re.sub(r"<script.*?</script>", "", run_page(whole), flags=re.DOTALL)
@@ -380,28 +339,6 @@ def test_the_page_of_a_trace_that_is_kept(command: Command, tmp_path: Path) -> N
     assert with_page[:-1] == read_trace(trace)[:-1]
     assert all(len(token["top"]) == 2 for token in with_page[1:-1])
     assert "layers" not in with_page[1]
-
-
-def test_a_page_that_cannot_be_written_is_refused_at_once(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "load", None)  # is not called
-    trace = tmp_path / "trace.jsonl"
-    result = command(*short("--report", trace, "--trace", trace))
-    one_error(result, "would take the place of its own source")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_row_that_fails_has_a_page(command: Command, tmp_path: Path) -> None:
-    trace, output = tmp_path / "trace.jsonl", tmp_path / "page.html"
-    assert command(*short("--trace", trace)).status == 0
-    token = read_trace(trace)[-2]["token_id"]
-    broken = str(write_model(tmp_path / "broken", poisoned(token)))
-    result = command(*short("--report", output, tokens=40), model=broken)
-    assert result.status == 2
-    (row,) = facts_of(output)["rows"]
-    assert row["ended"] == "error"
-    assert row["error"] in result.err
 
 
 def test_an_interrupted_run_has_a_page(

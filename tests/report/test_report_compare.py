@@ -18,13 +18,11 @@ from tests.support.browser import (
     Watched,
     each,
     frames,
-    nothing_is_cut_off,
     plot,
     reloaded,
-    texts_stand_out,
     watched_page,
 )
-from tests.support.reports import NASTY, SERIES, committed, footer, header, run_of, token, write
+from tests.support.reports import NASTY, committed, footer, header, run_of, token, write
 from tests.support.traces import Trace, load_trace
 
 Json = dict[str, Any]
@@ -168,40 +166,6 @@ def test_the_table_of_differences(page: Any, runs: Runs) -> None:
     differing = {k for k in values[0] if len({json.dumps(v.get(k)) for v in values}) > 1}
     assert {key for key in found if "." in key} == differing
     assert found["arms.mid"] == [json.dumps(v["arms.mid"]) for v in values]
-
-
-def test_texts_are_hidden_and_shown(page: Any, runs: Runs) -> None:
-    traces, buttons = runs[1], page.locator("#sides button")
-    buttons.nth(0).click()
-    frames(page)
-    assert page.locator(".side:visible").count() == len(place(page)) == 2
-    where = parting(traces[1], traces[2]) + traces[1].tokens[0]["position"]
-    common = sum(r["position"] < where for r in traces[1].tokens)
-    assert page.locator("#text-1 .token.common").count() == common
-    assert plot(page, "series", "data.length") == 2 * len(SERIES)
-    buttons.nth(1).click()
-    buttons.nth(2).click()  # the last one cannot be hidden
-    assert page.locator(".side:visible").count() == 1
-
-
-def test_texts_and_regimes_are_told_apart_without_colour(page: Any) -> None:
-    dashes = plot(page, "series", "data.slice(0, 3).map((trace) => trace.line.dash)")
-    symbols = plot(page, "plane", "data.slice(0, 3).map((trace) => trace.marker.symbol)")
-    assert len(set(dashes)) == len(set(symbols)) == 3
-    page.locator("#legend button[data-regime=lelv]").click()
-    frames(page)
-    hidden = page.locator(".text .token.faded").count()
-    assert hidden == page.locator(".text .token[data-regime=lelv]").count() > 0
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_cut_off(watched: Callable[..., Watched], runs: Runs, scheme: str) -> None:
-    for width in (1440, 400):
-        page = watched(width, scheme=scheme).open(runs[0])
-        nothing_is_cut_off(page, width)
-        tops = [page.locator(f"#text-{i}").bounding_box()["y"] for i in range(2)]
-        assert (tops[0] == tops[1]) == (width == 1440)  # columns, or one below the other
-    texts_stand_out(page, ".badge, #sides .muted, .side .about, .text .token.common, .parting")
 
 
 def test_hostile_names_and_no_tokens(watched: Callable[..., Watched], tmp_path: Path) -> None:

@@ -241,46 +241,6 @@ def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) ->
     assert current.bounding_box()["y"] > top
 
 
-def test_every_control_is_reached_by_the_keyboard(page: Any) -> None:
-    reached = set()
-    for _ in range(200):
-        page.keyboard.press("Tab")
-        name, outline = page.evaluate(
-            """() => { const node = document.activeElement;
-                const {outlineStyle} = getComputedStyle(node);
-                return [node.id || node.dataset.regime || "", outlineStyle]; }"""
-        )
-        assert not name or outline != "none", name  # the focus is visible
-        reached.add(name)
-        if name == "copy-file":
-            break
-    assert {"save", "text-0", "details-body", "knob-h1", "copy-command", "copy-file"} <= reached
-    assert set(REGIMES) <= reached
-
-
-def on_screen(page: Any, entropy: float, varentropy: float) -> tuple[float, float]:
-    """A point of the plane in pixels of the window."""
-    area = page.locator("#plane .nsewdrag").bounding_box()
-    (x0, x1), (y0, y1) = plot(page, "plane", "[layout.xaxis.range, layout.yaxis.range]")
-    x = area["x"] + area["width"] * (entropy - x0) / (x1 - x0)
-    return x, area["y"] + area["height"] * (1 - (varentropy - y0) / (y1 - y0))
-
-
-def test_a_selection_on_the_plane_shows_in_the_text(page: Any, run: tuple[Path, Trace]) -> None:
-    page.locator("#plane").scroll_into_view_if_needed()
-    page.locator("#plane .modebar-btn[data-title='Box Select']").click()
-    left, right, bottom, top = 1.5, 3.6, 3.0, 9.0
-    page.mouse.move(*on_screen(page, left, bottom))
-    page.mouse.down()
-    page.mouse.move(*on_screen(page, right, top), steps=5)
-    page.mouse.up()
-    page.wait_for_selector("#text-0 .token.faded")
-    places = [(r["entropy"], r["varentropy"]) for r in run[1].tokens]
-    inside = [i for i, (x, y) in enumerate(places) if left < x < right and bottom < y < top]
-    assert 5 < len(inside) < 500
-    assert each(page, "#text-0 .token:not(.faded)", "Number(node.dataset.index)") == inside
-
-
 # Other thresholds.
 
 
@@ -330,19 +290,6 @@ def test_other_thresholds_reclassify_the_run(
     frames(page)
     assert shares(page) == before
     assert page.locator("#what-if-note").is_hidden()
-
-
-def test_a_slider_and_refused_thresholds(page: Any) -> None:
-    page.locator("#knob-h2").focus()
-    page.keyboard.press("ArrowRight")
-    frames(page)
-    assert float(page.locator("#knob-h2 + input").input_value()) > 3.8
-    set_knob(page, "h1", 4.5)
-    assert "h1 is above h2" in page.locator("#what-if-problem").text_content()
-    assert page.locator("#copy-command").is_disabled()
-    set_knob(page, "h1", 0.5)
-    assert page.locator("#what-if-problem").text_content() == ""
-    assert page.locator("#copy-command").is_enabled()
 
 
 def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:

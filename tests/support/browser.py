@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,10 @@ def texts_stand_out(page: Any, selector: str) -> None:
     for text, tint, panel in colours:
         alpha = tint[3] if len(tint) == 4 else 1.0
         behind = alpha * np.array(tint[:3]) + (1 - alpha) * np.array(panel[:3])
-        assert contrast(text[:3], [*behind]) >= 4.5
+        assert contrast(text[:3], behind.tolist()) >= 4.5
 
 
-def contrast(one: list[float], other: list[float]) -> float:
+def contrast(one: Sequence[float], other: Sequence[float]) -> float:
     """WCAG 2.2's contrast ratio of two sRGB colours."""
     colours = np.array([one, other]) / 255
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)

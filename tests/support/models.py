@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,11 +42,6 @@ TINY = ModelConfig(
     dtype="float32",
 )
 
-# What the published Llama-3.2-1B says of itself, value by value.
-LLAMA_3_2_1B: Mapping[str, Any] = json.loads(
-    Path(__file__).with_name("llama_3_2_1b.json").read_text(encoding="utf-8")
-)
-
 
 def tiny_config(**changes: Any) -> ModelConfig:
     return replace(TINY, **changes)
@@ -69,14 +62,6 @@ def random_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) 
 
 def random_tokens(config: ModelConfig, number: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(1000 + seed).integers(0, config.vocab_size, number, dtype=np.int32)
-
-
-def write_config(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
-    """The published file with some values changed; a value of `...` removes its key."""
-    raw = {**LLAMA_3_2_1B, **(changes or {})}
-    kept = {key: value for key, value in raw.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(kept))
-    return folder
 
 
 # One compiled program for each shape, whatever the test.

@@ -315,29 +315,12 @@ def test_chat_template_sources(tmp_path: Path) -> None:
         ("a\n{% if %}", "line 2"),
         ("{{ raise_exception('only\ntwo roles') }}", "refuses the messages: only two roles"),
         ("{{ 1 + 'a' }}", "the chat template fails: TypeError"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError"),
-        ("{{ messages.append(1) }}", "the chat template fails: SecurityError"),
     ],
 )
 def test_bad_chat_templates(tmp_path: Path, template: str | None, message: str) -> None:
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": template}))
     with pytest.raises(UserError, match=message):
         tokenizer.apply_chat(CHAT)
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "non-empty list"),
-        (["a"], "message 1 must be an object"),
-        ([CHAT[0], {"content": "a"}], "message 2 must be an object with texts 'role' and"),
-        ([{"role": "system", "content": "a"}], "refuses the messages: no system"),
-    ],
-)
-def test_bad_messages(tmp_path: Path, messages: object, message: str) -> None:
-    tokenizer = load_tokenizer(save(tmp_path, byte_level(), {"chat_template": TEMPLATE}))
-    with pytest.raises(UserError, match=message):
-        tokenizer.apply_chat(messages)
 
 
 # Files
