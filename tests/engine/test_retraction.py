@@ -98,7 +98,8 @@ def test_retracted_tokens_stand_before_their_replacement(
     assert run.texts[-1] == run.row.tokens
     tokens = [event.token for event in run.events if event.token is not None]
     gone = [token for group in run.groups for token in group]
-    assert gone == [event.token for event in run.events if event.retracted]
+    # A row that goes back further tells them in the order in which they were drawn.
+    assert {*map(id, gone)} == {id(event.token) for event in run.events if event.retracted}
     assert len(gone) == run.row.retracted == run.row.to_json()["retracted"] > 20
     assert max(map(len, run.groups)) > 1
     for token in tokens:
@@ -107,11 +108,11 @@ def test_retracted_tokens_stand_before_their_replacement(
         if token.token_id in said:
             assert np.exp(token.logprob) == pytest.approx(said[token.token_id], rel=1e-4)
     for group, replacement in zip(run.groups, run.instead, strict=True):
-        first, position = group[0], tokens.index(group[0])
+        first, positions = group[0], [tokens.index(token) for token in group]
         assert len(group) <= 5
         assert np.exp(first.logprob) < 0.5
-        assert tokens[position : position + len(group)] == group
-        assert tokens.index(replacement) > position
+        assert sorted(positions) == positions
+        assert tokens.index(replacement) > positions[-1]
         assert replacement.action == "backspace"
         assert replacement.token_id != first.token_id
         # Two passes: of the last token, and of what precedes the first, which may be the prompt.
