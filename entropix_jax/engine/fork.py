@@ -25,7 +25,7 @@ from entropix_jax.engine.state import (
 from entropix_jax.model.cache import KVCache
 from entropix_jax.model.mesh import local_index
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
-from entropix_jax.sampler.state import Rows, Step, Tally, where_rows
+from entropix_jax.sampler.state import Rows, Step, where_rows
 from entropix_jax.sampler.step import Choice
 
 _BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long to compile
@@ -195,12 +195,8 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     forced = joins & ~waits & ~whole
     state = _take_winners(state, whole & (winner != slots), winner)
 
-    def of_slots(tree: Tally) -> Tally:
-        slots: Tally = jax.tree.map(lambda x: x[:batch], tree)
-        return slots
-
     fork = state.fork
-    tally = where_rows(whole, of_slots(state.sampler.tally), of_slots(fork.tally))
+    tally = where_rows(whole, *jax.tree.map(lambda x: x[:batch], (state.sampler.tally, fork.tally)))
     branch = tally.own["branch"]
     tally = replace(
         tally,
