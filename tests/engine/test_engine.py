@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import poisoned
-from tests.support.row_difference import difference
 from tests.support.runs import Spec, requests, set_pace
 
 CAPACITY = 512
@@ -56,14 +54,16 @@ def run(
     return engine, rows, list(engine.run(rows))
 
 
-def again(row: Row, slots: int, model: LanguageModel) -> Row:
-    """The row once more, from the beginning, in one of so many slots."""
-    return run(model, [row.request], slots)[1][0]
+def alone(row: Row, model: LanguageModel) -> Row:
+    """The row once more, from the beginning, with no other beside it."""
+    return run(model, [row.request], 1)[1][0]
 
 
-def is_the_row_alone(model: LanguageModel, row: Row, alone: Row) -> bool:
-    runs = partial(again, row, 1), partial(again, row, SLOTS)
-    return ids(row) == ids(alone) and difference(model, alone, row, *runs) is None
+def is_the_row_alone(row: Row, other: Row) -> bool:
+    """Whether both have the same tokens, and the same numbers but for rounding, which the model
+    magnifies at a few positions."""
+    here, there = ([[t.entropy, t.logprob] for t in one.tokens] for one in (row, other))
+    return ids(row) == ids(other) and np.allclose(here, there, rtol=1e-3, atol=1e-4)
 
 
 def records(row: Row) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
     actions = {token.action for row in together for token in row.tokens}
     assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions
     for row in together:
-        assert is_the_row_alone(tiny, row, again(row, 1, tiny))
+        assert is_the_row_alone(row, alone(row, tiny))
         # Every event of a row names it, in order.
         told = [e.token.position for e in events if e.row is row and e.token is not None]
         assert told == sorted(told)
@@ -177,10 +177,10 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
     _, (*_, longer), _ = run(tiny, [*wanted, of(tiny, [*prompt, 5], "longer", 9, "top-p")])
     assert len(calls) == 3
     for row in [*together, longer]:
-        alone = again(row, 1, tiny)
-        assert ids(row) == ids(alone), row.number
+        other = alone(row, tiny)
+        assert ids(row) == ids(other), row.number
         for name in ("entropy", "attn_entropy", "interaction_strength"):
-            values = [getattr(token, name) for token in alone.tokens]
+            values = [getattr(token, name) for token in other.tokens]
             assert [getattr(t, name) for t in row.tokens] == pytest.approx(values, abs=1e-5)
     assert len({tuple(ids(row)[:5]) for row in together}) > 1
 
@@ -244,7 +244,7 @@ def test_a_row_that_went_on_past_its_stop_string_holds_nobody(
     assert [row.finish_reason for row in stopped] == ["stop", "length"]
     assert len(stopped[0].tokens) < budget
     # Floats may differ: how far a step reads the cache follows the longest row beside it.
-    assert is_the_row_alone(tiny, stopped[1], whole[1])
+    assert is_the_row_alone(stopped[1], whole[1])
 
 
 def test_a_row_that_fails_at_the_end_of_the_window_holds_nobody(
