@@ -170,6 +170,6 @@ def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
     assert len(tokens) == 10_000
     counts = Counter(token.regime for token in tokens)
     assert all(counts[regime] >= 20 for regime in REGIMES), counts
-    # With a branching budget that never runs out, nothing is explored instead.
-    served = "argmax inject branch backspace resample adaptive sample"
-    assert {token.action for token in tokens} == {*served.split()}
+    # With a branching budget that never runs out, nothing is explored instead. Loops are rare.
+    served = {*"argmax inject branch backspace adaptive sample".split()}
+    assert served <= {token.action for token in tokens} <= {*served, "resample"}

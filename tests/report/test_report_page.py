@@ -51,7 +51,7 @@ RUN = [
     *("--model", "tiny"),
     *("--prompt", "Guests:", "--max-new-tokens", "1000", "--seed", "3", "--ignore-eos"),
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
-    "sampler.base.temperature=1.0",
+    *("sampler.base.temperature=1.0", "sampler.backspace.max_prob=1"),
 ]
 
 
