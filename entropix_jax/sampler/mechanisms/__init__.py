@@ -1,15 +1,18 @@
 """The mechanisms that come with the package, one page each.
 
-Everything else follows from the list: the arms that `arms.<regime>` may name, the sections of a
-sampler's file, the actions of a trace, and each row's state. The order is that of the actions in a
-result's counts.
+Everything else follows from the list: the arms that `arms.<regime>` may name, the rules of
+`truncation.rule`, the sections of a sampler's file, the actions of a trace, and each row's state.
+The order is that of the actions in a result's counts, and that in which transforms are applied.
 """
 
 from entropix_jax.sampler.mechanisms.adaptive import ADAPTIVE
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.mechanisms.inject import INJECT
+from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
 from entropix_jax.sampler.mechanisms.plain import ARGMAX, EDT, EXPLORE, RESAMPLE, SAMPLE
+from entropix_jax.sampler.mechanisms.repetition import REPETITION
+from entropix_jax.sampler.mechanisms.rules import RULES
 
 MECHANISMS = (
     ARGMAX,
@@ -21,7 +24,10 @@ MECHANISMS = (
     ADAPTIVE,
     SAMPLE,
     EDT,
+    *RULES,
+    MIROSTAT,
+    REPETITION,
 )
 
 # The actions in a trace. `edt` is an arm only: its action is `sample`.
-ACTIONS = tuple(mechanism.name for mechanism in MECHANISMS if mechanism != EDT)
+ACTIONS = tuple(m.name for m in MECHANISMS if m.propose is not None and m != EDT)
