@@ -35,6 +35,7 @@ from entropix_jax.sampler.settings import (
     SHARED_SECTIONS,
     SamplerSettings,
 )
+from entropix_jax.sampler.truncation import NUCLEUS
 
 Mechanisms = tuple[Mechanism, ...]
 
@@ -194,7 +195,8 @@ class Sampler:
 
     def _used(self, settings: SamplerSettings) -> frozenset[str]:
         """See `SamplerSettings.used`."""
-        used = {self.values["truncation.rule"]} | ({LAST} if self.values[LAST] else set())
+        used = {self.values["truncation.rule"]} - {NUCLEUS}
+        used |= {LAST} if self.values[LAST] else set()
         transforms = (m for m in self.mechanisms if m.logits is not None or m.reweigh is not None)
         active = {m.name for m in transforms if m.active is None or m.active(settings)}
         return frozenset(used | active)

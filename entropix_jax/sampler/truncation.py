@@ -65,7 +65,7 @@ def truncate(
 
     # The nucleus leaves its passes over the vocabulary to the draw. What the others cost is paid by
     # the rows that have them: mapped, a switch stays a switch.
-    which = jnp.argmax(proposal.rule[:, None] == jnp.array([*cuts]), axis=-1)
+    which = jnp.argmax(proposal.rule[:, None] == jnp.array([[*cuts]]), axis=-1)
     cut: Cut = lax.cond(
         jnp.all(which == 0),
         lambda: jax.vmap(nucleus)(*rows),

@@ -14,12 +14,21 @@ from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.sampler import scalars
-from entropix_jax.sampler.settings import RULES, SamplerSettings
-from entropix_jax.sampler.step import as_seen, propose
-from tests.support.samplers import ARMS, batch_of, metrics_at, metrics_of, params_of, view
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.step import propose
+from tests.support.samplers import (
+    ARMS,
+    NAMES,
+    RULES,
+    batch_of,
+    metrics_at,
+    metrics_of,
+    params_of,
+    view,
+)
 
 Values = Mapping[str, Any]
 
@@ -139,7 +148,7 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
         "top_p": p,
         "min_p": m,
         "draws": draws,
-        "rule": RULES.index(v["truncation.rule"]),
+        "rule": NAMES.index(v["truncation.rule"]),
     }
 
 
