@@ -81,6 +81,7 @@ class RunningRow:
         self._state = row.tokens[-1].state if row.tokens else None
         self._retrieved = 0 if self._state is None else int(self._state.own["inject"].begun)
         row.text, row.finish_reason, row.error = "", None, None
+        row.tokens = [*row.tokens]  # the caller may have given those of another row
         row.log = row.log or [(token, False) for token in row.tokens]
         for token in row.tokens:
             self._show(token)
