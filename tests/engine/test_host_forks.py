@@ -3,8 +3,10 @@ is given the same text, whatever runs beside it and however far the device was a
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from tests.support.models import teacher_forced
 from tests.support.runs import Spec, requests, set_pace
 from tests.support.traces import load_trace
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 RECORDING = Recording(top=2, state=True)
 LONGEST = 96  # tokens of a text
@@ -373,6 +376,24 @@ def test_what_is_cached_is_not_read_again(
     assert len(calls) == 1
     alone(tiny, [(row.request, row.tokens[:9], 0)])
     assert len(calls) == 3
+
+
+def test_the_example_forks_where_the_model_is_in_doubt(tiny: LanguageModel) -> None:
+    sample_eagerly = runpy.run_path(str(EXAMPLE))["sample_eagerly"]
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+    rows = sample_eagerly(engine, of(tiny, "first"), 1.5, 7)
+    assert [row.number for row in rows] == [*range(7)]
+    by_id = {row.request.row_id: row for row in rows}
+    for row in rows[1:]:
+        parent = by_id[row.request.row_id.rpartition(".")[0]]
+        at = next(i for i, (a, b) in enumerate(zip(ids(row), ids(parent), strict=False)) if a != b)
+        other, token = row.tokens[at], parent.tokens[at]
+        assert other.action == "inject"
+        assert token.entropy > 1.5
+        assert token.entropy == pytest.approx(other.entropy, abs=1e-4)
+        assert token.top is not None
+        assert other.token_id == next(i for i, _, _ in token.top if i != token.token_id)
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
 def test_moves_that_are_refused(tiny: LanguageModel) -> None:
