@@ -12,7 +12,9 @@ import numpy as np
 
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
-from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.modify import cut_and_reweigh
+from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.truncation import truncate
 from tests.support.samplers import metrics_of, params_of, view
@@ -27,13 +29,25 @@ def draw_rows(
     logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
 ) -> Drawn:
     """What rows draw that have written nothing yet."""
-    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (logits.shape[0], *jnp.shape(x))), view())
-    metrics = metrics_of(entropy=[0.0] * logits.shape[0])
-    cut = truncate(logits, proposal, metrics, settings, views)
+    cut = truncate(logits, proposal, *_blank(logits.shape[0], settings))
     return draw.truncated_draw(cut, logits, uniforms, proposal.draws)
 
 
 truncated_draw = jax.jit(draw_rows)
+
+
+@jax.jit
+def draw_from_scores(
+    logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
+) -> tuple[Drawn, jax.Array]:
+    """The same where the temperature may come last, and the logits that are left, -inf the rest."""
+    cut, scores = cut_and_reweigh(logits, proposal, *_blank(logits.shape[0], settings))
+    return draw.truncated_draw(cut, scores, uniforms, proposal.draws), scores
+
+
+def _blank(rows: int, settings: SamplerSettings) -> tuple[Metrics, SamplerSettings, RowView]:
+    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), view())
+    return metrics_of(entropy=[0.0] * rows), settings, views
 
 
 # Rows
@@ -299,6 +313,12 @@ class Kept:
         if temperature == 0:
             temperature, top_k = 1.0, 1
         return cls.of("nucleus", logits, temperature, top_k, top_p, min_p)
+
+    @property
+    def decided(self) -> bool:
+        """Whether rounding has no say in which tokens are kept."""
+        gap = np.diff(self.key)[self.most - 1 : self.most]  # none where all are kept
+        return self.fewest == self.most and (not self.slack or bool(np.all(gap > self.slack)))
 
     def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
         """Raises where a row kept another set, or drew what it should not. False: the last token
