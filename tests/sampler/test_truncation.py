@@ -263,6 +263,25 @@ FORTY = float(np.log2(40 * np.log(1000)))  # on Zipf's law at s = 1 mirostat's k
         ("eta", 0.0064, FIVE, 5),  # and sqrt(0.0064) * exp(-H) 0.0231
         ("eta", 0.05, FIVE, 4),  # epsilon is the smaller one
         ("eta", 1.0, EVEN, 1000),  # exactly exp(-H)
+        ("epsilon", 0.05, FIVE, 4),
+        ("epsilon", 0.9, FIVE, 1),
+        ("top_a", 0.21, FIVE, 4),  # 0.21 * 0.5^2 is 0.0525
+        ("top_a", 0.9, FIVE, 2),
+        ("p_less", 0, FIVE, 1),  # the sum of p^2 is 0.3552
+        ("p_less", 1, FIVE, 2),  # and (5 * 0.3552 - 1) / 4 is 0.194
+        ("p_less", 0, EVEN, 1000),
+        ("p_less", 1, EVEN, 1000),
+        ("top_h", 0.5, FIVE, 1),  # the entropy of 5/8 and 3/8 is 0.6616, 0.533 of H
+        ("top_h", 0.54, FIVE, 2),
+        ("top_h", 0.4, EVEN, 15),  # 1000^0.4 is 15.8
+        ("top_h", 1.0, EVEN, 1000),
+        ("ees", 0, FIVE, 2),  # 0.6616 is above 0.8 ln 2, and 0.9369 below 0.9 ln 3
+        ("ees", 0, [0.0, 0.0, -1e4], 2),
+        ("ees", 0, EVEN, 1000),
+        ("min_k", 0, FIVE, 2),  # ln(5 / 3) is below ln(3) / 2
+        ("min_k", 10, FIVE, 3),  # 10 / ln 12.5 is 3.96
+        ("min_k", 0, EVEN, 1),
+        ("min_k", 3, EVEN, 1000),
         ("mirostat", FORTY, zipf(1000, 1.0), 40),
         ("mirostat", FORTY, zipf(1000, 1.0 + 1e-6), 40),
         ("mirostat", np.log2(4 * 2 / 3), zipf(3, 2.0), 2),  # (2^mu / (1 - 1/3))^(1/2)

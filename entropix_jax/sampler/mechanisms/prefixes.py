@@ -1,24 +1,20 @@
 """Truncation rules that weigh how many of the likeliest tokens to keep: `top_h`, `ees`, `min_k`.
 
-Each needs the row in order, and as much of it as settles the number: nearly always the first `HEAD`
-tokens, sometimes some thousands, and the whole vocabulary at worst.
+Each looks at a row in order, and the head nearly always settles the number. A row that keeps more
+than a thousand tokens is sorted.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
-from entropix_jax.sampler.draw import HEAD
+from entropix_jax.sampler.draw import count_settled
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings, number
 from entropix_jax.sampler.truncation import Cut, likeliest, relative
 
-SIZES = (HEAD, 4096)  # on a CPU 0.2 ms and 2 ms of 128,256, and a sort of all 30 ms or more
 FARTHEST = 1e15  # drops of a logit beyond it count as equal
 
 
@@ -49,7 +45,7 @@ def top_h(
         kept = jnp.sum((entropies <= most) & (first > -jnp.inf), dtype=jnp.int32)
         return kept, kept < first.size
 
-    return likeliest(logits, proposal, _settled(logits, count))
+    return likeliest(logits, proposal, count_settled(logits, count))
 
 
 def ees(
@@ -67,7 +63,7 @@ def ees(
         ended = jnp.any(ends)
         return jnp.where(ended, jnp.argmax(ends), first.size).astype(jnp.int32), ended
 
-    return likeliest(logits, proposal, _settled(logits, count))
+    return likeliest(logits, proposal, count_settled(logits, count))
 
 
 def min_k(
@@ -87,25 +83,7 @@ def min_k(
         return cliff, (cliff < first.size) | (there[-1] == least)
 
     fewest = jnp.minimum(flat, logits.shape[-1]).astype(jnp.int32)
-    return likeliest(logits, proposal, jnp.maximum(_settled(logits, count), fewest))
-
-
-def _settled(
-    logits: jax.Array, count: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-) -> jax.Array:
-    """The number that `count` makes of a row's first logits, in order, from so many of them that it
-    says the rest would not change it."""
-    vocab = logits.shape[-1]
-
-    def look(size: int) -> tuple[jax.Array, jax.Array]:
-        # See `truncated_draw` for the barrier.
-        return count(lax.optimization_barrier(lax.top_k(logits, size)[0]))
-
-    sizes = [*(size for size in SIZES if size < vocab), vocab]
-    state = look(sizes[0])
-    for size in sizes[1:]:
-        state = lax.cond(state[1], lambda kept: kept, lambda _, n=size: look(n), state)
-    return state[0]
+    return likeliest(logits, proposal, jnp.maximum(count_settled(logits, count), fewest))
 
 
 def _prefixes(first: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
