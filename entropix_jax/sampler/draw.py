@@ -115,10 +115,7 @@ def count_settled(
         ordered = lax.sort(_flipped(lax.bitcast_convert_type(-logits, jnp.int32)), is_stable=False)
         return count(-lax.bitcast_convert_type(_flipped(ordered), jnp.float32))
 
-    first, *wider = [
-        *(size for size in (HEAD, 16 * HEAD) if size < logits.shape[0]),
-        logits.shape[0],
-    ]
+    first, *wider = sorted({min(size, logits.shape[0]) for size in (HEAD, 16 * HEAD, 2**31)})
     counted = look(first)
     for size in wider:
         counted = lax.cond(counted[1], lambda *so_far: so_far, lambda *_, n=size: look(n), *counted)

@@ -59,7 +59,8 @@ def ees(
 
     def count(first: jax.Array) -> tuple[jax.Array, jax.Array]:
         entropies, masses = _prefixes(first, proposal.temperature)
-        ends = entropies < masses / total * jnp.log(_ranks(first))  # the first never does
+        k = jnp.arange(1, first.size + 1, dtype=jnp.float32)
+        ends = entropies < masses / total * jnp.log(k)  # the first never does
         ended = jnp.any(ends)
         return jnp.where(ended, jnp.argmax(ends), first.size).astype(jnp.int32), ended
 
@@ -78,7 +79,8 @@ def min_k(
     def count(first: jax.Array) -> tuple[jax.Array, jax.Array]:
         there = jnp.maximum(first, least)
         after = jnp.append(there[1:], least)  # the last drop is to the least: none is larger
-        drops = jnp.minimum(there - after, FARTHEST) / _ranks(first)
+        rank = jnp.arange(1, first.size + 1, dtype=jnp.float32)
+        drops = jnp.minimum(there - after, FARTHEST) / rank
         cliff = jnp.argmax(drops).astype(jnp.int32) + 1
         return cliff, (cliff < first.size) | (there[-1] == least)
 
@@ -93,11 +95,6 @@ def _prefixes(first: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.
     mass = jnp.exp(y)
     masses = jnp.cumsum(mass)
     return jnp.log(masses) - jnp.cumsum(jnp.where(mass > 0, mass * y, 0.0)) / masses, masses
-
-
-def _ranks(first: jax.Array) -> jax.Array:
-    """1, 2, 3 and so on."""
-    return jnp.arange(1, first.size + 1, dtype=jnp.float32)
 
 
 PREFIXES = (
