@@ -62,6 +62,12 @@ ORACLES: dict[str, Callable[[np.ndarray], Kept]] = {
     "top-n-sigma": rule("top_n_sigma", 1.0),
     "typical": rule("typical", 0.95),
     "eta": rule("eta", 3e-4),
+    "epsilon": rule("epsilon", 3e-4),
+    "top-a": rule("top_a", 0.2),
+    "p-less": rule("p_less", 0.0),
+    "top-h": rule("top_h", 0.4),
+    "ees": rule("ees", 0.0),
+    "min-k": rule("min_k", 3.0),
     "edt": edt,
     "mirostat": rule("mirostat", 6.0),
 }

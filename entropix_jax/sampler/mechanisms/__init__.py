@@ -11,6 +11,7 @@ from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.mechanisms.inject import INJECT
 from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
 from entropix_jax.sampler.mechanisms.plain import ARGMAX, EDT, EXPLORE, RESAMPLE, SAMPLE
+from entropix_jax.sampler.mechanisms.prefixes import PREFIXES
 from entropix_jax.sampler.mechanisms.repetition import REPETITION
 from entropix_jax.sampler.mechanisms.rules import RULES
 
@@ -25,6 +26,7 @@ MECHANISMS = (
     SAMPLE,
     EDT,
     *RULES,
+    *PREFIXES,
     MIROSTAT,
     REPETITION,
 )
