@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.history import repeated
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 
@@ -30,13 +31,8 @@ def count_rounds(
         generated: int32, how many of those were generated; a prompt never counts as a loop.
         settings: stretches of q <= `max_period` tokens count.
     """
-    back = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
-    latest_first = jnp.take(history, length - 1 - back, mode="clip")
-    earlier = jnp.take(history, length - 1 - back[None, :] - periods[:, None], mode="clip")
-    # [P, W]: equals the token one period before; and how many do, from the latest on, [P].
-    same = latest_first[None, :] == earlier
-    run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :]), axis=1)
+    run = repeated(history, length, periods, LOOP_WINDOW)
     copies = 1 + jnp.minimum(run, generated - periods) // periods
     looping = (periods <= settings.max_period) & (settings.repeats >= 2)
     rounds = jnp.where(looping, copies - settings.repeats + 1, 0)
