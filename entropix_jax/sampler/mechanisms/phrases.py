@@ -41,14 +41,14 @@ class PhrasesState:
 def holds(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
     """How many of each row's last tokens begin a phrase and may be taken back: int32 [B]."""
     own: PhrasesSettings = settings.own["phrases"]
-    number = jnp.arange(1, MAX_PHRASE, dtype=jnp.int32)
-    places = jnp.arange(MAX_PHRASE, dtype=jnp.int32)
+    places, numbers = jnp.arange(MAX_PHRASE)[None, :], jnp.arange(1, MAX_PHRASE, dtype=jnp.int32)
 
     def begun(history: jax.Array, length: jax.Array, banned: jax.Array) -> jax.Array:
-        firsts = jnp.where(places < number[:, None, None], banned, -1)  # [n, phrase, token]
-        ends = jax.vmap(lambda first: ends_in(history, length, first))(firsts)
-        more = jnp.sum(banned >= 0, axis=-1) > number[:, None]
-        return jnp.max(jnp.where(jnp.any(ends & more, axis=-1), number, 0))
+        def with_first(number: jax.Array) -> jax.Array:
+            ends = ends_in(history, length, jnp.where(places < number, banned, -1))
+            return jnp.any(ends & (jnp.sum(banned >= 0, axis=-1) > number))
+
+        return jnp.max(jnp.where(jax.vmap(with_first)(numbers), numbers, 0))
 
     held = jax.vmap(begun)(rows.history, rows.length, own.banned)
     held = jnp.minimum(held, jnp.minimum(state.trail.drawn, MAX_REACH))
