@@ -1,7 +1,7 @@
 """The sampler's view of each row, its state between steps, and a step in progress."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -123,9 +123,10 @@ class DrawnToken:
     """What each row's token was drawn from, fields [B, ...]."""
 
     logits: jax.Array  # float32 [B, V], with penalties and bans, before truncation
-    given: dict[str, jax.Array]  # the same, what each transform after truncation was given
     proposal: Proposal
     token: jax.Array  # int32
+    # float32 [B, V], what each transform after truncation was given, by its name.
+    given: dict[str, jax.Array] = field(default_factory=dict)
 
 
 @struct.dataclass

@@ -317,4 +317,4 @@ def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
     scores = jnp.take_along_axis(step.log_probs, candidates, axis=1)
     best = jnp.argmax(jnp.where(drawn, scores, -jnp.inf), axis=-1)
     token = jnp.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
-    return DrawnToken(logits=logits, given=given, proposal=proposal, token=token)
+    return DrawnToken(logits=logits, proposal=proposal, token=token, given=given)

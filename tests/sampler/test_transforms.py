@@ -164,7 +164,7 @@ def test_dry() -> None:
     got = transformed(jnp.asarray(logits), settings, views_of(tokens))
     values = multipliers.astype(np.float32), bases.astype(np.float32), lengths, windows, breakers
     rows = zip(logits, tokens, *values, strict=True)
-    want = [oracles.dry(*row, longest=MAX_MATCH) for row in rows]
+    want = [oracles.dry(*row, MAX_MATCH) for row in rows]
     check(got, want, share(logits, want))
 
 
@@ -216,12 +216,11 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
         np.testing.assert_allclose(got, oracle.logits(logits), rtol=1e-4, atol=1e-3)
         p = np.exp(got - got.max())
         token = rng.choice(VOCAB, p=p / p.sum())
-        given = {"adaptive_p": jnp.asarray(logits)[None]}
         drawn = DrawnToken(
             logits=jnp.asarray(logits)[None],
-            given=given,
             proposal=proposal_of(),
             token=jnp.asarray([token], jnp.int32),
+            given={"adaptive_p": jnp.asarray(logits)[None]},
         )
         excess = after(state, drawn).excess
         state = with_own(state, "adaptive_p", excess=excess)
@@ -238,7 +237,7 @@ def test_what_adaptive_p_does_not_count() -> None:
     state = with_own(fresh_state(1), "adaptive_p", excess=jnp.asarray([0.25]))
     zeros = jnp.zeros((1, VOCAB))
     token = jnp.zeros(1, jnp.int32)
-    drawn = DrawnToken(zeros, {"adaptive_p": zeros}, proposal_of(), token)
+    drawn = DrawnToken(zeros, proposal_of(), token, {"adaptive_p": zeros})
     assert learn(settings, state.tally, drawn) == AdaptivePState(excess=jnp.asarray([0.25]))
 
 
@@ -317,13 +316,14 @@ def plainly(row: str) -> tuple[Line, ...]:
 def test_rows_of_different_transforms_are_as_alone() -> None:
     """And they compile nothing more than rows without any."""
     plainly("none")
-    compiled = decode._cache_size()
+    program: Any = decode
+    compiled = program._cache_size()
     jobs = [job(values, name) for name, values in VALUES.items()]
     together = generate(MODEL, jobs)
     for one, lines in zip(jobs, together, strict=True):
         (alone,) = generate(MODEL, [one])
         assert [line.exact for line in lines] == [line.exact for line in alone]
-    assert decode._cache_size() == compiled
+    assert program._cache_size() == compiled
     # Each does something.
     for name, lines in zip(VALUES, together, strict=True):
         assert (tokens_of(lines) != tokens_of(plainly(name))) == (name != "none")
@@ -384,7 +384,7 @@ def test_a_phrase_stays_where_it_may() -> None:
     written = tokens_of(plainly("0"))
     spent = job({"phrases.per_row": 0}, "0", [written[3:5]])
     assert tokens_of(generate(MODEL, [spent])[0]) == written
-    thought = {f"arms.{regime}": "inject" for regime in ("mid", "loop")}
+    thought: dict[str, Any] = {f"arms.{regime}": "inject" for regime in ("mid", "loop")}
     thought |= {"inject.thought": "abcd", "inject.cooldown": 4}
     (lines,) = generate(MODEL, [job(thought, "0", [[97, 98], [99, 100]])])
     assert holds_phrase(tokens_of(lines), [97, 98, 99, 100])

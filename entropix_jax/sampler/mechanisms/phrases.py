@@ -62,7 +62,8 @@ def replaces(settings: SamplerSettings, step: Step, drawn: jax.Array) -> jax.Arr
     attempts, _ = _retracted(step, back)
     bans = attempts + 1 + jnp.sum(settings.bans >= 0, axis=-1, dtype=jnp.int32)
     able = (attempts < MAX_ATTEMPTS) & (bans < step.rows.vocab_size)
-    own, row = settings.own["phrases"], step.tally.own["phrases"]
+    own: PhrasesSettings = settings.own["phrases"]
+    row: PhrasesState = step.tally.own["phrases"]
     return (number > 0) & able & (row.retracted < own.per_row)
 
 

@@ -27,9 +27,9 @@ def exclude(
     """Leaves out the top choices but the last one, in a step in which a number of the row's own is
     below the probability; of equals the one with the highest id is last."""
     own: XtcSettings = settings.own["xtc"]
-    parts = (row.key, row.length, row.attempt, jnp.int32(STREAM_XTC))
-    numbers = uniforms(*(part[None] for part in parts), MAX_WIDTH + 1)[0]
-    acts = numbers[row.branch + 1] < own.probability
+    stream = jnp.full(1, STREAM_XTC, jnp.int32)
+    where = row.key[None], row.length[None], row.attempt[None], stream
+    acts = uniforms(*where, MAX_WIDTH + 1)[0, row.branch + 1] < own.probability
     p = jax.nn.softmax(logits)
     top = (p >= own.threshold) & (logits > -jnp.inf)
     ids = jnp.arange(p.shape[0], dtype=jnp.int32)
