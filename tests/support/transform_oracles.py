@@ -45,7 +45,7 @@ def dry(
     allowed_length: int,
     window: int,
     breakers: Sequence[Sequence[int]],
-    longest: int,
+    longest: int = 64,
 ) -> np.ndarray:
     """Each place where the text's end stands before, and how much of the end stands there."""
     tokens = [*tokens[max(len(tokens) - window, 0) :]]

@@ -3,7 +3,7 @@ again without that one (Paech et al. 2025, "Antislop").
 
 A phrase is the tokens of its text: other spellings are phrases of their own. Where the row may not
 go back so far, because the tokens are forced or the phrase is longer than `MAX_REACH`, it goes back
-as far as it may; a phrase of one token is never written. Tokens that begin a phrase are held until
+as far as it may, and be it to draw the last token again. Tokens that begin a phrase are held until
 it is clear that they are none.
 """
 
