@@ -102,17 +102,18 @@ def decode_step(
     # The first step reads a token of the prompt.
     evaluates = running & (state.cache.length >= state.prompt_length)
     forwards = state.forwards + evaluates.astype(jnp.int32)
-    after = replace(rows, length=rows.length + commits.astype(jnp.int32))
 
     # Commit. A row that waits or went back reads its last token again.
     cached = rows.length - (step.rewinds | step.waits).astype(jnp.int32)
     cached = jnp.where(running, cached, state.cache.length)
     target = jnp.where(commits, rows.length, rows.history.shape[1])
     row = jnp.arange(places, dtype=jnp.int32)
+    history = rows.history.at[row, target].set(choice.token, mode="drop")
+    after = replace(rows, history=history, length=rows.length + commits.astype(jnp.int32))
     state = replace(
         state,
         cache=replace(cache, length=cached),
-        history=rows.history.at[row, target].set(choice.token, mode="drop"),
+        history=history,
         sampler=replace(sampler, tally=tally),
         forwards=forwards,
         finish=finish,

@@ -14,6 +14,7 @@ STREAM_DRAW = 0
 STREAM_CANDIDATE = 1
 STREAM_ROLLOUT = 2
 STREAM_NOISE = 3
+STREAM_XTC = 4
 
 
 def row_key(seed: int, row_id: str) -> np.ndarray:

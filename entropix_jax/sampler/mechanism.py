@@ -49,6 +49,11 @@ class Mechanism:
     init: Callable[[], Any] | None = None
     # Whether each row may take the action now: bool [B]. None: always.
     may: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
+    # Whether it acts in place of each row's drawn token, int32 [B], whatever the arm proposed: bool
+    # [B]. The token stands in the history, at the row's length.
+    replaces: Callable[[SamplerSettings, Step, jax.Array], jax.Array] | None = None
+    # How many of each row's last tokens it may still take back: int32 [B].
+    holds: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
     # Carries out the action in the rows of a bool [B].
     apply: Callable[[jax.Array, Step, SamplerSettings], Step] | None = None
     # Its state after one more committed token, from the tally before it.
@@ -63,7 +68,8 @@ class Mechanism:
     # them, divided by the temperature (`reweigh`).
     logits: Transform | None = None
     reweigh: Transform | None = None
-    # Whether a transform changes anything under these settings: a bool, or [B]. None: always.
+    # Whether `logits`, `reweigh` or `replaces` changes anything under these settings: a bool, or
+    # [B]. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
     # The state of a rule or transform after a token was drawn.
     learn: Lesson | None = None

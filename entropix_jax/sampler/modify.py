@@ -23,16 +23,16 @@ def modify(
     views: RowView,
     bans: jax.Array,
 ) -> jax.Array:
-    """The logits that are truncated and drawn from: penalties and the like, bans, noise floor.
+    """The logits that are truncated and drawn from: bans, penalties and the like, noise floor.
 
     `floored` is float32 [B, V], -inf below the noise floor; `bans` int32 [B, n], those of a row's
     position beside the sampler's own, -1 for none; `metrics` are `as_seen`.
     """
     batch, vocab = logits.shape
-    logits = _apply("logits", logits, metrics, settings, views)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     bans = jnp.concatenate([settings.bans, bans], axis=1)
     logits = logits.at[row, jnp.where(bans < 0, vocab, bans)].set(-jnp.inf, mode="drop")
+    logits, _ = _apply("logits", logits, metrics, settings, views)
     above = jnp.where(floored > -jnp.inf, logits, -jnp.inf)
     # If the bans remove everything above the noise floor, the draw is from what is below it.
     return jnp.where(jnp.any(above > -jnp.inf, axis=-1, keepdims=True), above, logits)
@@ -44,15 +44,16 @@ def cut_and_reweigh(
     metrics: Metrics,
     settings: SamplerSettings,
     views: RowView,
-) -> tuple[Cut, jax.Array]:
-    """What each row may draw, and the logits, [B, V], that it is drawn from; see `truncate`.
+) -> tuple[Cut, jax.Array, dict[str, jax.Array]]:
+    """What each row may draw, the logits, [B, V], that it is drawn from, and those that each
+    transform on the way was given; see `truncate`.
 
     Where a row uses a transform of what its rule leaves, or the temperature comes last, that is
     found first, and then drawn from as it is.
     """
     reweighs = any(m.reweigh and m.name in settings.used for m in settings.mechanisms)
     if not reweighs and LAST not in settings.used:
-        return truncate(logits, proposal, metrics, settings, views), logits
+        return truncate(logits, proposal, metrics, settings, views), logits, {}
 
     hot = proposal.temperature > 0
     waits = hot & settings.base.temperature_last
@@ -64,27 +65,33 @@ def cut_and_reweigh(
     bound = jnp.take_along_axis(cut.order, last[:, None], axis=1)
     left = (cut.order > bound) | ((cut.order == bound) & (ids <= last[:, None]))
     scores = jnp.where(left, logits / cut.temperature[:, None], -jnp.inf)
-    scores = _apply("reweigh", scores, metrics, settings, views)
+    scores, given = _apply("reweigh", scores, metrics, settings, views)
     scores = scores / jnp.where(waits, proposal.temperature, 1.0)[:, None]
-    return everything(scores), scores
+    return everything(scores), scores, given
 
 
 def _apply(
     kind: str, logits: jax.Array, metrics: Metrics, settings: SamplerSettings, views: RowView
-) -> jax.Array:
-    """The logits after all transforms of a kind that the rows use, one after another."""
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The logits after all transforms of a kind that the rows use, one after another, and those
+    that each was given. None brings back a token, and one that would leave no token does nothing.
+    """
+    given = {}
     for mechanism in settings.mechanisms:
         transform: Transform | None = getattr(mechanism, kind)
         if transform is None or mechanism.name not in settings.used:
             continue
+        given[mechanism.name] = logits
         active = jnp.ones(logits.shape[0], bool)
         if mechanism.active is not None:
             active = mechanism.active(settings)
 
         def change(logits: jax.Array, active: jax.Array, transform: Transform) -> jax.Array:
             changed = jax.vmap(transform)(logits, metrics, settings, views)
-            return jnp.where(active[:, None], changed, logits)
+            changed = jnp.where(logits > -jnp.inf, changed, -jnp.inf)
+            leaves = active & jnp.any(changed > -jnp.inf, axis=-1)
+            return jnp.where(leaves[:, None], changed, logits)
 
         change_all = partial(change, active=active, transform=transform)
         logits = lax.cond(jnp.any(active), change_all, lambda logits: logits, logits)
-    return logits
+    return logits, given

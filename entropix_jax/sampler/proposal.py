@@ -35,6 +35,8 @@ class RowView:
     length: jax.Array  # int32, how many so far
     generated: jax.Array  # int32, how many of them were generated
     key: jax.Array  # uint32 [2], see `sampler.keys`
+    attempt: jax.Array  # int32, how many tokens were retracted at the next position
+    branch: jax.Array  # int32, which branch of a fork the row is; -1: none
 
 
 def as_seen(metrics: Metrics, settings: SamplerSettings) -> Metrics:

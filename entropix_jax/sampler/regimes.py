@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from entropix_jax.names import BOXES, QUANTITIES, REGIMES
+from entropix_jax.sampler.history import same_as_before
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 
@@ -34,15 +35,12 @@ def count_rounds(
         generated: int32, how many of those were generated; a prompt never counts as a loop.
         settings: stretches of q <= `max_period` tokens count.
     """
-    back = jnp.arange(LOOP_WINDOW, dtype=jnp.int32)
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
-    latest_first = jnp.take(history, length - 1 - back, mode="clip")
-    earlier = jnp.take(history, length - 1 - back[None, :] - periods[:, None], mode="clip")
-    # [P, W]: how many of the last tokens equal the one a period before; and how far back enough of
-    # them do, [P].
-    same = jnp.cumsum(latest_first[None, :] == earlier, axis=1, dtype=jnp.int32)
-    number = back[None, :] + 1
-    enough = same.astype(jnp.float32) >= settings.similarity * number.astype(jnp.float32)
+    # How many of the last tokens equal the one a period before, and how far back enough do: [P, W].
+    same = same_as_before(history, length, periods, LOOP_WINDOW)
+    number = jnp.arange(1, LOOP_WINDOW + 1, dtype=jnp.int32)[None, :]
+    alike = jnp.cumsum(same, axis=1, dtype=jnp.int32).astype(jnp.float32)
+    enough = alike >= settings.similarity * number.astype(jnp.float32)
     enough &= number <= generated - periods[:, None]
     copies = 1 + jnp.max(jnp.where(enough, number, 0), axis=1) // periods
     looping = (periods <= settings.max_period) & (settings.repeats >= 2)

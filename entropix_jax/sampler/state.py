@@ -1,7 +1,7 @@
 """The sampler's view of each row, its state between steps, and a step in progress."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -63,6 +63,13 @@ class Trail:
         ring = {name: jax.tree.map(take, getattr(self, name)) for name in _RING}
         return replace(self, **ring)
 
+    def retracted(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How many tokens were retracted at each row's next position, int32 [B], and which, int32
+        [B, MAX_ATTEMPTS]; -1: none."""
+        here = self.at(position)
+        attempts = jnp.where(self.again, here.attempts, 0)
+        return attempts, jnp.where(self.again[:, None], here.bans, -1)
+
     def put(self, position: jax.Array, rows: jax.Array, **entry: Any) -> "Trail":
         """With an entry's fields, [B, ...], at a position of the rows of a bool [B]."""
         index = jnp.arange(MAX_REACH, dtype=jnp.int32)[None, :]
@@ -97,7 +104,7 @@ class Rows:
     branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
 
-    def view(self, own: dict[str, Any], may: dict[str, jax.Array]) -> RowView:
+    def view(self, own: dict[str, Any], may: dict[str, jax.Array], attempt: jax.Array) -> RowView:
         """What mechanisms may know of each row; see `RowView` for the arguments."""
         return RowView(
             may=may,
@@ -106,6 +113,8 @@ class Rows:
             length=self.length,
             generated=self.generated,
             key=self.keys,
+            attempt=attempt,
+            branch=self.branch,
         )
 
 
@@ -116,6 +125,8 @@ class DrawnToken:
     logits: jax.Array  # float32 [B, V], with penalties and bans, before truncation
     proposal: Proposal
     token: jax.Array  # int32
+    # float32 [B, V], what each transform after truncation was given, by its name.
+    given: dict[str, jax.Array] = field(default_factory=dict)
 
 
 @struct.dataclass
@@ -134,6 +145,7 @@ class Step:
     proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
     tally: Tally  # before the token
     trail: Trail  # before the token
+    reach: jax.Array  # int32, how many of its last tokens the row may go back at most
     rewinds: jax.Array  # bool: the row goes back to `rows.length`, and commits nothing
     forks: jax.Array  # bool: the row goes on as several, and then as the best of them
     candidates: jax.Array  # int32 [B, W], the first tokens of a row that forks

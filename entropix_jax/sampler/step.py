@@ -84,25 +84,27 @@ def choose(
     action, is_branch = step.proposal.action, rows.branch >= 0
     free = rows.running & finite & (step.tally.queued == 0) & ~step.trail.again & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
-        if mechanism.apply is not None:
+        if mechanism.apply is not None and mechanism.replaces is None:
             step = mechanism.apply(free & (action == index), step, settings)
 
-    # The token: drawn, unless one is forced.
-    forced = step.tally.queued > 0
+    # The token: drawn, unless one is forced, be it in the drawn one's place.
     drawn = _draw_best(step, settings)
+    step = _replace(drawn.token, rows.running & finite & ~is_branch, step, settings)
+    forced = step.tally.queued > 0
     ahead = jnp.take_along_axis(step.rows.history, step.rows.length[:, None], axis=1)[:, 0]
     token = jnp.where(forced, ahead, drawn.token)
     logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
 
     # The state after it.
-    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
+    seen, zero = jax.vmap(as_seen)(step.observation.metrics, settings), jnp.zeros_like(rows.length)
     moves = rows.running & ~step.rewinds & ~step.waits
     was_drawn = moves & ~forced & ~step.forks & ~is_branch
     advanced = advance(step.tally, settings, step.observation, rows.generated)
     for mechanism in settings.mechanisms:
         if mechanism.learn is not None and mechanism.name in settings.used:
             name, own = mechanism.name, advanced.own
-            learnt = jax.vmap(mechanism.learn)(drawn, seen, settings, step.rows.view(own, {}))
+            views = step.rows.view(own, {}, zero)
+            learnt = jax.vmap(mechanism.learn)(drawn, seen, settings, views)
             learnt = where_rows(was_drawn, learnt, own[name])
             advanced = replace(advanced, own={**own, name: learnt})
     tally = where_rows(moves, advanced, step.tally)
@@ -180,7 +182,11 @@ def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.A
     has_arm = jnp.any(jnp.isin(settings.arms, jnp.array(able, jnp.int32)), axis=-1)
     distance = jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
     farthest = jnp.max(jnp.where(in_doubt(settings, state, rows), distance, 0), axis=-1)
-    return rows.length - jnp.where(has_arm, farthest, 0)
+    held = jnp.where(has_arm, farthest, 0)
+    for mechanism in settings.mechanisms:
+        if mechanism.holds is not None and mechanism.name in settings.used:
+            held = jnp.maximum(held, mechanism.holds(settings, state, rows))
+    return rows.length - held
 
 
 def _propose(
@@ -201,7 +207,8 @@ def _propose(
     served = jnp.where(looping, SERVED.index("loop"), observation.regime)
     arm = jnp.take_along_axis(settings.arms, served[:, None], axis=1)[:, 0]
     seen = jax.vmap(as_seen)(observation.metrics, settings)
-    proposal = jax.vmap(propose)(arm, seen, settings, rows.view(tally.own, may))
+    attempts, _ = state.trail.retracted(rows.length)
+    proposal = jax.vmap(propose)(arm, seen, settings, rows.view(tally.own, may, attempts))
 
     # Each further round of a loop is hotter.
     heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)
@@ -231,6 +238,7 @@ def _propose(
         proposal=proposal,
         tally=tally,
         trail=state.trail,
+        reach=rows.length - settled(settings, state, rows),
         rewinds=no,
         forks=no,
         candidates=jnp.zeros((*no.shape, MAX_WIDTH), jnp.int32),
@@ -238,6 +246,25 @@ def _propose(
         waits=no,
         ends=no,
     )
+
+
+def _replace(drawn: jax.Array, free: jax.Array, step: Step, settings: SamplerSettings) -> Step:
+    """The step after all that acts in place of drawn tokens, int32 [B], in the rows of `free`."""
+    row = jnp.arange(drawn.shape[0], dtype=jnp.int32)
+    for index, mechanism in enumerate(settings.mechanisms):
+        replaces, apply = mechanism.replaces, mechanism.apply
+        if replaces is None or apply is None or mechanism.name not in settings.used:
+            continue
+        rows = step.rows
+        free &= (step.tally.queued == 0) & ~(step.rewinds | step.forks | step.waits)
+        position = jnp.where(free, rows.length, rows.history.shape[1])
+        history = rows.history.at[row, position].set(drawn, mode="drop")
+        step = replace(step, rows=replace(rows, history=history))
+        acts = free & replaces(settings, step, drawn)
+        action = jnp.where(acts, index, step.proposal.action)
+        step = replace(step, proposal=replace(step.proposal, action=action))
+        step = apply(acts, step, settings)
+    return step
 
 
 def _remember(step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.Array) -> Trail:
@@ -270,16 +297,15 @@ def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
 
     # What the candidates are drawn from. Mechanisms learn from committed tokens alone: a branch has
     # the state that a text starts with.
-    here = trail.at(rows.length)
-    attempts = jnp.where(trail.again, here.attempts, 0)
-    bans = jnp.where(trail.again[:, None], here.bans, -1)
+    attempts, bans = trail.retracted(rows.length)
     new = init_sampler_state(is_branch.shape[0], settings.mechanisms).tally.own
     learns = [m.name for m in settings.mechanisms if m.learn is not None]
     own = dict(step.tally.own)
     own |= {name: where_rows(is_branch, new[name], own[name]) for name in learns}
-    seen, views = jax.vmap(as_seen)(step.observation.metrics, settings), rows.view(own, {})
+    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
+    views = rows.view(own, {}, attempts)
     logits = modify(step.logits, step.floored, seen, settings, views, bans)
-    cut, left = cut_and_reweigh(logits, proposal, seen, settings, views)
+    cut, left, given = cut_and_reweigh(logits, proposal, seen, settings, views)
 
     # Their random numbers. Branches of a row have the same key: each takes that at its own index.
     stream = jnp.where(proposal.draws > 1, STREAM_CANDIDATE, STREAM_DRAW)
@@ -294,4 +320,4 @@ def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
     scores = jnp.take_along_axis(step.log_probs, candidates, axis=1)
     best = jnp.argmax(jnp.where(drawn, scores, -jnp.inf), axis=-1)
     token = jnp.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
-    return DrawnToken(logits=logits, proposal=proposal, token=token)
+    return DrawnToken(logits=logits, proposal=proposal, token=token, given=given)

@@ -383,7 +383,7 @@ def job_of(name: str, **changes: Any) -> Job:
     sampler = params_of(
         "entropix",
         {**PLAIN, **SETTINGS[name], **changes},
-        encode=lambda text: [int(token) for token in text.split()],
+        encode=lambda text: [int(token) for token in text.split() if token.isdigit()],
         epsilon=LOUD if name == "noise" else EPSILON,
     )
     budget = CAPACITY - len(prompt) if index % 4 < 2 else 36 + index

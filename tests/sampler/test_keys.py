@@ -12,11 +12,12 @@ from entropix_jax.sampler.keys import (
     STREAM_DRAW,
     STREAM_NOISE,
     STREAM_ROLLOUT,
+    STREAM_XTC,
     row_key,
     uniforms,
 )
 
-STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE)
+STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC)
 
 uniforms_of = jax.jit(uniforms, static_argnums=4)
 
@@ -44,7 +45,7 @@ def threefry(key: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
 
 def test_the_numbers_stay_what_they_are() -> None:
     """A change of the generator would change every text that a seed stands for."""
-    assert STREAMS == (0, 1, 2, 3)
+    assert STREAMS == (0, 1, 2, 3, 4)
     rows = {(0, "0"): (0, 0, 0), (5, "récord"): (9, 2, 1), (-1, ""): (70_000, 1, 0)}
     drawn = numbers([(row_key(*row), *path) for row, path in rows.items()], 3)
     for (seed, row_id), path, found in zip(rows, rows.values(), drawn, strict=True):

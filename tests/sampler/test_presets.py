@@ -23,7 +23,9 @@ from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.thresholds import preset_text
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.names import BOXES, REGIMES, THRESHOLDS
+from entropix_jax.sampler.mechanisms.dry import MAX_BREAKERS
 from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHT, MAX_THOUGHTS
+from entropix_jax.sampler.mechanisms.phrases import MAX_PHRASES
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
@@ -390,6 +392,8 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
     "metrics.noise_floor": st.booleans(),
     "thresholds.calibrated": st.booleans(),
     "inject.thought": texts | st.lists(texts, max_size=MAX_THOUGHTS),
+    "dry.breakers": st.lists(st.sampled_from(("\n", "ab", "")), max_size=MAX_BREAKERS),
+    "phrases.banned": st.lists(st.sampled_from(("\n", "abc", "")), max_size=MAX_PHRASES),
     "draw.bans": st.lists(st.integers(0, 2**31 - 1), max_size=MAX_BANS),
 }
 

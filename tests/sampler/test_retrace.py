@@ -73,6 +73,8 @@ OTHER: dict[str, list[Any]] = {
     "truncation.rule": [*RULES],
     "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
     "draw.bans": [[*range(16)]],
+    "dry.breakers": ["", ["x" * 8] * 16],
+    "phrases.banned": ["abc", ["x" * 16] * 8],
 }
 
 

@@ -41,7 +41,7 @@ def draw_from_scores(
     logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
 ) -> tuple[Drawn, jax.Array]:
     """The same where the temperature may come last, and the logits that are left, -inf the rest."""
-    cut, scores = cut_and_reweigh(logits, proposal, *_blank(logits.shape[0], settings))
+    cut, scores, _ = cut_and_reweigh(logits, proposal, *_blank(logits.shape[0], settings))
     return draw.truncated_draw(cut, scores, uniforms, proposal.draws), scores
 
 

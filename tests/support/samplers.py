@@ -40,7 +40,8 @@ NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
 RULES = [m.name for m in MECHANISMS if m.cut is not None]
 # What a compiled step may contain: with all of it, one program serves all tests.
-USED = frozenset({LAST, *(m.name for m in MECHANISMS if m.cut or m.logits or m.reweigh)})
+PARTS = [m.name for m in MECHANISMS if m.cut or m.logits or m.reweigh or m.replaces]
+USED = frozenset({LAST, *PARTS})
 BATCH = 10  # rows
 LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
@@ -109,6 +110,8 @@ def view(may: bool = True, **changes: bool) -> RowView:
         length=jnp.int32(1),
         generated=jnp.int32(0),
         key=jnp.zeros(2, jnp.uint32),
+        attempt=jnp.int32(0),
+        branch=jnp.int32(-1),
     )
 
 

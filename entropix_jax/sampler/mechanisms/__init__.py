@@ -6,14 +6,18 @@ The order is that of the actions in a result's counts, and that in which transfo
 """
 
 from entropix_jax.sampler.mechanisms.adaptive import ADAPTIVE
+from entropix_jax.sampler.mechanisms.adaptive_p import ADAPTIVE_P
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.dry import DRY
 from entropix_jax.sampler.mechanisms.inject import INJECT
 from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
+from entropix_jax.sampler.mechanisms.phrases import PHRASES
 from entropix_jax.sampler.mechanisms.plain import ARGMAX, EDT, EXPLORE, RESAMPLE, SAMPLE
 from entropix_jax.sampler.mechanisms.prefixes import PREFIXES
-from entropix_jax.sampler.mechanisms.repetition import REPETITION
+from entropix_jax.sampler.mechanisms.repetition import NO_REPEAT_NGRAM, REPETITION
 from entropix_jax.sampler.mechanisms.rules import RULES
+from entropix_jax.sampler.mechanisms.xtc import XTC
 
 MECHANISMS = (
     ARGMAX,
@@ -29,6 +33,11 @@ MECHANISMS = (
     *PREFIXES,
     MIROSTAT,
     REPETITION,
+    NO_REPEAT_NGRAM,
+    DRY,
+    XTC,
+    ADAPTIVE_P,
+    PHRASES,
 )
 
 # The actions in a trace. `edt` is an arm only: its action is `sample`.

@@ -84,9 +84,18 @@ def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propos
 
 def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     """Moves the row back."""
+    state = SamplerState(tally=step.tally, trail=step.trail)
+    back = 1 + jnp.argmax(in_doubt(settings, state, step.rows), axis=-1).astype(jnp.int32)
+    step = go_back(acts, step, settings, back)
+    backspaced = step.tally.own["backspace"].backspaced + acts.astype(jnp.int32)
+    own = {**step.tally.own, "backspace": BackspaceState(backspaced=backspaced)}
+    return replace(step, tally=replace(step.tally, own=own))
+
+
+def go_back(acts: jax.Array, step: Step, settings: SamplerSettings, back: jax.Array) -> Step:
+    """The step with the rows of `acts` moved back by `back`, int32 [B], at most the step's `reach`.
+    The position is drawn again, without the token there, which a trail's entry must be of."""
     rows, trail = step.rows, step.trail
-    state = SamplerState(tally=step.tally, trail=trail)
-    back = 1 + jnp.argmax(in_doubt(settings, state, rows), axis=-1).astype(jnp.int32)
     back = jnp.where(acts, back, 0)
     length = rows.length - back
 
@@ -97,8 +106,7 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     bans = there.bans.at[row, there.attempts].set(token, mode="drop")
     trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans)
     # What was out of reach stays so, although the row is shorter now: see `settled`.
-    own: BackspaceSettings = settings.own["backspace"]
-    drawn = jnp.where(acts, jnp.minimum(own.reach, trail.drawn) - back, trail.drawn)
+    drawn = jnp.where(acts, step.reach - back, trail.drawn)
     trail = replace(trail, drawn=drawn, again=trail.again | acts)
 
     # The rest is as it was, but for what counts.
@@ -108,8 +116,6 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
         name: replace(before[name], **{f: getattr(now[name], f) for f in kept.get(name, ())})
         for name in now
     }
-    backspaced = now["backspace"].backspaced + acts.astype(jnp.int32)
-    states["backspace"] = BackspaceState(backspaced=backspaced)
     return replace(
         step,
         rows=replace(
@@ -142,4 +148,5 @@ BACKSPACE = Mechanism(
     init=lambda: BackspaceState(backspaced=jnp.int32(0)),
     may=may_backspace,
     apply=apply,
+    keep=("backspaced",),
 )

@@ -124,7 +124,8 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
     rows, logits = step.rows, step.logits
     none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
     seen = jax.vmap(as_seen)(step.observation.metrics, settings)
-    logits = modify(logits, step.floored, seen, settings, rows.view(step.tally.own, {}), none)
+    views = rows.view(step.tally.own, {}, jnp.zeros_like(rows.length))
+    logits = modify(logits, step.floored, seen, settings, views, none)
 
     def noised() -> jax.Array:
         zero = jnp.zeros_like(rows.length)

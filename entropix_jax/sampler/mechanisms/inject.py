@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
@@ -60,7 +61,8 @@ def may_inject(settings: SamplerSettings, state: SamplerState, rows: Rows) -> ja
     row: InjectState = state.tally.own["inject"]
     length = _turn(own, row.begun)[1]
     fits = rows.asks | ((length > 0) & (length <= rows.remaining))
-    just_asked = jax.vmap(_ends_in_a_thought)(rows.history, rows.length, own.thought)
+    ends = jax.vmap(ends_in)(rows.history, rows.length, own.thought)  # injected or not
+    just_asked = jnp.any(ends, axis=-1)
     return fits & ~just_asked & (row.cooldown == 0) & (row.begun < own.per_row)
 
 
@@ -104,16 +106,6 @@ def _turn(own: InjectSettings, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
     turn = jnp.mod(begun, number)
     tokens = jnp.take_along_axis(own.thought, turn[:, None, None], axis=1)[:, 0]
     return tokens, jnp.take_along_axis(lengths, turn[:, None], axis=1)[:, 0]
-
-
-def _ends_in_a_thought(history: jax.Array, length: jax.Array, thoughts: jax.Array) -> jax.Array:
-    """Whether one row's last tokens are one of its thoughts, injected or not."""
-    lengths = jnp.sum(thoughts >= 0, axis=-1, dtype=jnp.int32)
-    offsets = jnp.arange(thoughts.shape[1], dtype=jnp.int32)[None, :]
-    start = length - lengths[:, None]
-    tokens = jnp.take(history, start + offsets, mode="clip")  # [MAX_THOUGHTS, MAX_THOUGHT]
-    same = jnp.all((tokens == thoughts) | (thoughts < 0), axis=-1)
-    return jnp.any(same & (lengths > 0) & (lengths <= length))
 
 
 INJECT = Mechanism(

@@ -1,0 +1,408 @@
+"""Transforms of the logits against float64 oracles, alone, over a run and in mixed batches."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropix_jax.engine.decode import decode
+from entropix_jax.sampler import modify
+from entropix_jax.sampler.history import MAX_MATCH
+from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.adaptive_p import learn
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.proposal import RowView
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import DrawnToken
+from tests.support import transform_oracles as oracles
+from tests.support.draw_oracles import random_logits
+from tests.support.samplers import (
+    PLAIN,
+    Job,
+    Line,
+    batch_of,
+    encode,
+    fresh_state,
+    generate,
+    metrics_of,
+    params_of,
+    proposal_of,
+    tiny_model,
+    tokens_of,
+    view,
+    with_own,
+)
+
+ROWS, VOCAB, CAPACITY = 2000, 24, 100
+MODEL = tiny_model()
+
+
+# Rows
+
+
+def texts(rng: np.random.Generator, rows: int) -> list[list[int]]:
+    """Texts of few tokens, a half of them of one stretch over and over, some of one token."""
+    lengths = rng.choice([1, 2, 5, 30, CAPACITY], size=rows)
+    made = []
+    for length, kinds in zip(lengths, rng.choice([1, 2, 4, 20], size=rows), strict=True):
+        text = rng.integers(0, kinds, length)
+        period = rng.integers(1, length + 1) if rng.random() < 0.5 else length
+        made.append(np.resize(text[:period], length).tolist())
+    return made
+
+
+def views_of(histories: Iterable[list[int]], **fields: Any) -> RowView:
+    """Rows with these tokens, and after them what is none of theirs."""
+    histories = list(histories)
+    padded = np.full((len(histories), CAPACITY), 1, np.int32)
+    for row, tokens in zip(padded, histories, strict=True):
+        row[: len(tokens)] = tokens
+    one = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(histories), *jnp.shape(x))), view())
+    lengths = jnp.asarray([*map(len, histories)], jnp.int32)
+    rows: RowView = replace(one, history=jnp.asarray(padded), length=lengths, generated=lengths)
+    return replace(rows, **fields)
+
+
+def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
+    """Rows that have these values in a mechanism's section, and use it alone."""
+    base = params_of("min-p")
+    settings = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), base)
+    own = settings.own[name]
+    given = {
+        key: jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
+        for key, value in fields.items()
+        for old in [getattr(own, key)]
+    }
+    changed = replace(own, **given)
+    return replace(settings, own={**settings.own, name: changed}, used=frozenset({name}))
+
+
+@jax.jit
+def transformed(logits: jax.Array, settings: SamplerSettings, views: RowView) -> jax.Array:
+    """What a draw without truncation at temperature 1 is from."""
+    rows = logits.shape[0]
+    metrics, none = metrics_of(entropy=[0.0] * rows), jnp.full((rows, 1), -1, jnp.int32)
+    logits = modify.modify(logits, logits, metrics, settings, views, none)
+    proposal = proposal_of(temperature=np.ones(rows))
+    return modify.cut_and_reweigh(logits, proposal, metrics, settings, views)[1]
+
+
+def check(got: jax.Array, want: list[np.ndarray], changes: float) -> None:
+    """Each row up to rounding. Logits are only alike up to a constant where they were truncated."""
+    wanted = np.stack(want)
+    np.testing.assert_array_equal(np.asarray(got) > -np.inf, wanted > -np.inf)
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-4)
+    assert changes > 0.2, "the rows show too little"
+
+
+def share(logits: np.ndarray, want: list[np.ndarray]) -> float:
+    return float(np.mean([np.any(a != b) for a, b in zip(logits, want, strict=True)]))
+
+
+# Each against its oracle
+
+
+def test_repetition() -> None:
+    rng = np.random.default_rng(1)
+    logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
+    generated = np.array([rng.integers(0, len(text) + 1) for text in tokens])
+    values = rng.choice([0.5, 1.0, 1.3], ROWS), *rng.uniform(-2, 2, (2, ROWS))
+    settings = settings_of(
+        "repetition", ROWS, **dict(zip(("penalty", "frequency", "presence"), values, strict=True))
+    )
+    views = views_of(tokens, generated=jnp.asarray(generated, jnp.int32))
+    got = transformed(jnp.asarray(logits), settings, views)
+    rows = zip(logits, tokens, generated, *values, strict=True)
+    want = [oracles.repetition(*row) for row in rows]
+    check(got, want, share(logits, want))
+
+
+def test_no_repeat_ngram() -> None:
+    """One token is left in any case."""
+    rng = np.random.default_rng(2)
+    logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
+    sizes = rng.choice([1, 2, 3, 5, MAX_MATCH], ROWS)
+    settings = settings_of("no_repeat_ngram", ROWS, size=sizes)
+    got = transformed(jnp.asarray(logits), settings, views_of(tokens))
+    rows = zip(logits, tokens, sizes, strict=True)
+    want = [oracles.no_repeat_ngram(*row) for row in rows]
+    check(got, want, share(logits, want))
+    one = np.where(np.arange(VOCAB) == 3, 0.0, -np.inf).astype(np.float32)[None]
+    settings = settings_of("no_repeat_ngram", 1, size=[1])
+    assert float(transformed(jnp.asarray(one), settings, views_of([[3]]))[0, 3]) == 0.0
+
+
+def test_dry() -> None:
+    rng = np.random.default_rng(3)
+    logits, tokens = random_logits(rng, ROWS, VOCAB), texts(rng, ROWS)
+    multipliers, bases = rng.uniform((0.1, 1.0), (3.0, 1.3), (ROWS, 2)).T
+    lengths, windows = rng.integers(1, 5, ROWS), rng.choice([4, 40, 1_000_000], ROWS)
+    breakers = [
+        [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(rng.integers(0, 3))]
+        for _ in range(ROWS)
+    ]
+    padded = np.full((ROWS, 16, 8), -1)
+    for row, texts_ in enumerate(breakers):
+        for i, text in enumerate(texts_):
+            padded[row, i, : len(text)] = text
+    settings = settings_of(
+        "dry",
+        ROWS,
+        multiplier=multipliers,
+        base=bases,
+        allowed_length=lengths,
+        window=windows,
+        breakers=padded,
+    )
+    got = transformed(jnp.asarray(logits), settings, views_of(tokens))
+    values = multipliers.astype(np.float32), bases.astype(np.float32), lengths, windows, breakers
+    rows = zip(logits, tokens, *values, strict=True)
+    want = [oracles.dry(*row) for row in rows]
+    check(got, want, share(logits, want))
+
+
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+def test_xtc(probability: float) -> None:
+    """A row whose own number is below the probability does what the oracle does, and any other
+    nothing: as many as they should be (chi-squared), at each attempt and in each branch anew."""
+    rng = np.random.default_rng(4)
+    logits = random_logits(rng, ROWS, VOCAB)
+    logits[:, :5] += rng.uniform(0, 8, (ROWS, 5)).astype(np.float32)
+    thresholds = rng.choice([0.02, 0.1, 0.3], ROWS)
+    want = np.stack([oracles.xtc(*row) for row in zip(logits, thresholds, strict=True)])
+    settings = settings_of("xtc", ROWS, probability=probability, threshold=thresholds)
+    keys = jnp.asarray(np.stack([row_key(0, str(row)) for row in range(ROWS)]))
+    shows = np.any(want != logits, axis=1)
+    actions = []
+    for attempt, branch in ((0, -1), (1, -1), (0, 0), (0, 7)):
+        places = {"attempt": attempt, "branch": branch}
+        fields = {name: jnp.full(ROWS, value, jnp.int32) for name, value in places.items()}
+        got = transformed(jnp.asarray(logits), settings, views_of([[1]] * ROWS, key=keys, **fields))
+        acts = np.any(np.asarray(got) != logits, axis=1)
+        check(got, [*np.where(acts[:, None], want, logits)], float(np.mean(shows)))
+        actions.append(acts[shows])
+    number = actions[0].size
+    for i, acts in enumerate(actions):
+        expected = number * np.array([probability, 1 - probability])
+        if probability == 1.0:
+            assert np.all(acts)
+            continue
+        observed = np.array([np.sum(acts), np.sum(~acts)])
+        assert np.sum((observed - expected) ** 2 / expected) < 10.83  # one in a thousand
+        for other in actions[:i]:
+            both = number * probability**2
+            assert abs(np.sum(acts & other) - both) < 4 * np.sqrt(both)
+
+
+@pytest.mark.parametrize(("target", "decay"), [(0.5, 0.9), (0.3, 0.99), (0.4, 0.0)])
+def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
+    """Each step's logits are the oracle's, and the mean of many comes to the target."""
+    rng, steps = np.random.default_rng(5), 300
+    settings = settings_of("adaptive_p", 1, target=target, decay=decay)
+    oracle, state, seen = oracles.AdaptiveP(target, decay), fresh_state(1), []
+    metrics = metrics_of(entropy=[0])
+    after = jax.jit(lambda row, drawn: jax.vmap(learn)(drawn, metrics, settings, row))
+        lambda row, drawn: jax.vmap(learn)(drawn, metrics_of(entropy=[0]), settings, row)
+    )
+    rows = np.full((steps, VOCAB), -np.inf, np.float32)
+    rows[:, :5] = np.log(rng.dirichlet([0.5] * 5, steps)).clip(-40)
+    for logits in rows:
+        row = views_of([[1]], own=state.tally.own)
+        got = np.asarray(transformed(jnp.asarray(logits)[None], settings, row))[0]
+        np.testing.assert_allclose(got, oracle.logits(logits), rtol=1e-4, atol=1e-3)
+        p = np.exp(got - got.max())
+        token = rng.choice(VOCAB, p=p / p.sum())
+        drawn = DrawnToken(
+            logits=jnp.asarray(logits)[None],
+            proposal=proposal_of(),
+            token=jnp.asarray([token], jnp.int32),
+            given={"adaptive_p": jnp.asarray(logits)[None]},
+        )
+        excess = after(row, drawn).excess
+        state = with_own(state, "adaptive_p", excess=excess)
+        seen.append(float(np.exp(logits[token]) / np.sum(np.exp(logits))))
+        oracle.drew(seen[-1])
+        mean = oracle.sum / oracle.weight
+        assert float(excess[0]) == pytest.approx(mean - target, abs=1e-5)
+    assert np.mean(seen) == pytest.approx(target, abs=0.05)
+
+
+def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
+    logits = jnp.asarray([[-jnp.inf, 1.0, 2.0, 3.0]])
+    for changed in (jnp.full(4, 7.0), jnp.full(4, -jnp.inf)):
+        for kind in ("logits", "reweigh"):
+            own: Any = replace(MECHANISMS[-2], name="own", active=None, settings=None, init=None)
+            own = replace(own, logits=None, reweigh=None, learn=None)
+            own = replace(own, **{kind: lambda *_, changed=changed: changed})
+            settings = replace(settings_of("dry", 1), mechanisms=(*MECHANISMS, own))
+            settings = replace(settings, used=frozenset({"own"}))
+            got = transformed(logits, settings, views_of([[1]]))
+            stays = bool(jnp.all(changed == -jnp.inf))
+            want = logits if stays else jnp.asarray([[-jnp.inf, 7.0, 7.0, 7.0]])
+            np.testing.assert_array_equal(got, want)
+
+
+# What is compiled
+
+
+def test_only_what_is_used_is_compiled() -> None:
+    for preset, used in (
+        ("min-p", set()),
+        ("entropix", set()),
+        ("xtc", {"xtc"}),
+        ("dry", {"dry"}),
+        ("adaptive-p", {"adaptive_p"}),
+    ):
+        sampler = load_sampler(preset)
+        settings = sampler.settings(num_layers=2, epsilon=0.0, encode=encode)
+        assert settings.used == used
+        rows = replace(batch_of(params_of(preset)), used=settings.used)
+        jaxpr = jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]]))
+        assert str(jaxpr).count(" cond[") == len(used)
+    phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
+    assert phrases.settings(num_layers=2, epsilon=0.0, encode=encode).used == {"phrases"}
+
+
+# In a batch
+
+VALUES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "xtc": {"xtc.probability": 0.7, "xtc.threshold": 0.02},
+    "dry": {"dry.multiplier": 5.0, "dry.allowed_length": 1, "dry.breakers": ""},
+    "adaptive_p": {"adaptive_p.target": 0.2},
+    "no_repeat_ngram": {"no_repeat_ngram.size": 1},
+    "repetition": {"repetition.frequency": 2.0, "repetition.presence": 1.0},
+    "all": {
+        "xtc.probability": 0.5,
+        "dry.multiplier": 1.0,
+        "adaptive_p.target": 0.4,
+        "no_repeat_ngram.size": 2,
+        "repetition.penalty": 1.3,
+    },
+}
+
+
+def job(values: dict[str, Any], row: str, phrases: Iterable[Iterable[int]] = ()) -> Job:
+    sampler = params_of("min-p", {**PLAIN, "base.min_p": 0.02, **values})
+    banned = np.full((8, 16), -1, np.int32)
+    for place, phrase in zip(banned, phrases, strict=False):
+        tokens = [*phrase]
+        place[: len(tokens)] = tokens
+    own = replace(sampler.own["phrases"], banned=banned)
+    sampler = replace(sampler, own={**sampler.own, "phrases": own})
+    return Job([5, 6, 7, 5, 6], sampler, budget=24, row_id=row)
+
+
+@cache
+def plainly(row: str) -> tuple[Line, ...]:
+    """What a row writes that nothing is done to."""
+    return tuple(generate(MODEL, [job({}, row)])[0])
+
+
+def test_rows_of_different_transforms_are_as_alone() -> None:
+    """And they compile nothing more than rows without any."""
+    plainly("none")
+    program: Any = decode
+    compiled = program._cache_size()
+    jobs = [job(values, name) for name, values in VALUES.items()]
+    together = generate(MODEL, jobs)
+    for one, lines in zip(jobs, together, strict=True):
+        (alone,) = generate(MODEL, [one])
+        assert [line.exact for line in lines] == [line.exact for line in alone]
+    assert program._cache_size() == compiled
+    # Each does something.
+    for name, lines in zip(VALUES, together, strict=True):
+        assert (tokens_of(lines) != tokens_of(plainly(name))) == (name != "none")
+    written = tokens_of(together[[*VALUES].index("no_repeat_ngram")])
+    assert len({*written, 5, 6, 7}) == len(written) + 3
+
+
+# Phrases
+
+
+def holds_phrase(tokens: list[int], phrase: list[int]) -> bool:
+    return any(tokens[i : i + len(phrase)] == phrase for i in range(len(tokens)))
+
+
+def test_phrases_are_taken_back() -> None:
+    """The text is the same up to the phrase, whose first token another one stands for."""
+    jobs, begins, bans = [], [], []
+    for number, start in enumerate((0, 2, 5, 10, 15)):
+        written = tokens_of(plainly(str(number)))
+        phrase = written[start : start + 1 + number]
+        first = next(i for i in range(24) if written[i : i + len(phrase)] == phrase)
+        jobs.append(job({}, str(number), [phrase]))
+        begins.append(first)
+        bans.append(phrase)
+    for number, lines in enumerate(generate(MODEL, jobs)):
+        before, after = tokens_of(plainly(str(number))), tokens_of(lines)
+        assert after[: begins[number]] == before[: begins[number]]
+        assert after[begins[number]] != before[begins[number]]
+        assert not holds_phrase(after, bans[number])
+        assert len(after) == 24
+
+
+def test_nothing_that_was_settled_is_taken_back() -> None:
+    """With many phrases at once, some longer than a row goes back, and `backspace` beside them."""
+    rng = np.random.default_rng(6)
+    jobs, bans = [], []
+    for number in range(9):
+        written = tokens_of(plainly(str(number)))
+        starts = rng.integers(0, 20, 8)
+        phrases = [written[s : s + int(rng.integers(1, 13))] for s in starts]
+        values = {"arms.mid": "backspace", "backspace.reach": 8} if number >= 6 else {}
+        jobs.append(job(values, str(number), phrases))
+        bans.append(phrases)
+    alone = [generate(MODEL, [one])[0] for one in jobs[::4]]
+    together = generate(MODEL, jobs, chunks=(1, 2, 32, 32, 32, 32))
+    for lines, again in zip(together[::4], alone, strict=True):
+        assert [line.exact for line in lines] == [line.exact for line in again]
+    for phrases, lines in zip(bans, together, strict=True):
+        settled = 0
+        for line in lines:
+            assert line.position >= settled
+            settled = max(settled, int(line.records[0].settled))
+        assert not any(holds_phrase(tokens_of(lines), phrase) for phrase in phrases)
+
+
+def test_a_phrase_stays_where_it_may() -> None:
+    """Once the budget is spent, and in what was forced."""
+    written = tokens_of(plainly("0"))
+    spent = job({"phrases.per_row": 0}, "0", [written[3:5]])
+    assert tokens_of(generate(MODEL, [spent])[0]) == written
+    thought: dict[str, Any] = {f"arms.{regime}": "inject" for regime in ("mid", "loop")}
+    thought |= {"inject.thought": "abcd", "inject.cooldown": 4}
+    (lines,) = generate(MODEL, [job(thought, "0", [[97, 98], [99, 100]])])
+    assert holds_phrase(tokens_of(lines), [97, 98, 99, 100])
+
+
+# Beside another implementation
+
+
+def beside(
+    processor: Callable[[Any, Any], Any], torch: ModuleType, logits: np.ndarray, tokens: list[int]
+) -> np.ndarray:
+    scores = processor(torch.tensor([tokens]), torch.tensor(logits)[None])
+    return np.asarray(scores[0])
+
+
+def test_beside_transformers(torch: ModuleType, transformers: ModuleType) -> None:
+    rng = np.random.default_rng(7)
+    for tokens in texts(rng, 100):
+        logits = rng.normal(size=VOCAB).astype(np.float32)
+        for name, field, value, kind in (
+            ("no_repeat_ngram", "size", 2, "NoRepeatNGramLogitsProcessor"),
+            ("repetition", "penalty", 1.3, "RepetitionPenaltyLogitsProcessor"),
+        ):
+            processor = getattr(transformers, kind)(value)
+            settings = settings_of(name, 1, **{field: value})
+            got = transformed(jnp.asarray(logits)[None], settings, views_of([tokens]))[0]
+            want = beside(processor, torch, logits, tokens)
+            np.testing.assert_allclose(got, want, rtol=1e-6)
