@@ -32,7 +32,12 @@ _BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long
 
 # What a branch needs of its row besides cache and tally. It asks the host nothing and goes back
 # nowhere.
-_COPIED = ("history", "prompt_length", "budget", "keys", "settings", "eos_ids", "fork", "unsound")
+_COPIED = (
+    *("history", "confidences", "prompt_length", "budget", "keys", "settings", "eos_ids", "fork"),
+    "unsound",
+)
+# And what a row takes over from its best branch.
+_TAKEN = ("history", "confidences", "unsound")
 
 
 @struct.dataclass
@@ -271,8 +276,9 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     batch = takes.shape[0]
     place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    history, tally, unsound = jax.tree.map(
-        lambda x: jnp.take(x, origin, axis=0), (state.history, state.sampler.tally, state.unsound)
+    tally, own = jax.tree.map(
+        lambda x: jnp.take(x, origin, axis=0),
+        (state.sampler.tally, {name: getattr(state, name) for name in _TAKEN}),
     )
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
@@ -281,7 +287,7 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
 
     cache: KVCache = lax.fori_loop(0, jnp.sum(takes), copy, state.cache)
     sampler = replace(state.sampler, tally=tally)
-    return replace(state, cache=cache, history=history, sampler=sampler, unsound=unsound)
+    return replace(state, **own, cache=cache, sampler=sampler)
 
 
 def _copy_block(cache: KVCache, source: jax.Array, target: jax.Array, first: jax.Array) -> KVCache:

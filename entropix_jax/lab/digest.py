@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.lab.statistics import Floats, rotating_votes
+from entropix_jax.lab.statistics import Floats, rotate, rotating_votes
 from entropix_jax.lab.tasks.task import Item, Task
+from entropix_jax.lab.votes import VOTES, Sample
 
 # Candidate predictors of errors: a higher value should mean an error.
 PREDICTORS = ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity")
@@ -23,7 +24,8 @@ class SettingDigest:
     """One setting's results on the I test items, in their order.
 
     `scores[k]` and `forwards[k]`, [I] each, belong to majority votes of k samples; k = 1, and every
-    k in a task without votes, is a single sample. Per-row lists are ordered by item, then seed.
+    k in a task without votes, is a single sample. `by_confidence` has such a pair for each vote of
+    `VOTES` and each k > 1. Per-row lists are ordered by item, then seed.
     """
 
     name: str
@@ -31,6 +33,9 @@ class SettingDigest:
     varied: Mapping[str, Any]
     scores: dict[int, list[float]] = field(default_factory=dict)
     forwards: dict[int, list[float]] = field(default_factory=dict)
+    by_confidence: dict[str, dict[int, tuple[list[float], list[float]]]] = field(
+        default_factory=dict
+    )
     tokens: int = 0
     positions: int = 0  # forward passes of all rows
     rows: int = 0
@@ -104,6 +109,7 @@ def _add_votes(
     sizes: Sequence[int],
 ) -> None:
     answers = [row["answer"] for row in samples]
+    voters = [Sample(row["answer"], row["forwards"], row["confidence_lows"]) for row in samples]
     forwards = float(np.mean([row["forwards"] for row in samples]))
     for k in sizes:
         if k > len(samples):
@@ -112,6 +118,13 @@ def _add_votes(
         scores = [task.score(item, answer) for answer in rotating_votes(answers, size)]
         setting.scores.setdefault(k, []).append(float(np.mean(scores)))
         setting.forwards.setdefault(k, []).append(size * forwards)
+        if k == 1:
+            continue
+        for name, vote in VOTES.items():
+            votes = [vote(run) for run in rotate(voters, size)]
+            of_items = setting.by_confidence.setdefault(name, {}).setdefault(k, ([], []))
+            of_items[0].append(float(np.mean([task.score(item, answer) for answer, _ in votes])))
+            of_items[1].append(float(np.mean([cost for _, cost in votes])))
 
 
 def _add_row(setting: SettingDigest, row: Mapping[str, Any], item: int) -> None:

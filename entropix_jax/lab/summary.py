@@ -11,6 +11,7 @@ import numpy as np
 from entropix_jax.lab.digest import MEASURES, PREDICTORS, Digest, SettingDigest
 from entropix_jax.lab.statistics import Bin, Bootstrap, Interval, auroc_interval, reliability
 from entropix_jax.lab.truth import Truth
+from entropix_jax.lab.votes import WARM_UP
 from entropix_jax.names import REGIMES
 
 
@@ -49,6 +50,8 @@ class Findings:
     votes: Mapping[
         str, tuple[tuple[float, Interval], ...]
     ]  # by setting: cost and score of each size
+    # The same of votes by confidence, by setting and vote, without the first size.
+    by_confidence: Mapping[tuple[str, str], tuple[tuple[float, Interval], ...]]
     predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # AUROCs by setting and task
     bins: Mapping[str, list[Bin]]  # of the mean entropy, by setting
     truth: tuple[Truth, ...]
@@ -76,6 +79,7 @@ def analyse_digest(
     scored = not any(np.isnan(setting.score()).any() for setting in digest.settings.values())
     lines: list[Line] = []
     all_votes: dict[str, tuple[tuple[float, Interval], ...]] = {}
+    by_confidence: dict[tuple[str, str], tuple[tuple[float, Interval], ...]] = {}
     strata = np.asarray(digest.strata)
 
     # Scores: each setting alone, against the baseline, and against the baseline's votes.
@@ -109,6 +113,11 @@ def analyse_digest(
                 (bootstrap.mean(setting.cost(k)), bootstrap.estimate(setting.score(k)))
                 for k in sizes
             )
+            for vote, of_sizes in setting.by_confidence.items():
+                by_confidence[name, vote] = tuple(
+                    (bootstrap.mean(np.asarray(costs)), bootstrap.estimate(np.asarray(scores)))
+                    for scores, costs in of_sizes.values()
+                )
 
     # Predictors of errors, over all tasks and within each.
     predictors: dict[tuple[str, str], dict[str, Interval]] = {}
@@ -134,6 +143,7 @@ def analyse_digest(
         sizes=tuple(sizes),
         lines=tuple(lines),
         votes=all_votes,
+        by_confidence=by_confidence,
         predictors=predictors,
         bins=bins,
         truth=tuple(truth),
@@ -232,7 +242,18 @@ def _votes(findings: Findings) -> str:
     ]
     headings = ["setting", *(f"majority of {k} (forwards)" for k in findings.sizes)]
     text = "Tasks of free text have no majority: one sample counts for every size."
-    return f"## Self-consistency\n\n{text}\n\n{format_table(headings, rows)}"
+    table = f"## Self-consistency\n\n{text}\n\n{format_table(headings, rows)}"
+    rows = [
+        [name, vote, *(f"{score} ({cost:.0f})" for cost, score in sizes)]
+        for (name, vote), sizes in findings.by_confidence.items()
+    ]
+    headings = ["setting", "vote", *(f"{k} samples (forwards)" for k in findings.sizes[1:])]
+    text = (
+        "Votes weighted by each sample's lowest group confidence (Fu et al. 2025), of all samples "
+        f"or of the surest. Early end: the first {WARM_UP} samples set the threshold that so many "
+        "of them stay above; a later one ends below it, and has no vote."
+    )
+    return f"{table}\n\n## Votes by confidence\n\n{text}\n\n{format_table(headings, rows)}"
 
 
 def _occupancy(digest: Digest) -> str:

@@ -60,7 +60,7 @@ class Mechanism:
     # them, divided by the temperature (`reweigh`).
     logits: Transform | None = None
     reweigh: Transform | None = None
-    # Whether a transform changes anything under these settings: a bool, or [B]. None: always.
+    # Whether it does anything under these settings: a bool, or [B]. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
     # Its state after a token was drawn, where `advance` is not told enough.
     learn: Callable[[SamplerSettings, Tally, DrawnToken], Any] | None = None

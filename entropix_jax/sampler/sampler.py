@@ -197,8 +197,8 @@ class Sampler:
         """See `SamplerSettings.used`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
         used |= {LAST} if self.values[LAST] else set()
-        transforms = (m for m in self.mechanisms if m.logits is not None or m.reweigh is not None)
-        active = {m.name for m in transforms if m.active is None or m.active(settings)}
+        changing = (m for m in self.mechanisms if m.logits or m.reweigh or m.active)
+        active = {m.name for m in changing if m.active is None or m.active(settings)}
         return frozenset(used | active)
 
     def _traced(

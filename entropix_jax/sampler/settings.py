@@ -84,7 +84,7 @@ class SamplerSettings:
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
     # Static, `Mechanism`s: part of the compiled step. Arms, rules and actions are indices into it.
     mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
-    # Static, the rules and transforms that the compiled step contains, by name, and `LAST`.
+    # Static, the mechanisms other than arms that the compiled step contains, by name, and `LAST`.
     used: frozenset[str] = struct.field(pytree_node=False)
 
     def action(self, name: str) -> int:

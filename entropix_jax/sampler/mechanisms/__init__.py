@@ -8,6 +8,7 @@ The order is that of the actions in a result's counts, and that in which transfo
 from entropix_jax.sampler.mechanisms.adaptive import ADAPTIVE
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE
 from entropix_jax.sampler.mechanisms.inject import INJECT
 from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
 from entropix_jax.sampler.mechanisms.plain import ARGMAX, EDT, EXPLORE, RESAMPLE, SAMPLE
@@ -27,6 +28,7 @@ MECHANISMS = (
     *RULES,
     MIROSTAT,
     REPETITION,
+    CONFIDENCE,
 )
 
 # The actions in a trace. `edt` is an arm only: its action is `sample`.
