@@ -32,12 +32,7 @@ _BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long
 
 # What a branch needs of its row besides cache and tally. It asks the host nothing and goes back
 # nowhere.
-_COPIED = (
-    *("history", "confidences", "prompt_length", "budget", "keys", "settings", "eos_ids", "fork"),
-    "unsound",
-)
-# And what a row takes over from its best branch.
-_TAKEN = ("history", "confidences", "unsound")
+_COPIED = "history confidences prompt_length budget keys settings eos_ids fork unsound".split()
 
 
 @struct.dataclass
@@ -276,10 +271,9 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     batch = takes.shape[0]
     place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    tally, own = jax.tree.map(
-        lambda x: jnp.take(x, origin, axis=0),
-        (state.sampler.tally, {name: getattr(state, name) for name in _TAKEN}),
-    )
+    copied = (state.history, state.confidences, state.sampler.tally, state.unsound)
+    copied = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), copied)
+    history, confidences, tally, unsound = copied
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
     def copy(k: jax.Array, cache: KVCache) -> KVCache:
@@ -287,7 +281,8 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
 
     cache: KVCache = lax.fori_loop(0, jnp.sum(takes), copy, state.cache)
     sampler = replace(state.sampler, tally=tally)
-    return replace(state, **own, cache=cache, sampler=sampler)
+    state = replace(state, history=history, confidences=confidences, unsound=unsound)
+    return replace(state, cache=cache, sampler=sampler)
 
 
 def _copy_block(cache: KVCache, source: jax.Array, target: jax.Array, first: jax.Array) -> KVCache:

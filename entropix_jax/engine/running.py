@@ -23,12 +23,8 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.stop import StopFilter
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
-_FINISH = {
-    FINISHED_EOS: "eos",
-    FINISHED_LENGTH: "length",
-    FINISHED_ERROR: "error",
-    FINISHED_CONFIDENCE: "confidence",
-}
+_FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
+_FINISH[FINISHED_CONFIDENCE] = "confidence"
 
 
 class Answer(NamedTuple):

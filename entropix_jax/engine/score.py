@@ -34,12 +34,7 @@ from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.metrics import (
-    Metrics,
-    apply_noise_floor,
-    measure,
-    measure_confidence,
-)
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
 

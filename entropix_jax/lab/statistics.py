@@ -113,11 +113,6 @@ def rotate(samples: Sequence[T], k: int) -> list[list[T]]:
     return [[samples[(i + j) % n] for j in range(k)] for i in range(n)]
 
 
-def rotating_votes(answers: Sequence[str | None], k: int) -> list[str | None]:
-    """Majority votes of all such runs of `k` answers."""
-    return [majority_vote(run) for run in rotate(answers, k)]
-
-
 def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:
     """The area under the ROC curve: the probability that a positive case scores higher than a
     negative one, ties counting half (Mann-Whitney). NaN if one class is empty or a score is NaN."""

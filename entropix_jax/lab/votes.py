@@ -8,20 +8,20 @@ read off its record lows, so nothing is generated twice.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from entropix_jax.engine.results import Row
+from entropix_jax.lab.statistics import majority_vote
 
-WARM_UP = 5  # samples of an online vote that run to their ends
-_HIGH, _LOW = 0.9, 0.1  # shares of the samples that are kept: the paper's DeepConf-high and -low
+MAJORITY = "majority"
+WARM_UP = 5  # samples that run to their ends before others may end early
 
-Low = tuple[
-    float, int
-]  # a group confidence below all before it, nats, and the forwards up to there
+# A group confidence below all before it, nats, and the forwards up to there.
+Low = tuple[float, int]
 
 
 @dataclass(frozen=True)
@@ -43,53 +43,56 @@ class Sample:
 
 
 def record_lows(row: Row) -> list[Low]:
-    """The record lows of a row. Where it commits a branch the engine may end it some tokens later
-    than they say: at the first token after the branch."""
+    """The record lows of a row. One that commits a branch may in fact end some tokens later than
+    they say: with the first token after the branch."""
     groups = row.group_confidences()
     first = np.diff(np.minimum.accumulate(groups), prepend=np.inf) < 0
     skipped = len(row.tokens) - len(groups)
     return [(float(groups[i]), row.tokens[skipped + i].forwards) for i in np.flatnonzero(first)]
 
 
-def weighted_vote(samples: Sequence[Sample], share: float = 1.0) -> str | None:
-    """The answer whose samples have the highest confidence in all, of the `share` of samples that
-    are the most confident, at least one. On a tie the first; None if no such sample has one."""
-    kept = sorted(samples, key=lambda sample: -sample.confidence)
-    weights: defaultdict[str, float] = defaultdict(float)
-    for sample in kept[: max(1, round(share * len(samples)))]:
-        if sample.answer is not None:
-            weights[sample.answer] += sample.confidence
-    return max(weights, key=lambda answer: weights[answer]) if weights else None
-
-
 def end_threshold(confidences: Sequence[float], share: float) -> float:
-    """The `confidence.threshold`, nats, that about a `share` of the samples with such lowest group
-    confidences would not fall below."""
+    """The `confidence.threshold`, nats, that about a `share` of samples with these confidences
+    stays above."""
     return float(np.percentile(confidences, 100 * (1 - share)))
 
 
-def online_vote(samples: Sequence[Sample], share: float) -> tuple[str | None, int]:
-    """The weighted vote of the samples that stay above a threshold, and the forwards of all.
-
-    The first `WARM_UP` samples run to their ends and set the threshold; each later one ends once
-    it is below. (The paper also draws no further samples once enough of them agree.)
+def weighted_vote(samples: Sequence[Sample], share: float = 1.0) -> tuple[str | None, int]:
+    """The answer whose samples, of the surest `share` of all, at least one, have the highest
+    confidence in all, and the forwards of all samples. On a tie the first; None if there is none.
     """
-    threshold = end_threshold([sample.confidence for sample in samples[:WARM_UP]], share)
-    forwards = sum(sample.forwards for sample in samples[:WARM_UP])
-    forwards += sum(sample.forwards_until(threshold) for sample in samples[WARM_UP:])
-    return weighted_vote([s for s in samples if s.confidence >= threshold]), forwards
+    surest = sorted(samples, key=lambda sample: -sample.confidence)
+    weights: defaultdict[str, float] = defaultdict(float)
+    for sample in surest[: max(1, round(share * len(samples)))]:
+        if sample.answer is not None:
+            weights[sample.answer] += sample.confidence
+    best = max(weights, key=lambda answer: weights[answer]) if weights else None
+    return best, sum(sample.forwards for sample in samples)
 
 
-def _offline_vote(samples: Sequence[Sample], share: float) -> tuple[str | None, int]:
-    return weighted_vote(samples, share), sum(sample.forwards for sample in samples)
+def early_vote(samples: Sequence[Sample], share: float) -> tuple[str | None, int]:
+    """The same of the samples that stay above a threshold; the others end once they are below.
+
+    The first `WARM_UP` samples run to their ends and set the threshold, which a `share` of them
+    stays above. (The paper also draws no further samples once enough of them agree.)
+    """
+    warm_up, later = samples[:WARM_UP], samples[WARM_UP:]
+    threshold = end_threshold([sample.confidence for sample in warm_up], share)
+    answer, _ = weighted_vote([s for s in samples if s.confidence >= threshold])
+    forwards = sum(sample.forwards for sample in warm_up)
+    return answer, forwards + sum(sample.forwards_until(threshold) for sample in later)
 
 
-# From samples to an answer and the forwards that it took.
-Vote = Callable[[Sequence[Sample]], tuple[str | None, int]]
-VOTES: Mapping[str, Vote] = {
-    "weighted": partial(_offline_vote, share=1.0),
-    "weighted, surest 90 %": partial(_offline_vote, share=_HIGH),
-    "weighted, surest 10 %": partial(_offline_vote, share=_LOW),
-    "early end, surest 90 %": partial(online_vote, share=_HIGH),
-    "early end, surest 10 %": partial(online_vote, share=_LOW),
+def _majority(samples: Sequence[Sample]) -> tuple[str | None, int]:
+    answer = majority_vote([sample.answer for sample in samples])
+    return answer, sum(sample.forwards for sample in samples)
+
+
+# The paper's DeepConf-high keeps 90 % of the samples, its DeepConf-low 10 %.
+VOTES = {
+    MAJORITY: _majority,
+    "weighted": weighted_vote,
+    "weighted, surest 10 %": partial(weighted_vote, share=0.1),
+    "early end, surest 90 %": partial(early_vote, share=0.9),
+    "early end, surest 10 %": partial(early_vote, share=0.1),
 }

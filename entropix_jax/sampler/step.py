@@ -19,12 +19,7 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, draw_again, in_doubt
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
-from entropix_jax.sampler.metrics import (
-    Metrics,
-    apply_noise_floor,
-    measure,
-    measure_confidence,
-)
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.modify import cut_and_reweigh, modify
 from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
 from entropix_jax.sampler.regimes import classify, count_rounds

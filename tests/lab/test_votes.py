@@ -13,8 +13,8 @@ from entropix_jax.lab.votes import (
     VOTES,
     WARM_UP,
     Sample,
+    early_vote,
     end_threshold,
-    online_vote,
     record_lows,
     weighted_vote,
 )
@@ -55,12 +55,12 @@ def test_groups_and_record_lows() -> None:
 def test_weighted_votes_by_hand() -> None:
     samples = [sample("a", 5.0, 2.0), sample("b", 3.5), sample("a", 1.0), sample(None, 9.0)]
     assert [one.confidence for one in samples] == [2.0, 3.5, 1.0, 9.0]
-    assert weighted_vote(samples) == "b"  # 3.5 against 2 + 1, where a majority would say a
-    assert weighted_vote([*samples, sample("a", 0.6)]) == "a"
-    assert weighted_vote(samples, 0.5) == "b"
-    assert weighted_vote(samples, 0.1) is None  # the surest has no answer
-    assert weighted_vote([sample("b", 2.0), sample("a", 2.0)]) == "b"
-    assert weighted_vote([Sample("a", 3, [])]) == "a"  # no tokens, no weight
+    assert weighted_vote(samples) == ("b", 400)  # 3.5 against 2 + 1, where a majority would say a
+    assert weighted_vote([*samples, sample("a", 0.6)]) == ("a", 500)
+    assert weighted_vote(samples, 0.5) == ("b", 400)
+    assert weighted_vote(samples, 0.1) == (None, 400)  # the surest has no answer
+    assert weighted_vote([sample("b", 2.0), sample("a", 2.0)]) == ("b", 200)
+    assert weighted_vote([Sample("a", 3, [])]) == ("a", 3)  # no tokens, no weight
 
 
 def test_thresholds_that_a_share_passes() -> None:
@@ -70,15 +70,15 @@ def test_thresholds_that_a_share_passes() -> None:
         assert passed == pytest.approx(share, abs=0.01)
 
 
-def test_an_online_vote_by_hand() -> None:
+def test_an_early_end_by_hand() -> None:
     warm = [sample("a", low) for low in (1.0, 2.0, 3.0, 4.0, 5.0)]
     later = [sample("b", 9.0, 6.0), sample("c", 8.0, 4.0, 2.0), sample("b", 4.7)]
     assert len(warm) == WARM_UP
     # A tenth stays above 4.6: the last warm one, and two later ones. One ends after 20 of 100.
-    assert online_vote([*warm, *later], 0.1) == ("b", 5 * 100 + 100 + 20 + 100)
-    assert online_vote(warm, 0.1) == ("a", 500)
+    assert early_vote([*warm, *later], 0.1) == ("b", 5 * 100 + 100 + 20 + 100)
+    assert early_vote(warm, 0.1) == ("a", 500)
     # All but the first stay above 1.4.
-    assert online_vote([*warm, *later], 0.9) == ("a", 800)
+    assert early_vote([*warm, *later], 0.9) == ("a", 800)
 
 
 def test_one_sample_is_its_own_vote() -> None:
