@@ -132,7 +132,7 @@ records = st.builds(
     **dict.fromkeys(
         """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
         attn_varentropy agreement agreement_published interaction_strength confidence temperature
-        top_p min_p""".split(),
+        token_confidence self_certainty top_p min_p""".split(),
         measured,
     ),
     top_k=st.integers(0, 2**31 - 1),
