@@ -8,7 +8,7 @@ read off its record lows, so nothing is generated twice.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,7 +89,7 @@ def _majority(samples: Sequence[Sample]) -> tuple[str | None, int]:
 
 
 # The paper's DeepConf-high keeps 90 % of the samples, its DeepConf-low 10 %.
-VOTES = {
+VOTES: Mapping[str, Callable[[Sequence[Sample]], tuple[str | None, int]]] = {
     MAJORITY: _majority,
     "weighted": weighted_vote,
     "weighted, surest 10 %": partial(weighted_vote, share=0.1),
