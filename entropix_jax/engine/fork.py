@@ -271,9 +271,8 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     batch = takes.shape[0]
     place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    copied = (state.history, state.confidences, state.sampler.tally, state.unsound)
-    copied = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), copied)
-    history, confidences, tally, unsound = copied
+    own = (state.history, state.confidences, state.sampler.tally, state.unsound)
+    history, confidences, tally, unsound = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
     def copy(k: jax.Array, cache: KVCache) -> KVCache:
