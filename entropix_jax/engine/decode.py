@@ -22,6 +22,7 @@ from entropix_jax.engine.fork import (
 )
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
+    FINISHED_CONFIDENCE,
     FINISHED_EOS,
     FINISHED_ERROR,
     FINISHED_STOP,
@@ -51,6 +52,7 @@ from entropix_jax.model.mesh import (
     sum_shards,
 )
 from entropix_jax.model.params import Params
+from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE, is_low
 from entropix_jax.sampler.mechanisms.inject import InjectState
 from entropix_jax.sampler.state import Rows, where_rows
 from entropix_jax.sampler.step import choose, settled
@@ -95,6 +97,14 @@ def decode_step(
     commits = running & choice.finite & ~step.rewinds & ~step.forks & ~step.waits & ~ends
     finish = finish_of(rows.remaining - 1, choice.token, state.eos_ids)
     finish = jnp.where(step.ends, FINISHED_EOS, finish)
+    row, end = jnp.arange(places, dtype=jnp.int32), rows.history.shape[1]
+    confidences = state.confidences
+    if CONFIDENCE.name in settings.used:
+        position = jnp.where(running & ~step.rewinds & ~step.waits, rows.length, end)
+        measured = choice.observation.token_confidence
+        confidences = confidences.at[row, position].set(measured, mode="drop")
+        low = (finish == RUNNING) & is_low(confidences, settings, rows)
+        finish = jnp.where(low, FINISHED_CONFIDENCE, finish)
     finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rewinds, RUNNING, finish))
     finish = jnp.where(choice.finite, finish, FINISHED_ERROR)
     finish = jnp.where(is_branch, jnp.where(ends, BRANCH_ENDED, RUNNING), finish)
@@ -106,14 +116,14 @@ def decode_step(
     # Commit. A row that waits or went back reads its last token again.
     cached = rows.length - (step.rewinds | step.waits).astype(jnp.int32)
     cached = jnp.where(running, cached, state.cache.length)
-    target = jnp.where(commits, rows.length, rows.history.shape[1])
-    row = jnp.arange(places, dtype=jnp.int32)
+    target = jnp.where(commits, rows.length, end)
     history = rows.history.at[row, target].set(choice.token, mode="drop")
     after = replace(rows, history=history, length=rows.length + commits.astype(jnp.int32))
     state = replace(
         state,
         cache=replace(cache, length=cached),
         history=history,
+        confidences=confidences,
         sampler=replace(sampler, tally=tally),
         forwards=forwards,
         finish=finish,

@@ -32,7 +32,7 @@ _BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long
 
 # What a branch needs of its row besides cache and tally. It asks the host nothing and goes back
 # nowhere.
-_COPIED = ("history", "prompt_length", "budget", "keys", "settings", "eos_ids", "fork", "unsound")
+_COPIED = "history confidences prompt_length budget keys settings eos_ids fork unsound".split()
 
 
 @struct.dataclass
@@ -271,9 +271,8 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     batch = takes.shape[0]
     place = jnp.arange(state.finish.shape[0], dtype=jnp.int32)
     origin = place.at[:batch].set(jnp.where(takes, winner, place[:batch]))
-    history, tally, unsound = jax.tree.map(
-        lambda x: jnp.take(x, origin, axis=0), (state.history, state.sampler.tally, state.unsound)
-    )
+    own = (state.history, state.confidences, state.sampler.tally, state.unsound)
+    history, confidences, tally, unsound = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
     def copy(k: jax.Array, cache: KVCache) -> KVCache:
@@ -281,7 +280,8 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
 
     cache: KVCache = lax.fori_loop(0, jnp.sum(takes), copy, state.cache)
     sampler = replace(state.sampler, tally=tally)
-    return replace(state, cache=cache, history=history, sampler=sampler, unsound=unsound)
+    state = replace(state, history=history, confidences=confidences, unsound=unsound)
+    return replace(state, cache=cache, sampler=sampler)
 
 
 def _copy_block(cache: KVCache, source: jax.Array, target: jax.Array, first: jax.Array) -> KVCache:

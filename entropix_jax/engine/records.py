@@ -196,5 +196,7 @@ def _observed(observation: Observation) -> dict[str, list[Any]]:
         "regime": [REGIMES[regime] for regime in observation.regime],
         "loop": plain(observation.rounds > 0),
         "confidence": plain(observation.confidence),
+        "token_confidence": plain(observation.token_confidence),
+        "self_certainty": plain(observation.self_certainty),
         **{name: plain(values) for name, values in vars(observation.metrics).items()},
     }

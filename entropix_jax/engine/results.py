@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.trace import TokenRecord, TraceWriter, footer
 from entropix_jax.errors import UserError
@@ -60,7 +62,8 @@ class Row:
     """The result of a request. A notebook shows its text, coloured by regime.
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
-    is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
+    is reached), "stop" (a stop string), "confidence" (it was low), "error", "interrupt", or None
+    while the row runs.
     `retracted_tokens` are in order, and `log` has all tokens in the order of their events, each
     with whether it was retracted. `number` is the row's index in a `Generation`; rows that an
     engine makes are numbered in order of arrival, forks as they come. `forks` and `rewinds` count
@@ -86,6 +89,26 @@ class Row:
         """How many tokens were retracted."""
         return len(self.retracted_tokens)
 
+    def group_confidences(self) -> np.ndarray:
+        """The mean token confidence of each run of `confidence.window` tokens, float64 [groups],
+        nats; of all tokens where they are fewer. Empty without tokens."""
+        window = self.request.sampler.values["confidence.window"]
+        total = np.cumsum([0.0, *(token.token_confidence for token in self.tokens)])
+        window = min(window, len(self.tokens))
+        return (total[window:] - total[:-window]) / window if window else total[1:]
+
+    def _confidence(self) -> dict[str, float]:
+        """The means over all tokens, the lowest group, and the last one; empty without tokens."""
+        groups, tokens = self.group_confidences(), self.tokens
+        if not tokens:
+            return {}
+        return {
+            "mean_confidence": float(np.mean([token.token_confidence for token in tokens])),
+            "lowest_group_confidence": float(groups.min()),
+            "tail_confidence": float(groups[-1]),
+            "mean_self_certainty": float(np.mean([token.self_certainty for token in tokens])),
+        }
+
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _REPR_TEXT else f"{self.text[:_REPR_TEXT]}..."
         noun = "token" if len(self.tokens) == 1 else "tokens"
@@ -98,7 +121,8 @@ class Row:
         return html([self])
 
     def to_json(self) -> dict[str, Any]:
-        """Text and finish reason, tokens in all, per regime and per action, and forward passes."""
+        """Text and finish reason, tokens in all, per regime and per action, forward passes, and
+        confidence."""
         regimes = Counter(token.regime for token in self.tokens)
         actions = Counter(token.action for token in self.tokens)
         names = dict.fromkeys((*ACTIONS, *sorted(actions)))
@@ -111,6 +135,7 @@ class Row:
             "actions": {action: actions[action] for action in names if actions[action]},
             "retracted": self.retracted,
             "forwards": self.tokens[-1].forwards if self.tokens else 0,
+            **self._confidence(),
         }
 
 

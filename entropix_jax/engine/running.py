@@ -12,6 +12,7 @@ from entropix_jax.engine.records import Joined, Outcome, differ, two_best
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.slots import fresh_tally, padded_ids
 from entropix_jax.engine.state import (
+    FINISHED_CONFIDENCE,
     FINISHED_EOS,
     FINISHED_ERROR,
     FINISHED_LENGTH,
@@ -29,6 +30,7 @@ from entropix_jax.text.stop import StopFilter
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
 _FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
+_FINISH[FINISHED_CONFIDENCE] = "confidence"
 
 
 class Answer(NamedTuple):

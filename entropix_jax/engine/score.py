@@ -34,7 +34,7 @@ from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
 
@@ -70,6 +70,8 @@ class ScoredToken:
     agreement: float
     agreement_published: float
     interaction_strength: float
+    token_confidence: float
+    self_certainty: float
     top: list[tuple[int, str, float]] | None = None
     layers: list[list[float]] | None = None
 
@@ -111,11 +113,13 @@ def score_tokens(
         reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
-            metrics, regime, extras = scores.measured
+            metrics, regime, extras, (token_confidence, self_certainty) = scores.measured
             measured = each(
                 regime=[REGIMES[number] for number in regime],
                 logprob=plain(scores.logprob[:, 0]),
                 **{name: plain(values) for name, values in vars(metrics).items()},
+                token_confidence=plain(token_confidence),
+                self_certainty=plain(self_certainty),
                 **extras_fields(extras, recording, model.tokenizer.decode_within),
             )
             start = segments[segment].start
@@ -175,8 +179,9 @@ class Scores:
     greedy: jax.Array  # bool [..., K], whether it is the likeliest
     finite: jax.Array  # bool, the logits and the activations, where they are checked
     sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
-    # Metrics, regime (int32), and what is recorded of the distribution; None without a sampler.
-    measured: tuple[Metrics, jax.Array, Extras] | None
+    # Metrics, regime (int32), what is recorded of the distribution, and `measure_confidence`; None
+    # without a sampler.
+    measured: tuple[Metrics, jax.Array, Extras, tuple[jax.Array, jax.Array]] | None
 
 
 def split(text: Sequence[int], context: int, where: str = "") -> list[Text]:
@@ -324,7 +329,9 @@ def _score_chunk(
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
         regime = jax.vmap(classify)(metrics, of_token)
-        measured = metrics, regime, extras_of(logits, stats, recording)
+        extras = extras_of(logits, stats, recording)
+        confidence = measure_confidence(log_probs, of_token.own["confidence"].likeliest)
+        measured = metrics, regime, extras, confidence
     scores = Scores(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
         greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),

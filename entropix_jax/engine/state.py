@@ -25,6 +25,7 @@ RUNNING, FINISHED_EOS, FINISHED_LENGTH, FINISHED_ERROR, FINISHED_STOP = range(5)
 WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6
 FORKS = 7  # the row is to be forked, as soon as there are lanes for its branches
 BRANCH_ENDED = 8  # a branch that waits for the others of its fork
+FINISHED_CONFIDENCE = 9
 
 
 @struct.dataclass
@@ -58,6 +59,7 @@ class DecodeState:
 
     cache: KVCache
     history: jax.Array  # int32 [P, S], each row's tokens, prompt included; past them forced ones
+    confidences: jax.Array  # float32 [P, S], of generated tokens, nats, while a row may end by them
     prompt_length: jax.Array  # int32 [P], at least 1
     budget: jax.Array  # int32 [P], most tokens to generate
     keys: jax.Array  # uint32 [P, 2], see `sampler.keys`
@@ -166,6 +168,7 @@ def init_state(
     return DecodeState(
         cache=init_cache(config, places, capacity, dtype),
         history=spread(history),
+        confidences=jnp.zeros((places, capacity), jnp.float32),
         prompt_length=spread(np.array([len(prompt) for prompt in prompts], np.int32)),
         budget=spread(np.array(budgets, np.int32)),
         keys=spread(keys),

@@ -65,6 +65,8 @@ class TokenRecord:
     agreement_published: float
     interaction_strength: float
     confidence: float
+    token_confidence: float
+    self_certainty: float
     temperature: float
     top_k: int
     top_p: float

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.lab.statistics import Floats, rotating_votes
+from entropix_jax.lab.statistics import Floats, rotate
 from entropix_jax.lab.tasks.task import Item, Task
+from entropix_jax.lab.votes import MAJORITY, VOTES, Sample
 
 # Candidate predictors of errors: a higher value should mean an error.
 PREDICTORS = ("mean_entropy", "max_entropy", "mean_varentropy", "max_varentropy", "perplexity")
@@ -22,15 +23,15 @@ MEASURES = ("perplexity", "distinct_1", "distinct_2", "repetition")
 class SettingDigest:
     """One setting's results on the I test items, in their order.
 
-    `scores[k]` and `forwards[k]`, [I] each, belong to majority votes of k samples; k = 1, and every
-    k in a task without votes, is a single sample. Per-row lists are ordered by item, then seed.
+    `votes[vote, k]` has the scores and the forwards, [I] each, of votes of k samples, of each kind
+    in `VOTES`; k = 1, and every k in a task without votes, is a single sample. Per-row lists are
+    ordered by item, then seed.
     """
 
     name: str
     sampler: str
     varied: Mapping[str, Any]
-    scores: dict[int, list[float]] = field(default_factory=dict)
-    forwards: dict[int, list[float]] = field(default_factory=dict)
+    votes: dict[tuple[str, int], tuple[list[float], list[float]]] = field(default_factory=dict)
     tokens: int = 0
     positions: int = 0  # forward passes of all rows
     rows: int = 0
@@ -44,13 +45,13 @@ class SettingDigest:
     row_items: list[int] = field(default_factory=list)
     measures: dict[str, list[float]] = field(default_factory=dict)  # sum and count
 
-    def score(self, k: int = 1) -> Floats:
+    def score(self, k: int = 1, vote: str = MAJORITY) -> Floats:
         """Scores [I] of votes of k samples."""
-        return np.asarray(self.scores[k])
+        return np.asarray(self.votes[vote, k][0])
 
-    def cost(self, k: int = 1) -> Floats:
+    def cost(self, k: int = 1, vote: str = MAJORITY) -> Floats:
         """Forward passes [I] beyond the prompt of votes of k samples."""
-        return np.asarray(self.forwards[k])
+        return np.asarray(self.votes[vote, k][1])
 
     def measure(self, name: str) -> float:
         """The mean of a measure over the rows that have it; NaN if none has."""
@@ -103,15 +104,15 @@ def _add_votes(
     item: Item,
     sizes: Sequence[int],
 ) -> None:
-    answers = [row["answer"] for row in samples]
-    forwards = float(np.mean([row["forwards"] for row in samples]))
+    voters = [Sample(row["answer"], row["forwards"], row["confidence_lows"]) for row in samples]
+    score_of = {voter.answer: task.score(item, voter.answer) for voter in voters}
     for k in sizes:
-        if k > len(samples):
-            continue
-        size = k if task.votes else 1
-        scores = [task.score(item, answer) for answer in rotating_votes(answers, size)]
-        setting.scores.setdefault(k, []).append(float(np.mean(scores)))
-        setting.forwards.setdefault(k, []).append(size * forwards)
+        runs = rotate(voters, k if task.votes else 1)
+        for name, vote in VOTES.items() if k <= len(samples) else ():
+            answers, costs = zip(*map(vote, runs), strict=True)
+            scores, forwards = setting.votes.setdefault((name, k), ([], []))
+            scores.append(float(np.mean([score_of[answer] for answer in answers])))
+            forwards.append(float(np.mean(costs)))
 
 
 def _add_row(setting: SettingDigest, row: Mapping[str, Any], item: int) -> None:

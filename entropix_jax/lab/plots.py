@@ -13,6 +13,7 @@ from entropix_jax.errors import require
 from entropix_jax.host.files import replacing
 from entropix_jax.lab.statistics import Interval
 from entropix_jax.lab.summary import Findings, Line
+from entropix_jax.lab.votes import MAJORITY
 from entropix_jax.names import REGIMES
 
 # Okabe and Ito's colour-blind safe palette.
@@ -51,8 +52,7 @@ def _scores(findings: Findings, folder: Path) -> str:
     with _figure(folder, "scores", height=max(4.5, 0.24 * len(lines))) as axes:
         for number, line in enumerate(lines):
             _point(axes, number, line)
-        votes = findings.votes[findings.baseline]
-        if len(votes) > 1:
+        if votes := findings.votes.get((findings.baseline, MAJORITY)):
             costs = [cost for cost, _ in votes]
             values = [score.value for _, score in votes]
             bounds = [score.low for _, score in votes], [score.high for _, score in votes]

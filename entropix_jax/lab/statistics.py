@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 RESAMPLES = 10_000
 _AUROC_RESAMPLES = 1000  # fewer, since each is a sort
@@ -104,11 +106,11 @@ def majority_vote(answers: Sequence[str | None]) -> str | None:
     return max(counts, key=lambda answer: counts[answer]) if counts else None
 
 
-def rotating_votes(answers: Sequence[str | None], k: int) -> list[str | None]:
-    """Majority votes of all runs of `k` consecutive answers, wrapping around: one vote for each
-    answer, and every answer takes part in `k` of them."""
-    n = len(answers)
-    return [majority_vote([answers[(i + j) % n] for j in range(k)]) for i in range(n)]
+def rotate(samples: Sequence[T], k: int) -> list[list[T]]:
+    """All runs of `k` consecutive samples, wrapping around: one begins with each sample, and every
+    sample takes part in `k` of them."""
+    n = len(samples)
+    return [[samples[(i + j) % n] for j in range(k)] for i in range(n)]
 
 
 def auroc(scores: Floats, positive: NDArray[np.bool_]) -> float:

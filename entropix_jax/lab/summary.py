@@ -11,6 +11,7 @@ import numpy as np
 from entropix_jax.lab.digest import MEASURES, PREDICTORS, Digest, SettingDigest
 from entropix_jax.lab.statistics import Bin, Bootstrap, Interval, auroc_interval, reliability
 from entropix_jax.lab.truth import Truth
+from entropix_jax.lab.votes import MAJORITY, VOTES, WARM_UP
 from entropix_jax.names import REGIMES
 
 
@@ -46,9 +47,8 @@ class Findings:
     baseline: str
     sizes: tuple[int, ...]  # numbers of samples per vote
     lines: tuple[Line, ...]  # empty if the tasks have no scores
-    votes: Mapping[
-        str, tuple[tuple[float, Interval], ...]
-    ]  # by setting: cost and score of each size
+    # By setting and vote: cost and score of each size.
+    votes: Mapping[tuple[str, str], tuple[tuple[float, Interval], ...]]
     predictors: Mapping[tuple[str, str], Mapping[str, Interval]]  # AUROCs by setting and task
     bins: Mapping[str, list[Bin]]  # of the mean entropy, by setting
     truth: tuple[Truth, ...]
@@ -75,13 +75,13 @@ def analyse_digest(
     base = digest.settings[baseline]
     scored = not any(np.isnan(setting.score()).any() for setting in digest.settings.values())
     lines: list[Line] = []
-    all_votes: dict[str, tuple[tuple[float, Interval], ...]] = {}
+    all_votes: dict[tuple[str, str], tuple[tuple[float, Interval], ...]] = {}
     strata = np.asarray(digest.strata)
 
     # Scores: each setting alone, against the baseline, and against the baseline's votes.
     if scored:
         bootstrap = Bootstrap(digest.strata)
-        sizes = [k for k in sizes if k in base.scores]
+        sizes = [k for k in sizes if (MAJORITY, k) in base.votes]
         curve = np.stack([base.score(k) for k in sizes])
         costs = np.stack([base.cost(k) for k in sizes])
         for name, setting in digest.settings.items():
@@ -105,10 +105,14 @@ def analyse_digest(
                     at_equal_cost=at_equal_cost,
                 )
             )
-            all_votes[name] = tuple(
-                (bootstrap.mean(setting.cost(k)), bootstrap.estimate(setting.score(k)))
-                for k in sizes
-            )
+            for vote in VOTES if len(sizes) > 1 else ():
+                all_votes[name, vote] = tuple(
+                    (
+                        bootstrap.mean(setting.cost(k, vote)),
+                        bootstrap.estimate(setting.score(k, vote)),
+                    )
+                    for k in sizes
+                )
 
     # Predictors of errors, over all tasks and within each.
     predictors: dict[tuple[str, str], dict[str, Interval]] = {}
@@ -227,11 +231,16 @@ def _difference(interval: Interval | None) -> tuple[str, str]:
 
 def _votes(findings: Findings) -> str:
     rows = [
-        [name, *(f"{score} ({cost:.0f})" for cost, score in sizes)]
-        for name, sizes in findings.votes.items()
+        [*of, *(f"{score} ({cost:.0f})" for cost, score in sizes)]
+        for of, sizes in findings.votes.items()
     ]
-    headings = ["setting", *(f"majority of {k} (forwards)" for k in findings.sizes)]
-    text = "Tasks of free text have no majority: one sample counts for every size."
+    headings = ["setting", "vote", *(f"{k} samples (forwards)" for k in findings.sizes)]
+    text = (
+        "A weighted vote weighs samples by their lowest group confidence (Fu et al. 2025): all or "
+        f"the surest ones. Early end: the first {WARM_UP} samples set the threshold that so "
+        "many of them stay above; a later one ends below it, and has no vote. Tasks of free text "
+        "have no votes: one sample counts for every size."
+    )
     return f"## Self-consistency\n\n{text}\n\n{format_table(headings, rows)}"
 
 

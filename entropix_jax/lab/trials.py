@@ -22,6 +22,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.lab.measures import measure_row
 from entropix_jax.lab.sweep import Setting
 from entropix_jax.lab.tasks.task import Item, Split, Task
+from entropix_jax.lab.votes import record_lows
 from entropix_jax.model.loading import LanguageModel
 
 TUNING = "tuning"  # the name of the phase that tunes samplers
@@ -283,5 +284,6 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         "regimes": regimes,
         "actions": actions,
         **measure_row(row),
+        "confidence_lows": record_lows(row),
         "timings": {"seconds": round(seconds, 4)},
     }

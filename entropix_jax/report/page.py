@@ -29,6 +29,7 @@ _ENDS = {
     None: "interrupted",
     "eos": "end-of-text token",
     "length": "token limit",
+    "confidence": "low confidence",
     "context": "the model's context limit",
     "stop": "stop string",
 }

@@ -68,8 +68,7 @@ class Mechanism:
     # them, divided by the temperature (`reweigh`).
     logits: Transform | None = None
     reweigh: Transform | None = None
-    # Whether `logits`, `reweigh` or `replaces` changes anything under these settings: a bool, or
-    # [B]. None: always.
+    # Whether it does anything under these settings: a bool, or [B]. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
     # The state of a rule or transform after a token was drawn.
     learn: Lesson | None = None

@@ -9,8 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
-from entropix_jax.stats import AttnStats, entropy_and_varentropy
+from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
+
+MOST_LIKELIEST = 20  # tokens that a token confidence is over, at most
+_SMALLEST = -1e30  # nats; of logits that are 1e38 apart, too, the sums are finite
 
 
 @struct.dataclass
@@ -75,3 +79,23 @@ def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) ->
         agreement_published=divergence / stats.keys,
         interaction_strength=over_layers(stats.interaction),
     )
+
+
+def measure_confidence(log_probs: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Token confidence and self-certainty of each row's `log_probs[B, V]` (nats, no noise floor):
+    two float32 [B], nats. Both are higher the surer the model is.
+
+    Token confidence is `-mean(ln p)` of the `number[B]` likeliest tokens, of all where there are
+    fewer (Fu et al. 2025, "Deep Think with Confidence"); self-certainty is `-mean(ln(V p))` of all,
+    the divergence of p from the uniform distribution (Kang et al. 2025, "Scalable Best-of-N
+    Selection for Large Language Models via Self-Certainty").
+    """
+    vocab = log_probs.shape[-1]
+    size = min(MOST_LIKELIEST, vocab)
+    log_probs = jnp.maximum(log_probs, _SMALLEST)
+    # See `truncated_draw` for the barrier.
+    top = lax.optimization_barrier(lax.top_k(log_probs, size)[0])
+    number = jnp.minimum(number, size)
+    counts = jnp.arange(size, dtype=jnp.int32)[None, :] < number[:, None]
+    confidence = -jnp.sum(jnp.where(counts, top, 0.0), axis=-1) / number.astype(jnp.float32)
+    return confidence, -sum_last(log_probs) / vocab - math.log(vocab)

@@ -211,7 +211,7 @@ class Sampler:
         """See `SamplerSettings.used`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
         used |= {LAST} if self.values[LAST] else set()
-        able = (m for m in self.mechanisms if m.logits or m.reweigh or m.replaces)
+        able = (m for m in self.mechanisms if m.logits or m.reweigh or m.replaces or m.active)
         active = {m.name for m in able if m.active is None or m.active(settings)}
         return frozenset(used | active)
 

@@ -27,6 +27,9 @@ class Observation:
     regime: jax.Array  # int32, index into REGIMES
     rounds: jax.Array  # int32, see `regimes.count_rounds`; 0: the row does not loop
     confidence: jax.Array  # float32, of the documents' formula; reported, nothing more
+    # Float32, nats, of the model's own distribution, see `metrics.measure_confidence`.
+    token_confidence: jax.Array
+    self_certainty: jax.Array
 
 
 @struct.dataclass

@@ -19,7 +19,7 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, draw_again, in_doubt
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
-from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
+from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.modify import cut_and_reweigh, modify
 from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
 from entropix_jax.sampler.regimes import classify, count_rounds
@@ -122,11 +122,18 @@ def choose(
 
 
 def observe(
-    log_probs: jax.Array, stats: AttnStats, settings: SamplerSettings, rows: Rows
+    log_probs: jax.Array,
+    floored: jax.Array,
+    stats: AttnStats,
+    settings: SamplerSettings,
+    rows: Rows,
 ) -> Observation:
-    """What each row's `log_probs[B, V]` (nats, the noise floor applied) and attention say."""
-    chex.assert_shape(log_probs, (rows.length.shape[0], None))
-    metrics = measure(log_probs, stats, settings.layer_weights)
+    """What each row's `log_probs[B, V]` (nats), the same with the noise floor applied, and
+    attention say."""
+    chex.assert_shape((log_probs, floored), (rows.length.shape[0], None))
+    metrics = measure(floored, stats, settings.layer_weights)
+    likeliest = settings.own["confidence"].likeliest
+    token_confidence, self_certainty = measure_confidence(log_probs, likeliest)
     rounds = jax.vmap(count_rounds)(rows.history, rows.length, rows.generated, settings.loop)
     seen = jax.vmap(as_seen)(metrics, settings)
     return Observation(
@@ -134,6 +141,8 @@ def observe(
         regime=jax.vmap(classify)(metrics, settings),
         rounds=rounds,
         confidence=jax.vmap(confidence)(seen, settings),
+        token_confidence=token_confidence,
+        self_certainty=self_certainty,
     )
 
 
@@ -200,7 +209,7 @@ def _propose(
     tally = state.tally
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     floored = apply_noise_floor(log_probs, settings.noise_epsilon)
-    observation = observe(floored, stats, settings, rows)
+    observation = observe(log_probs, floored, stats, settings, rows)
 
     may = {m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None}
     looping = observation.rounds > 0

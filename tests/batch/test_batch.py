@@ -163,7 +163,12 @@ def test_each_record_is_its_row_alone(place: Place, model: LanguageModel) -> Non
         mean = sum(token.entropy for token in row.tokens) / len(row.tokens)
         assert one["mean_entropy"] == pytest.approx(mean, rel=1e-5)
         ids = [token.token_id for token in row.tokens]
-        expected = {**row.to_json(), "line": line, "token_ids": ids}
+        # Other shapes round differently in the last digits.
+        told = {
+            name: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            for name, value in row.to_json().items()
+        }
+        expected = {**told, "line": line, "token_ids": ids}
         assert {name: one[name] for name in expected} == expected
         header, *lines, footer = read_trace(traces / f"{file_name(record['id'])}.jsonl")
         tokens = [line for line in lines if line["type"] == "token"]

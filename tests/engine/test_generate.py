@@ -67,7 +67,10 @@ def nearly(one: Row, other: Row) -> bool:
     """The same row but for rounding: a batch of another size may add in another order."""
     told = operator.attrgetter("position", "token_id", "text", "regime", "action", "forwards")
     floats = operator.attrgetter("entropy", "logprob")
-    return one.to_json() == other.to_json() and all(
+    facts, others = (
+        {k: v for k, v in row.to_json().items() if not isinstance(v, float)} for row in (one, other)
+    )
+    return facts == others and all(
         told(a) == told(b) and np.allclose(floats(a), floats(b), rtol=0, atol=1e-3)
         for a, b in zip(one.tokens, other.tokens, strict=True)
     )

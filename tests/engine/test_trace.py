@@ -29,13 +29,13 @@ from tests.support.properties import examples
 from tests.support.runs import unrun
 from tests.support.traces import OPTIONAL, Trace, load_trace, record
 
-# The contract, in order. Three more fields stand among them: the agreement as published, which two
-# presets act on, the adaptive arm's confidence, and whether a branching was too close to call.
+# The contract, in order. More fields stand among them: the agreement as published, which two
+# presets act on, three measures of confidence, and whether a branching was too close to call.
 PUBLISHED = """row position token_id text regime action logprob entropy varentropy
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
     layers""".split()
-MORE = {"agreement_published", "confidence", "ambiguous"}
+MORE = {"agreement_published", "confidence", "ambiguous", "token_confidence", "self_certainty"}
 
 
 def test_fields_and_their_order() -> None:
@@ -132,7 +132,7 @@ records = st.builds(
     **dict.fromkeys(
         """logprob entropy varentropy sequence_varentropy attn_entropy attn_entropy_norm
         attn_varentropy agreement agreement_published interaction_strength confidence temperature
-        top_p min_p""".split(),
+        token_confidence self_certainty top_p min_p""".split(),
         measured,
     ),
     top_k=st.integers(0, 2**31 - 1),

@@ -24,7 +24,7 @@ from entropix_jax.lab.statistics import (
     auroc_interval,
     majority_vote,
     reliability,
-    rotating_votes,
+    rotate,
 )
 from entropix_jax.lab.summary import analyse_digest, format_summary
 from tests.support.runs import unrun
@@ -149,6 +149,10 @@ def test_votes() -> None:
     ):
         assert majority_vote(given) == majority
     answers = ["a", "b", "b", None, "a"]
+
+    def rotating_votes(answers: list[str | None], k: int) -> list[str | None]:
+        return [majority_vote(run) for run in rotate(answers, k)]
+
     assert rotating_votes(answers, 1) == answers
     assert rotating_votes(answers, 3) == ["b", "b", "b", "a", "a"]
     assert rotating_votes(answers, 5) == ["a", "b", "b", "a", "a"]  # equals: whoever begins
@@ -258,7 +262,7 @@ def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
     """Settings by the scores of four items, of two tasks."""
     settings = {}
     for name, values in scores.items():
-        one = SettingDigest(name, name, {}, {1: values}, {1: [10.0] * 4}, rows=4, **more)
+        one = SettingDigest(name, name, {}, {("majority", 1): (values, [10.0] * 4)}, rows=4, **more)
         one.row_scores, one.row_items = list(values), [0, 1, 2, 3]
         one.predictors = {key: [1.0, 2.0, 3.0, 4.0] for key in PREDICTORS}
         settings[name] = one

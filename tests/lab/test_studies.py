@@ -29,7 +29,7 @@ from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
 from entropix_jax.lab import ablate, command, evaluate, study
-from entropix_jax.lab.statistics import Bootstrap, Interval, rotating_votes
+from entropix_jax.lab.statistics import Bootstrap, Interval, majority_vote, rotate
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tables import COLUMNS
 from entropix_jax.lab.tasks.registry import find_task
@@ -205,7 +205,7 @@ def vote(done: Path, setting: str) -> np.ndarray:
     rows, means = rows_of(done, setting), []
     for samples in (rows[i : i + 3] for i in range(0, 12, 3)):
         scores = {row["answer"]: float(row["score"]) for row in samples}
-        votes = rotating_votes([row["answer"] or None for row in samples], 3)
+        votes = map(majority_vote, rotate([row["answer"] or None for row in samples], 3))
         means.append(np.mean([scores[answer] if answer else 0.0 for answer in votes]))
     return np.array(means)
 
@@ -220,7 +220,7 @@ def test_scores_and_votes_of_the_summary(done: Path) -> None:
     costs, curve = np.array([base_cost, 3 * base_cost]), np.array([base, vote(done, "hot")])
     lines = section(done, "Scores")
     assert [line[0] for line in lines] == [*SETTINGS]
-    votes = section(done, "Self-consistency")
+    votes = [line for line in section(done, "Self-consistency") if line[1] == "majority"]
     for (name, score, sums, facts, forwards, *differences), told in zip(lines, votes, strict=True):
         own, cost = (array(done, name, column).mean(1) for column in ("score", "forwards"))
         assert score == str(estimate(own))
@@ -231,7 +231,7 @@ def test_scores_and_votes_of_the_summary(done: Path) -> None:
         assert differences == ([""] * 4 if name == "hot" else wanted)
         mean = array(done, name, "forwards").mean()
         three = f"{estimate(vote(done, name))} ({3 * mean:.0f})"
-        assert told == [name, f"{score} ({mean:.0f})", three]
+        assert told == [name, "majority", f"{score} ({mean:.0f})", three]
 
 
 def test_shares_of_the_summary(done: Path) -> None:

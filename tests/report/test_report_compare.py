@@ -139,7 +139,7 @@ def test_all_texts_show_the_selected_place(page: Any, runs: Runs) -> None:
         page.locator(f"#text-{source}-{index}").hover()
         for j, (found, expected) in enumerate(zip(place(page), at_place, strict=True)):
             assert found == {name: expected[name] for name in found}
-            assert len(found) == 16
+            assert len(found) == 18
             where = page.locator(f"#text-{j} .selected").get_attribute("data-index")
             assert traces[j].tokens[int(where)] == expected
         frames(page)

@@ -152,7 +152,7 @@ def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace
         page.evaluate(f"document.getElementById('text-0-{i}').click()")
         found = details(page)
         assert found == {name: record[name] for name in found}
-        assert len(found) == 16
+        assert len(found) == 18
         top = each(page, ".alternatives data", "Number(node.value)")
         assert top == [probability for _, _, probability in record["top"]]
 

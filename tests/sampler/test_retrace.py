@@ -42,9 +42,11 @@ def compiled() -> list[int]:
 def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
     """Nor for another preset, other chunks and end tokens. What is static does compile."""
     deep = {"branch.depth": 32, "branch.noise": 1.0}
+    ends = {"confidence.threshold": 5.0, "confidence.window": 3, "confidence.likeliest": 7}
     for job in (
         *(replace(BASE, sampler=params_of(name)) for name in ("document-001", "mirostat")),
         replace(BASE, sampler=params_of("entropix", deep)),
+        replace(BASE, sampler=params_of("entropix", ends)),
         replace(BASE, sampler=params_of("temperature", {"base.temperature": 9.0})),
         replace(BASE, seed=99, row_id="a longer name", prompt=[1] * 20, budget=3),
     ):

@@ -209,8 +209,6 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
     oracle, state, seen = oracles.AdaptiveP(target, decay), fresh_state(1), []
     metrics = metrics_of(entropy=[0])
     after = jax.jit(lambda row, drawn: jax.vmap(learn)(drawn, metrics, settings, row))
-        lambda row, drawn: jax.vmap(learn)(drawn, metrics_of(entropy=[0]), settings, row)
-    )
     rows = np.full((steps, VOCAB), -np.inf, np.float32)
     rows[:, :5] = np.log(rng.dirichlet([0.5] * 5, steps)).clip(-40)
     for logits in rows:

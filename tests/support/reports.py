@@ -17,6 +17,7 @@ from tests.support.traces import Trace, record
 
 Json = dict[str, Any]
 NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
+CONFIDENCES = ("token_confidence", "self_certainty")
 STATIC = Path(page.__file__).parent / "static"
 
 
@@ -40,7 +41,7 @@ def token(position: int, *, retracted: bool = False, **changes: Any) -> Json:
     """A token whose every number differs from that of any other position."""
     draw = random.Random(position * 2 + retracted)
     fields: Json = {
-        **{name: round(draw.uniform(0.0, 6.0), 6) for name in reading.METRICS},
+        **{name: round(draw.uniform(0.0, 6.0), 6) for name in (*reading.METRICS, *CONFIDENCES)},
         "position": position,
         "forwards": position,
         "text": f" word{position}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,7 +70,7 @@ def run_specs(
 
 def unrun(prompt: Sequence[int] = (1,), row_id: str = "0", max_new_tokens: int = 1) -> Request:
     """A request for rows that no engine made."""
-    sampler: Any = None
+    sampler: Any = SimpleNamespace(values={"confidence.window": 16})
     return Request(prompt, sampler, max_new_tokens=max_new_tokens, row_id=row_id)
 
 

@@ -40,7 +40,7 @@ NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
 RULES = [m.name for m in MECHANISMS if m.cut is not None]
 # What a compiled step may contain: with all of it, one program serves all tests.
-PARTS = [m.name for m in MECHANISMS if m.cut or m.logits or m.reweigh or m.replaces]
+PARTS = [m.name for m in MECHANISMS if m.cut or m.logits or m.reweigh or m.replaces or m.active]
 USED = frozenset({LAST, *PARTS})
 BATCH = 10  # rows
 LANES = 7  # enough for the widest fork, not for all at once

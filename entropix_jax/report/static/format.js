@@ -9,6 +9,8 @@ export const METRICS = [
     ["varentropy", "varentropy", "bits²", "variance of the surprisal"],
     ["sequence_varentropy", "sequence varentropy", "bits²", "variance of the entropy over the text so far"],
     ["logprob", "log-probability", "nats", "of the token that was drawn"],
+    ["token_confidence", "token confidence", "nats", "−mean of ln p of the likeliest tokens: higher is surer"],
+    ["self_certainty", "self-certainty", "nats", "divergence from the uniform distribution: higher is surer"],
   ] },
   { title: "Attention at the last position", fields: [
     ["attn_entropy", "attention entropy", "bits", "mean over the heads: how widely they attend"],

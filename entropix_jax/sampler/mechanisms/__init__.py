@@ -9,6 +9,7 @@ from entropix_jax.sampler.mechanisms.adaptive import ADAPTIVE
 from entropix_jax.sampler.mechanisms.adaptive_p import ADAPTIVE_P
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
+from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE
 from entropix_jax.sampler.mechanisms.dry import DRY
 from entropix_jax.sampler.mechanisms.inject import INJECT
 from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
@@ -38,6 +39,7 @@ MECHANISMS = (
     XTC,
     ADAPTIVE_P,
     PHRASES,
+    CONFIDENCE,
 )
 
 # The actions in a trace. `edt` is an arm only: its action is `sample`.
