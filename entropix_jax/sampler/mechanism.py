@@ -33,6 +33,9 @@ class Mechanism:
     init: Callable[[], Any] | None = None
     # Whether each row may take the action now: bool [B]. None: always.
     may: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
+    # Whether it acts in place of each row's drawn token, int32 [B], whatever the arm proposed: bool
+    # [B].
+    replaces: Callable[[SamplerSettings, Step, jax.Array], jax.Array] | None = None
     # Carries out the action in the rows of a bool [B].
     apply: Callable[[jax.Array, Step, SamplerSettings], Step] | None = None
     # Its state after one more committed token, from the tally before it.

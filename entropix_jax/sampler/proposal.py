@@ -30,6 +30,7 @@ class RowView:
 
     may: dict[str, jax.Array]  # bool, by action: whether the row may do it now
     own: dict[str, Any]  # each mechanism's part of the row's state, by its name
+    vocab_size: int = struct.field(pytree_node=False)
 
 
 # One row's metrics, settings and view to a proposal, in JAX. The metrics are those of

@@ -45,7 +45,6 @@ class Choice:
     token: jax.Array  # int32
     logprob: jax.Array  # float32, nats, under the unmodified logits
     observation: Observation
-    sequence_varentropy: jax.Array  # float32, bits^2, this token included
     proposal: Proposal  # a forced token has the action that it is forced for
     finite: jax.Array  # bool; False: some logit is NaN or infinite and the token is meaningless
 
@@ -81,14 +80,21 @@ def choose(
     # Actions: each mechanism changes the step in the rows that act. A row whose token is forced or
     # drawn again does not, and a branch just grows.
     action, is_branch = step.proposal.action, rows.branch >= 0
-    free = rows.running & finite & (step.tally.queued == 0) & ~step.trail.again & ~is_branch
+    free = rows.running & finite & (step.tally.queued == 0) & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
         if mechanism.apply is not None:
-            step = mechanism.apply(free & (action == index), step, settings)
+            step = mechanism.apply(free & ~step.trail.again & (action == index), step, settings)
 
-    # The token: drawn, unless one is forced.
-    forced = step.tally.queued > 0
+    # The token: drawn, unless one is forced, be it in the drawn one's place.
     drawn, mirostat = _draw_best(step, settings)
+    free &= ~(step.rewinds | step.forks | step.waits)
+    for index, mechanism in enumerate(settings.mechanisms):
+        if mechanism.replaces is not None and mechanism.apply is not None:
+            acts = free & (step.tally.queued == 0) & mechanism.replaces(settings, step, drawn)
+            action = jnp.where(acts, index, step.proposal.action)
+            step = replace(step, proposal=replace(step.proposal, action=action))
+            step = mechanism.apply(acts, step, settings)
+    forced = step.tally.queued > 0
     ahead = jnp.take_along_axis(step.rows.history, step.rows.length[:, None], axis=1)[:, 0]
     token = jnp.where(forced, ahead, drawn)
     logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
@@ -103,7 +109,6 @@ def choose(
         token=token,
         logprob=logprob,
         observation=step.observation,
-        sequence_varentropy=sequence_varentropy(tally, rows.generated + 1),
         proposal=step.proposal,
         finite=finite,
     )
@@ -113,16 +118,19 @@ def choose(
 
 
 def observe(
-    log_probs: jax.Array, stats: AttnStats, settings: SamplerSettings, rows: Rows
+    log_probs: jax.Array, stats: AttnStats, settings: SamplerSettings, tally: Tally, rows: Rows
 ) -> Observation:
     """What each row's `log_probs[B, V]` (nats, the noise floor applied) and attention say."""
     chex.assert_shape(log_probs, (rows.length.shape[0], None))
     metrics = measure(log_probs, stats, settings.layer_weights)
     rounds = jax.vmap(count_rounds)(rows.history, rows.length, rows.generated, settings.loop)
     seen = jax.vmap(as_seen)(metrics, settings)
+    _, squares = _add_entropy(tally, metrics.entropy, rows.generated)
+    sequence_varentropy = squares / (rows.generated + 1).astype(jnp.float32)
     return Observation(
         metrics=metrics,
-        regime=jax.vmap(classify)(metrics, settings),
+        sequence_varentropy=sequence_varentropy,
+        regime=jax.vmap(classify)(metrics, settings, sequence_varentropy),
         rounds=rounds,
         confidence=jax.vmap(confidence)(seen, settings),
     )
@@ -159,22 +167,14 @@ def advance(
         for m in settings.mechanisms
         if m.advance is not None
     }
-    count = (generated + 1).astype(jnp.float32)
-    entropy = observation.metrics.entropy
-    deviation = entropy - tally.entropy_mean
-    mean = tally.entropy_mean + deviation / count
+    mean, squares = _add_entropy(tally, observation.metrics.entropy, generated)
     return replace(
         tally,
         queued=jnp.maximum(tally.queued - 1, 0),
         entropy_mean=mean,
-        entropy_squares=tally.entropy_squares + deviation * (entropy - mean),
+        entropy_squares=squares,
         own={**tally.own, **own},
     )
-
-
-def sequence_varentropy(tally: Tally, generated: jax.Array) -> jax.Array:
-    """The variance of the entropies of a row's `generated[B]` tokens: float32 [B], bits^2."""
-    return tally.entropy_squares / jnp.maximum(generated, 1).astype(jnp.float32)
 
 
 def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
@@ -185,6 +185,15 @@ def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.A
     distance = jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
     farthest = jnp.max(jnp.where(in_doubt(settings, state, rows), distance, 0), axis=-1)
     return rows.length - jnp.where(has_arm, farthest, 0)
+
+
+def _add_entropy(
+    tally: Tally, entropy: jax.Array, generated: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and summed squared deviation of a row's entropies with one more, each float32 [B]."""
+    deviation = entropy - tally.entropy_mean
+    mean = tally.entropy_mean + deviation / (generated + 1).astype(jnp.float32)
+    return mean, tally.entropy_squares + deviation * (entropy - mean)
 
 
 def _propose(
@@ -198,14 +207,15 @@ def _propose(
     tally = state.tally
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     floored = apply_noise_floor(log_probs, settings.noise_epsilon)
-    observation = observe(floored, stats, settings, rows)
+    observation = observe(floored, stats, settings, tally, rows)
 
     may = {m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None}
     looping = observation.rounds > 0
     served = jnp.where(looping, SERVED.index("loop"), observation.regime)
     arm = jnp.take_along_axis(settings.arms, served[:, None], axis=1)[:, 0]
     seen = jax.vmap(as_seen)(observation.metrics, settings)
-    proposal = jax.vmap(propose)(arm, seen, settings, RowView(may=may, own=tally.own))
+    view = RowView(may=may, own=tally.own, vocab_size=rows.vocab_size)
+    proposal = jax.vmap(propose)(arm, seen, settings, view)
 
     # Each further round of a loop is hotter.
     heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)

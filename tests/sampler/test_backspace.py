@@ -296,7 +296,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             again = None
             commit(token)
             assert choice.token == token
-            assert choice.sequence_varentropy == about(np.var(entropies))
+            assert choice.observation.sequence_varentropy == about(np.var(entropies))
 
         assert (step.tokens, int(step.last.forwards)) == (tokens, forwards)
         assert step.first.position == (len(tokens) if goes_back else length)

@@ -1,5 +1,6 @@
 """The baseline presets do what their descriptions say, from the logits to the drawn token."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -42,6 +43,16 @@ def edt(logits: np.ndarray) -> Kept:
     return Kept.of_nucleus(logits, proposal_of(temperature, top_p=0.95))
 
 
+def dynatemp(logits: np.ndarray) -> Kept:
+    share = entropy(softmax(logits.astype(np.float64), 1.0)) / math.log(1000)
+    return Kept.of_nucleus(logits, proposal_of(2 * share, min_p=0.1))
+
+
+def forking(logits: np.ndarray) -> Kept:
+    forks = entropy(softmax(logits.astype(np.float64), 1.0)) > 0.97 * math.log(2)
+    return Kept.of_nucleus(logits, proposal_of(1.0 if forks else 0.6, top_p=0.95))
+
+
 def rule(name: str, number: float) -> Callable[[np.ndarray], Kept]:
     return lambda logits: Kept.of(name, logits, 1.0, number)
 
@@ -57,6 +68,8 @@ ORACLES: dict[str, Callable[[np.ndarray], Kept]] = {
     "typical": rule("typical", 0.95),
     "eta": rule("eta", 3e-4),
     "edt": edt,
+    "dynatemp": dynatemp,
+    "forking-tokens": forking,
     "mirostat": rule("mirostat", 6.0),
 }
 

@@ -142,10 +142,10 @@ def test_values_reach_their_places() -> None:
     params, plain = params_of("entropix", changes), params_of("entropix")
     inf = np.inf
     assert params.low[:2].tolist() == [
-        [-inf, -inf, -inf, 0.25],
-        [-inf, np.float32(1.2), -inf, -inf],
+        [-inf, -inf, -inf, 0.25, -inf],
+        [-inf, np.float32(1.2), -inf, -inf, -inf],
     ]
-    assert params.high[:2].tolist() == [[0.5, inf, inf, inf], [inf, 5, inf, inf]]
+    assert params.high[:2].tolist() == [[0.5, inf, inf, inf, inf], [inf, 5, inf, inf, inf]]
     names = ["sample", "inject", "branch", "backspace", "explore", "argmax"]
     assert [ARMS[i] for i in params.arms] == names
     assert params.layer_weights.tolist() == [0, 2.5]
@@ -324,7 +324,7 @@ def test_an_arm_of_ones_own() -> None:
         with pytest.raises(UserError, match=f"'entropix': there is an arm '{name}' already"):
             sampler.with_arm(name, cautious)
     # A sampler knows its own arms, and nobody else's.
-    with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*edt$"):
+    with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*forking$"):
         ENTROPIX.with_values({"arms.mid": "cautious"})
     with pytest.raises(TypeError):  # it cannot be changed behind its checks
         ENTROPIX.values["base.temperature"] = 50.0  # type: ignore[index]
@@ -364,6 +364,7 @@ def test_cycles(tmp_path: Path, second: str) -> None:
 
 # Text that TOML can hold: anything but lone surrogates.
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
+short = st.text(st.characters(codec="utf-8"), max_size=8)  # at most 32 tokens of bytes
 
 
 def scalar(field: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -388,6 +389,7 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
     "metrics.noise_floor": st.booleans(),
     "thresholds.calibrated": st.booleans(),
     "inject.thought": texts | st.lists(texts, max_size=MAX_THOUGHTS),
+    **dict.fromkeys(("think_end.text", "budget_forcing.end", "budget_forcing.wait"), short),
     "draw.bans": st.lists(st.integers(0, 2**31 - 1), max_size=MAX_BANS),
 }
 

@@ -42,6 +42,7 @@ LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
+VOCAB_SIZE = 1000  # of a row that is viewed
 EPSILON = 2.0**-7
 
 
@@ -98,7 +99,8 @@ def metrics_at(points: Sequence[Mapping[str, float]]) -> Metrics:
 def view(may: bool = True, **changes: bool) -> RowView:
     """A row that may take every action, or none, but for the changes."""
     actions = {"inject": may, "branch": may, "backspace": may} | changes
-    return RowView(may={name: jnp.asarray(may) for name, may in actions.items()}, own={})
+    may_each = {name: jnp.asarray(may) for name, may in actions.items()}
+    return RowView(may=may_each, own={}, vocab_size=VOCAB_SIZE)
 
 
 def fresh_state(batch: int) -> SamplerState:

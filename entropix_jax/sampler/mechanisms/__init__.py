@@ -9,7 +9,18 @@ from entropix_jax.sampler.mechanisms.adaptive import ADAPTIVE
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.mechanisms.inject import INJECT
-from entropix_jax.sampler.mechanisms.plain import ARGMAX, EDT, EXPLORE, RESAMPLE, SAMPLE
+from entropix_jax.sampler.mechanisms.plain import (
+    ARGMAX,
+    DYNATEMP,
+    EDT,
+    EXPLORE,
+    FORKING,
+    RESAMPLE,
+    SAMPLE,
+)
+from entropix_jax.sampler.mechanisms.thinking import BUDGET_FORCING, THINK_END
+
+_ARMS_ONLY = EDT, DYNATEMP, FORKING  # their action is `sample`
 
 MECHANISMS = (
     ARGMAX,
@@ -20,8 +31,10 @@ MECHANISMS = (
     BACKSPACE,
     ADAPTIVE,
     SAMPLE,
-    EDT,
+    THINK_END,
+    BUDGET_FORCING,
+    *_ARMS_ONLY,
 )
 
-# The actions in a trace. `edt` is an arm only: its action is `sample`.
-ACTIONS = tuple(mechanism.name for mechanism in MECHANISMS if mechanism != EDT)
+# The actions in a trace.
+ACTIONS = tuple(mechanism.name for mechanism in MECHANISMS if mechanism not in _ARMS_ONLY)
