@@ -231,8 +231,12 @@ class Engine:
 
     def _arrival(self, row: RunningRow) -> Arrival:
         request = row.request
-        if request.sampler.mechanisms != self._mechanisms:
+        settings = request.sampler.settings
+        if settings.mechanisms != self._mechanisms:
             raise UserError("the samplers of one run must have the same mechanisms")
+        # The compiled step contains what any row has used.
+        used = self._state.settings.used | settings.used
+        self._state = replace(self._state, settings=replace(self._state.settings, used=used))
         history = np.zeros(self._capacity, np.int32)
         history[: len(request.prompt)] = request.prompt
         return Arrival(
@@ -242,7 +246,7 @@ class Engine:
             key=row_key(request.seed, request.row_id),
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            settings=request.sampler.settings,
+            settings=replace(settings, used=used),
             eos_ids=padded_ids(request.eos_ids),
         )
 

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.proposal import Proposal
-from entropix_jax.sampler.settings import TruncationSettings
-from entropix_jax.sampler.truncation import Cut, truncate
+from entropix_jax.sampler.truncation import Cut
 
 HEAD = 64  # on a CPU, top_k(64) of 128,256 takes 0.2 ms and a full sort 26 ms
 
@@ -28,7 +26,8 @@ class Drawn:
     """The outcome of a truncated draw."""
 
     ids: jax.Array  # int32 [B, n], one token for each uniform number
-    kept: jax.Array  # int32 [B], how many tokens the truncation rules left
+    kept: jax.Array  # int32 [B], how many tokens the rule left
+    last: jax.Array  # int32 [B], the last of them, in the rule's order
 
 
 @struct.dataclass
@@ -51,33 +50,23 @@ class _Prefix:
     index: jax.Array  # int32
 
 
-def truncated_draw(
-    logits: jax.Array,
-    proposal: Proposal,
-    uniforms: jax.Array,
-    truncation: TruncationSettings,
-    mu: jax.Array,
-) -> Drawn:
-    """Draws tokens from what the row's rule leaves of `softmax(logits / temperature)`.
+def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.Array) -> Drawn:
+    """Draws tokens from what a rule leaves of `softmax(logits / temperature)`, never nothing.
 
-    `nucleus`, in this order: min-p keeps `p >= min_p * p_max`; top-k the k likeliest, ties to the
-    lower id; top-p the shortest prefix of the rest, renormalised, that reaches the mass p. The
-    other rules are those of `sampler.truncation`. The set is never empty. Temperature 0 is argmax.
+    In this order: min-p keeps `p >= min_p * p_max`; top-k the k first; top-p the shortest prefix of
+    the rest, renormalised, that reaches the mass p.
 
     Args:
+        cut: fields [B, ...], see `sampler.truncation`.
         logits: float32 [B, V]; -inf is a token that is never drawn; at least one is finite.
-        proposal: fields [B].
-        uniforms: float32 [B, n] in [0, 1), one for each token that may be drawn; only a row's first
-            `proposal.draws` count, what the others yield is meaningless.
-        truncation: fields [B], the rules' parameters; `proposal.rule` says which rule applies.
-        mu: float32 [B], bits, the state of `mirostat`; other rules do not read it.
+        uniforms: float32 [B, n] in [0, 1), one for each token that may be drawn.
+        draws: int32 [B]; only a row's first so many tokens count, the others mean nothing.
     """
     batch, vocab = logits.shape
     chex.assert_shape(uniforms, (batch, None))
-    chex.assert_tree_shape_prefix((proposal, truncation, mu), (batch,))
+    chex.assert_tree_shape_prefix((cut, draws), (batch,))
 
     # The head: the first tokens of the rule's order, and their masses.
-    cut = truncate(logits, proposal, truncation, mu)
     size = min(HEAD, vocab)
     # Without the barrier XLA rewrites a top_k whose result is sliced into a full sort: 20 ms, not
     # 0.2.
@@ -101,7 +90,7 @@ def truncated_draw(
         from_row: Drawn = lax.cond(complete, lambda *_: drawn, _draw_from_all, *inputs)
         return from_row
 
-    rows = (complete, drawn, (logits, head, cut, uniforms, proposal.draws))
+    rows = (complete, drawn, (logits, head, cut, uniforms, draws))
     from_rows: Drawn = lax.cond(jnp.all(complete), lambda: drawn, lambda: lax.map(row, rows))
     return from_rows
 
@@ -121,7 +110,8 @@ def _draw_from_head(
     kept = jnp.where(top_p >= 1, limit, jnp.minimum(reached, limit))
     targets = uniforms * head.cumulated[kept - 1]
     picks = jnp.sum(head.cumulated[None, :] <= targets[:, None], axis=-1, dtype=jnp.int32)
-    return Drawn(ids=jnp.take(head.ids, jnp.minimum(picks, kept - 1)), kept=kept)
+    last = jnp.take(head.ids, kept - 1)
+    return Drawn(ids=jnp.take(head.ids, jnp.minimum(picks, kept - 1)), kept=kept, last=last)
 
 
 def _draw_from_all(
@@ -170,7 +160,9 @@ def _draw_from_all(
         )
         wanted = jnp.arange(uniforms.shape[0], dtype=jnp.int32) < draws
         ids = lax.map(lambda args: pick(prefix, *args), (uniforms, wanted))
-        return Drawn(ids=ids, kept=prefix.length)
+        ties = jnp.sum(order == prefix.value, dtype=jnp.int32)
+        last = _tied_id(order, prefix.value, jnp.minimum(prefix.index, ties - 1))
+        return Drawn(ids=ids, kept=prefix.length, last=last)
 
     closes_in_head = (cut.top_p < 1) & (cut.top_p * outer.mass <= top_mass)
     size = jnp.int32(head.ids.shape[0])

@@ -1,34 +1,90 @@
-"""What is done to the logits before anything is drawn from them."""
+"""What is done to the logits around the draw: before a truncation rule, and to what it has left."""
+
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import Rows
+from entropix_jax.sampler.draw import truncated_draw
+from entropix_jax.sampler.mechanism import Transform
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.settings import LAST, SamplerSettings
+from entropix_jax.sampler.truncation import Cut, everything, truncate
 
 
 def modify(
-    logits: jax.Array, floored: jax.Array, settings: SamplerSettings, rows: Rows, bans: jax.Array
+    logits: jax.Array,
+    floored: jax.Array,
+    metrics: Metrics,
+    settings: SamplerSettings,
+    views: RowView,
+    bans: jax.Array,
 ) -> jax.Array:
-    """The logits that are drawn from: repetition penalty, bans, noise floor.
+    """The logits that are truncated and drawn from: penalties and the like, bans, noise floor.
 
     `floored` is float32 [B, V], -inf below the noise floor; `bans` int32 [B, n], those of a row's
-    position beside the sampler's own, -1 for none.
+    position beside the sampler's own, -1 for none; `metrics` are `as_seen`.
     """
     batch, vocab = logits.shape
+    logits = _apply("logits", logits, metrics, settings, views)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-
-    def penalise() -> jax.Array:
-        position = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
-        tokens = jnp.where(position < rows.length[:, None], rows.history, vocab)
-        seen = jnp.zeros((batch, vocab), bool).at[row, tokens].set(True, mode="drop")
-        penalty = settings.repetition.penalty[:, None]
-        return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-    logits = lax.cond(jnp.any(settings.repetition.penalty != 1.0), penalise, lambda: logits)
     bans = jnp.concatenate([settings.bans, bans], axis=1)
     logits = logits.at[row, jnp.where(bans < 0, vocab, bans)].set(-jnp.inf, mode="drop")
     above = jnp.where(floored > -jnp.inf, logits, -jnp.inf)
     # If the bans remove everything above the noise floor, the draw is from what is below it.
     return jnp.where(jnp.any(above > -jnp.inf, axis=-1, keepdims=True), above, logits)
+
+
+def cut_and_reweigh(
+    logits: jax.Array,
+    proposal: Proposal,
+    metrics: Metrics,
+    settings: SamplerSettings,
+    views: RowView,
+) -> tuple[Cut, jax.Array]:
+    """What each row may draw, and the logits, [B, V], that it is drawn from; see `truncate`.
+
+    Where a row uses a transform of what its rule leaves, or the temperature comes last, that is
+    found first, and then drawn from as it is.
+    """
+    reweighs = any(m.reweigh and m.name in settings.used for m in settings.mechanisms)
+    if not reweighs and LAST not in settings.used:
+        return truncate(logits, proposal, metrics, settings, views), logits
+
+    hot = proposal.temperature > 0
+    waits = hot & settings.base.temperature_last
+    early = replace(proposal, temperature=jnp.where(waits, 1.0, proposal.temperature))
+    cut = truncate(logits, early, metrics, settings, views)
+    none = jnp.zeros((logits.shape[0], 1), jnp.float32)
+    last = truncated_draw(cut, logits, none, jnp.zeros_like(proposal.draws)).last
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    bound = jnp.take_along_axis(cut.order, last[:, None], axis=1)
+    left = (cut.order > bound) | ((cut.order == bound) & (ids <= last[:, None]))
+    scores = jnp.where(left, logits / cut.temperature[:, None], -jnp.inf)
+    scores = _apply("reweigh", scores, metrics, settings, views)
+    scores = scores / jnp.where(waits, proposal.temperature, 1.0)[:, None]
+    return everything(scores), scores
+
+
+def _apply(
+    kind: str, logits: jax.Array, metrics: Metrics, settings: SamplerSettings, views: RowView
+) -> jax.Array:
+    """The logits after all transforms of a kind that the rows use, one after another."""
+    for mechanism in settings.mechanisms:
+        transform: Transform | None = getattr(mechanism, kind)
+        if transform is None or mechanism.name not in settings.used:
+            continue
+        active = jnp.ones(logits.shape[0], bool)
+        if mechanism.active is not None:
+            active = mechanism.active(settings)
+
+        def change(logits: jax.Array, active: jax.Array, transform: Transform) -> jax.Array:
+            changed = jax.vmap(transform)(logits, metrics, settings, views)
+            return jnp.where(active[:, None], changed, logits)
+
+        change_all = partial(change, active=active, transform=transform)
+        logits = lax.cond(jnp.any(active), change_all, lambda logits: logits, logits)
+    return logits

@@ -1,6 +1,7 @@
 """What an arm sees of its row, and the proposal that it returns: a handful of scalars."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,16 +22,34 @@ class Proposal:
     top_p: jax.Array  # float32; 1: off
     min_p: jax.Array  # float32; 0: off
     draws: jax.Array  # int32, candidates
-    rule: jax.Array  # int32, index into RULES; top_k, top_p and min_p belong to `nucleus`
+    rule: jax.Array  # int32, index into the mechanisms; top_k, top_p and min_p are for `nucleus`
 
 
 @struct.dataclass
 class RowView:
-    """What an arm may know of its row besides the metrics."""
+    """What a mechanism may know of its row besides the metrics."""
 
     may: dict[str, jax.Array]  # bool, by action: whether the row may do it now
     own: dict[str, Any]  # each mechanism's part of the row's state, by its name
+    history: jax.Array  # int32 [S], the tokens so far, prompt included, then anything
+    length: jax.Array  # int32, how many so far
+    generated: jax.Array  # int32, how many of them were generated
+    key: jax.Array  # uint32 [2], see `sampler.keys`
     vocab_size: int = struct.field(pytree_node=False)
+
+
+def as_seen(metrics: Metrics, settings: SamplerSettings) -> Metrics:
+    """What mechanisms see of one row's metrics: `attn_entropy_norm` and `agreement_published` under
+    the plain names where the settings say so."""
+    return replace(
+        metrics,
+        attn_entropy=jnp.where(
+            settings.attn_entropy_normalised, metrics.attn_entropy_norm, metrics.attn_entropy
+        ),
+        agreement=jnp.where(
+            settings.agreement_published, metrics.agreement_published, metrics.agreement
+        ),
+    )
 
 
 # One row's metrics, settings and view to a proposal, in JAX. The metrics are those of
@@ -57,7 +76,7 @@ def draw(
         top_p=base.top_p if top_p is None else jnp.asarray(top_p, jnp.float32),
         min_p=base.min_p if min_p is None else jnp.asarray(min_p, jnp.float32),
         draws=jnp.asarray(draws, jnp.int32),
-        rule=settings.truncation.rule,
+        rule=settings.rule,
     )
 
 

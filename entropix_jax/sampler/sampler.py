@@ -29,19 +29,19 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.proposal import Arm
 from entropix_jax.sampler.settings import (
+    LAST,
     LOOP_WINDOW,
     MAX_BANS,
-    RULES,
     SHARED_SECTIONS,
     SamplerSettings,
 )
+from entropix_jax.sampler.truncation import NUCLEUS
 
 Mechanisms = tuple[Mechanism, ...]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
-    "truncation.rule": RULES,
 }
 Rule = tuple[Callable[[Any], bool], str]  # a test of a value, and what an error's line says
 
@@ -163,7 +163,7 @@ class Sampler:
         token ids of a text and adds none. UserError if a text has too many tokens, or the model
         another number of layers.
         """
-        values, rule = self.values, RULES.index(self.values["truncation.rule"])
+        values = self.values
         low, high = _boxes(values, self.name)
         parts = {
             name: section(
@@ -171,8 +171,7 @@ class Sampler:
                     field.name: self._traced(f"{name}.{field.name}", field.metadata, encode)
                     for field in fields(section)
                     if field.metadata
-                },
-                **({"rule": np.int32(rule)} if name == "truncation" else {}),
+                }
             )
             for name, section in sections(self.mechanisms).items()
         }
@@ -181,6 +180,7 @@ class Sampler:
             low=low,
             high=high,
             arms=np.array([names.index(values[f"arms.{name}"]) for name in SERVED], np.int32),
+            rule=np.int32(names.index(values["truncation.rule"])),
             layer_weights=_layer_weights(values["metrics.layers"], num_layers, self.name),
             attn_entropy_normalised=np.asarray(values["metrics.attn_entropy"] == "normalised"),
             agreement_published=np.asarray(values["metrics.agreement"] == "published"),
@@ -188,7 +188,18 @@ class Sampler:
             bans=_padded(values["draw.bans"], MAX_BANS),
             **{name: parts.pop(name) for name in SHARED_SECTIONS},
         )
-        return SamplerSettings(**arrays, own=parts, mechanisms=self.mechanisms)
+        settings = SamplerSettings(
+            **arrays, own=parts, mechanisms=self.mechanisms, used=frozenset()
+        )
+        return replace(settings, used=self._used(settings))
+
+    def _used(self, settings: SamplerSettings) -> frozenset[str]:
+        """See `SamplerSettings.used`."""
+        used = {self.values["truncation.rule"]} - {NUCLEUS}
+        used |= {LAST} if self.values[LAST] else set()
+        maybe = (m for m in self.mechanisms if m.logits or m.reweigh or m.replaces)
+        active = {m.name for m in maybe if m.active is None or m.active(settings)}
+        return frozenset(used | active)
 
     def _traced(
         self, key: str, meta: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
@@ -263,8 +274,10 @@ def _rules(mechanisms: Mechanisms) -> Mapping[str, Rule]:
     for key, meta in _settings(mechanisms, "longest").items():
         most = meta["most"]
         rules[key] = partial(_are_texts, most), f"text, or a list of at most {most} texts"
-    arms = tuple(mechanism.name for mechanism in mechanisms)
-    for key, names in (_CHOICES | {f"arms.{name}": arms for name in SERVED}).items():
+    arms = tuple(m.name for m in mechanisms if m.propose is not None)
+    choices = {f"arms.{name}": arms for name in SERVED}
+    choices["truncation.rule"] = tuple(m.name for m in mechanisms if m.cut is not None)
+    for key, names in (_CHOICES | choices).items():
         rules[key] = names.__contains__, f"one of {', '.join(names)}"
     for box in BOXES:
         conditions = 'a list of conditions such as "entropy < 0.5"'

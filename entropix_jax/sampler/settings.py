@@ -11,8 +11,6 @@ from typing import Any
 import jax
 from flax import struct
 
-RULES = ("nucleus", "top_n_sigma", "typical", "eta", "mirostat")  # of truncation
-
 MAX_DRAWS = 16  # candidates of one step
 MAX_BANS = 16  # tokens that are never drawn
 MAX_PERIOD = 32  # longest period that the loop guard looks for
@@ -37,6 +35,8 @@ def texts(most: int, longest: int, default: str | list[str] | None = None) -> An
     return field(metadata={"most": most, "longest": longest, "default": default})
 
 
+LAST = "base.temperature_last"  # in `SamplerSettings.used`, where a row has it
+
 COEFFICIENT = (-100.0, 100.0)
 TEMPERATURE = (0.0, 100.0)
 COUNT = (0, 2**31 - 1)
@@ -44,33 +44,14 @@ COUNT = (0, 2**31 - 1)
 
 @struct.dataclass
 class BaseSettings:
-    """Where every arm starts from. 0 switches `top_k` and `min_p` off, 1 switches `top_p` off."""
+    """Where every arm starts from. 0 switches `top_k` and `min_p` off, 1 switches `top_p` off.
+    Where the temperature is last, truncation sees the distribution at temperature 1."""
 
     temperature: jax.Array = number(*TEMPERATURE)
     top_k: jax.Array = number(*COUNT, integer=True)
     top_p: jax.Array = number(1e-6, 1.0)
     min_p: jax.Array = number(0.0, 1.0)
-
-
-@struct.dataclass
-class TruncationSettings:
-    """The truncation rule and the parameters of each; `nucleus` is min-p, top-k and top-p of the
-    proposal. See `sampler.truncation` for the formulas."""
-
-    rule: jax.Array  # int32, index into RULES
-    sigmas: jax.Array = number(0.0, 1e4)  # top_n_sigma: n
-    typical_mass: jax.Array = number(1e-6, 1.0)  # typical: tau
-    eta_epsilon: jax.Array = number(0.0, 1.0)  # eta: epsilon
-    mirostat_target: jax.Array = number(0.0, 100.0)  # mirostat: tau, bits
-    mirostat_rate: jax.Array = number(0.0, 100.0)  # mirostat: eta
-
-
-@struct.dataclass
-class RepetitionSettings:
-    """`penalty` divides the positive and multiplies the negative logits of tokens that the row
-    already holds (Keskar et al. 2019, CTRL); 1 switches it off."""
-
-    penalty: jax.Array = number(0.01, 100.0)
+    temperature_last: jax.Array = flag()
 
 
 @struct.dataclass
@@ -92,28 +73,28 @@ class SamplerSettings:
     low: jax.Array  # float32 [4 boxes, 5 quantities], open lower bounds of BOXES
     high: jax.Array  # float32 [4, 5], open upper bounds
     arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
+    rule: jax.Array  # int32, index into `mechanisms`, the truncation rule
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers
     attn_entropy_normalised: jax.Array  # bool: the arms see attn_entropy_norm as attn_entropy
     agreement_published: jax.Array  # bool: the arms see agreement_published as agreement
     noise_epsilon: jax.Array  # float32, machine epsilon of the logits; 0: no noise floor
     bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
     base: BaseSettings
-    truncation: TruncationSettings
-    repetition: RepetitionSettings
     loop: LoopSettings
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
-    # Static, `Mechanism`s: part of the compiled step. Arms and actions are indices into it.
+    # Static, `Mechanism`s: part of the compiled step. Arms, rules and actions are indices into it.
     mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
+    # Static, the rules, the transforms and what `replaces` tokens that the compiled step contains,
+    # by name, and `LAST`.
+    used: frozenset[str] = struct.field(pytree_node=False)
 
     def action(self, name: str) -> int:
-        """The index of the action of that name, that is, of the mechanism. ValueError if the
+        """The index of the mechanism of that name, and so of its action. ValueError if the
         sampler has none of that name."""
         return [mechanism.name for mechanism in self.mechanisms].index(name)
 
 
 SHARED_SECTIONS: dict[str, type] = {
     "base": BaseSettings,
-    "truncation": TruncationSettings,
-    "repetition": RepetitionSettings,
     "loop": LoopSettings,
 }

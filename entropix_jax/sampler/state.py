@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.proposal import Proposal, RowView
 
 Tree = TypeVar("Tree")
 
@@ -38,7 +38,6 @@ class Tally:
     queue_action: jax.Array  # int32 [B], the action that they are forced for
     entropy_mean: jax.Array  # float32 [B], of the committed tokens' entropies, bits
     entropy_squares: jax.Array  # float32 [B], their summed squared deviation from it (Welford)
-    mirostat: jax.Array  # float32 [B], mu - 2 tau, bits
     own: dict[str, Any]  # of each mechanism that keeps a state, by its name; leaves [B]
 
 
@@ -100,6 +99,27 @@ class Rows:
     branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
 
+    def view(self, own: dict[str, Any], may: dict[str, jax.Array]) -> RowView:
+        """What mechanisms may know of each row; see `RowView` for the arguments."""
+        return RowView(
+            may=may,
+            own=own,
+            history=self.history,
+            length=self.length,
+            generated=self.generated,
+            key=self.keys,
+            vocab_size=self.vocab_size,
+        )
+
+
+@struct.dataclass
+class DrawnToken:
+    """What each row's token was drawn from, fields [B, ...]."""
+
+    logits: jax.Array  # float32 [B, V], with penalties and bans, before truncation
+    proposal: Proposal
+    token: jax.Array  # int32
+
 
 @struct.dataclass
 class Step:
@@ -160,7 +180,6 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
         queue_action=zeros,
         entropy_mean=zeros_f,
         entropy_squares=zeros_f,
-        mirostat=zeros_f,
         own=jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))), own),
     )
     proposal = Proposal(

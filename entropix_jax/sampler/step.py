@@ -20,21 +20,22 @@ from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, draw_again, in_doubt
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure
-from entropix_jax.sampler.modify import modify
-from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.modify import cut_and_reweigh, modify
+from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
 from entropix_jax.sampler.regimes import classify, count_rounds
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings
 from entropix_jax.sampler.state import (
     MAX_REACH,
+    DrawnToken,
     Observation,
     Rows,
     SamplerState,
     Step,
     Tally,
     Trail,
+    init_sampler_state,
     where_rows,
 )
-from entropix_jax.sampler.truncation import MIROSTAT, mirostat_update, surprise
 from entropix_jax.stats import AttnStats
 
 
@@ -82,28 +83,33 @@ def choose(
     action, is_branch = step.proposal.action, rows.branch >= 0
     free = rows.running & finite & (step.tally.queued == 0) & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
-        if mechanism.apply is not None:
+        if mechanism.propose is not None and mechanism.apply is not None:
             step = mechanism.apply(free & ~step.trail.again & (action == index), step, settings)
 
     # The token: drawn, unless one is forced, be it in the drawn one's place.
-    drawn, mirostat = _draw_best(step, settings)
+    drawn = _draw_best(step, settings)
     free &= ~(step.rewinds | step.forks | step.waits)
     for index, mechanism in enumerate(settings.mechanisms):
-        if mechanism.replaces is not None and mechanism.apply is not None:
-            acts = free & (step.tally.queued == 0) & mechanism.replaces(settings, step, drawn)
-            action = jnp.where(acts, index, step.proposal.action)
-            step = replace(step, proposal=replace(step.proposal, action=action))
-            step = mechanism.apply(acts, step, settings)
+        if mechanism.replaces is None or mechanism.name not in settings.used:
+            continue
+        acts = free & (step.tally.queued == 0) & mechanism.replaces(settings, step, drawn.token)
+        action = jnp.where(acts, index, step.proposal.action)
+        step = replace(step, proposal=replace(step.proposal, action=action))
+        step = step if mechanism.apply is None else mechanism.apply(acts, step, settings)
     forced = step.tally.queued > 0
     ahead = jnp.take_along_axis(step.rows.history, step.rows.length[:, None], axis=1)[:, 0]
-    token = jnp.where(forced, ahead, drawn)
+    token = jnp.where(forced, ahead, drawn.token)
     logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
 
     # The state after it.
     moves = rows.running & ~step.rewinds & ~step.waits
     was_drawn = moves & ~forced & ~step.forks & ~is_branch
     advanced = advance(step.tally, settings, step.observation, rows.generated)
-    advanced = replace(advanced, mirostat=jnp.where(was_drawn, mirostat, step.tally.mirostat))
+    for mechanism in settings.mechanisms:
+        if mechanism.learn is not None and mechanism.name in settings.used:
+            name, before = mechanism.name, advanced.own[mechanism.name]
+            learnt = where_rows(was_drawn, mechanism.learn(settings, advanced, drawn), before)
+            advanced = replace(advanced, own={**advanced.own, name: learnt})
     tally = where_rows(moves, advanced, step.tally)
     choice = Choice(
         token=token,
@@ -136,24 +142,12 @@ def observe(
     )
 
 
-def as_seen(metrics: Metrics, settings: SamplerSettings) -> Metrics:
-    """What the arms see: `attn_entropy_norm` and `agreement_published` under the plain names where
-    the settings say so."""
-    return replace(
-        metrics,
-        attn_entropy=jnp.where(
-            settings.attn_entropy_normalised, metrics.attn_entropy_norm, metrics.attn_entropy
-        ),
-        agreement=jnp.where(
-            settings.agreement_published, metrics.agreement_published, metrics.agreement
-        ),
-    )
-
-
 def propose(arm: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
     """The proposal of one row's arm, an index into its mechanisms; `metrics` are `as_seen`."""
-    arms = [partial(m.propose, metrics, settings, row) for m in settings.mechanisms]
-    proposal: Proposal = lax.switch(arm, arms)
+    proposes = {i: m.propose for i, m in enumerate(settings.mechanisms) if m.propose is not None}
+    arms = [partial(propose, metrics, settings, row) for propose in proposes.values()]
+    which = jnp.argmax(jnp.array([*proposes]) == arm)
+    proposal: Proposal = lax.switch(which, arms)
     return proposal
 
 
@@ -180,7 +174,8 @@ def advance(
 def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
     """The position that the next steps cannot go back beyond: int32 [B], at most the length. An arm
     that is not of this package may propose any action."""
-    able = [i for i, m in enumerate(settings.mechanisms) if m == BACKSPACE or m not in MECHANISMS]
+    ours = {m for m in MECHANISMS if m != BACKSPACE}
+    able = [i for i, m in enumerate(settings.mechanisms) if m not in ours]
     has_arm = jnp.any(jnp.isin(settings.arms, jnp.array(able, jnp.int32)), axis=-1)
     distance = jnp.arange(1, MAX_REACH + 1, dtype=jnp.int32)
     farthest = jnp.max(jnp.where(in_doubt(settings, state, rows), distance, 0), axis=-1)
@@ -214,8 +209,7 @@ def _propose(
     served = jnp.where(looping, SERVED.index("loop"), observation.regime)
     arm = jnp.take_along_axis(settings.arms, served[:, None], axis=1)[:, 0]
     seen = jax.vmap(as_seen)(observation.metrics, settings)
-    view = RowView(may=may, own=tally.own, vocab_size=rows.vocab_size)
-    proposal = jax.vmap(propose)(arm, seen, settings, view)
+    proposal = jax.vmap(propose)(arm, seen, settings, rows.view(tally.own, may))
 
     # Each further round of a loop is hotter.
     heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)
@@ -277,33 +271,35 @@ def _remember(step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.A
     )
 
 
-def _draw_best(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Array]:
-    """The likeliest, under the unmodified logits, of the proposal's candidates, int32 [B], and the
-    state of mirostat after it, float32 [B]."""
+def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
+    """The likeliest, under the unmodified logits, of the proposal's candidates."""
     rows, proposal, trail = step.rows, step.proposal, step.trail
+    is_branch = rows.branch >= 0
+
+    # What the candidates are drawn from. Mechanisms learn from committed tokens alone: a branch has
+    # the state that a text starts with.
     here = trail.at(rows.length)
     attempts = jnp.where(trail.again, here.attempts, 0)
     bans = jnp.where(trail.again[:, None], here.bans, -1)
-    logits = modify(step.logits, step.floored, settings, rows, bans)
+    new = init_sampler_state(is_branch.shape[0], settings.mechanisms).tally.own
+    learns = [m.name for m in settings.mechanisms if m.learn is not None]
+    own = dict(step.tally.own)
+    own |= {name: where_rows(is_branch, new[name], own[name]) for name in learns}
+    seen, views = jax.vmap(as_seen)(step.observation.metrics, settings), rows.view(own, {})
+    logits = modify(step.logits, step.floored, seen, settings, views, bans)
+    cut, left = cut_and_reweigh(logits, proposal, seen, settings, views)
+
+    # Their random numbers. Branches of a row have the same key: each takes that at its own index.
     stream = jnp.where(proposal.draws > 1, STREAM_CANDIDATE, STREAM_DRAW)
-    stream = jnp.where(rows.branch >= 0, STREAM_ROLLOUT, stream)
+    stream = jnp.where(is_branch, STREAM_ROLLOUT, stream)
     numbers = uniforms(rows.keys, rows.length, attempts, stream, MAX_DRAWS)
-    # Branches of a row have the same key: each takes the number at its own index.
-    own = jnp.take_along_axis(numbers, jnp.maximum(rows.branch, 0)[:, None], axis=1)
-    numbers = jnp.where(rows.branch[:, None] >= 0, own, numbers)
-    # Mirostat learns from committed tokens alone: a branch has the mu that a text starts with.
-    mirostat = step.tally.mirostat
-    learnt = jnp.where(rows.branch >= 0, 0.0, mirostat)
-    mu = 2.0 * settings.truncation.mirostat_target + learnt
-    candidates = truncated_draw(logits, proposal, numbers, settings.truncation, mu).ids
+    of_branch = jnp.take_along_axis(numbers, jnp.maximum(rows.branch, 0)[:, None], axis=1)
+    numbers = jnp.where(is_branch[:, None], of_branch, numbers)
+
+    # The best of them.
+    candidates = truncated_draw(cut, left, numbers, proposal.draws).ids
     drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32)[None, :] < proposal.draws[:, None]
     scores = jnp.take_along_axis(step.log_probs, candidates, axis=1)
     best = jnp.argmax(jnp.where(drawn, scores, -jnp.inf), axis=-1)
     token = jnp.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
-
-    def learn() -> jax.Array:
-        bits = surprise(logits, proposal.temperature, token)
-        change = mirostat_update(mu, bits, settings.truncation) - mu
-        return jnp.where(proposal.rule == MIROSTAT, mirostat + change, mirostat)
-
-    return token, lax.cond(jnp.any(proposal.rule == MIROSTAT), learn, lambda: mirostat)
+    return DrawnToken(logits=logits, proposal=proposal, token=token)

@@ -14,13 +14,15 @@ from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.sampler import scalars
-from entropix_jax.sampler.settings import RULES, SamplerSettings
-from entropix_jax.sampler.step import as_seen, propose
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.step import propose
 from tests.support.samplers import (
     ARMS,
+    NAMES,
+    RULES,
     VOCAB_SIZE,
     batch_of,
     metrics_at,
@@ -127,8 +129,6 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
     elif arm == "forking":
         side = "high" if h > v["forking.threshold"] else "low"
         action, t = "sample", v[f"forking.temperature_{side}"]
-    elif arm in ("think_end", "budget_forcing"):
-        action = "sample"
     elif arm == "resample":
         scale = v["resample.temperature_scale"] + v["resample.temperature_attn_varentropy"] * va
         t = max(v["resample.temperature_min"], t0 * scale)
@@ -156,7 +156,7 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
         "top_p": p,
         "min_p": m,
         "draws": draws,
-        "rule": RULES.index(v["truncation.rule"]),
+        "rule": NAMES.index(v["truncation.rule"]),
     }
 
 

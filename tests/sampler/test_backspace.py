@@ -29,7 +29,7 @@ from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, un
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal
-from entropix_jax.sampler.settings import MAX_DRAWS, RULES
+from entropix_jax.sampler.settings import MAX_DRAWS
 from entropix_jax.sampler.state import Tally
 from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain, regime_of
 from tests.support.draw_oracles import Kept
@@ -38,6 +38,7 @@ from tests.support.samplers import (
     BATCH,
     CAPACITY,
     EPSILON,
+    NAMES,
     Job,
     advance,
     attn_stats,
@@ -113,7 +114,7 @@ class Position:
 
 def draw(logits: np.ndarray, proposal: Proposal, numbers: np.ndarray, mu: float) -> list[int]:
     """One token for each number, from what the truncation leaves."""
-    if RULES[proposal.rule] == "mirostat" and proposal.temperature > 0:
+    if NAMES[proposal.rule] == "mirostat" and proposal.temperature > 0:
         kept = Kept.of("mirostat", logits, float(proposal.temperature), mu)
     else:
         kept = Kept.of_nucleus(logits, jax.tree.map(np.atleast_1d, proposal))
@@ -158,7 +159,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
     trail: deque[Position] = deque(maxlen=values["backspace.reach"])
     again: Position | None = None
     has_arm = "backspace" in [values[f"arms.{served}"] for served in SERVED]
-    mu = mu_then = 2 * values["truncation.mirostat_target"]
+    mu = mu_then = 2 * values["mirostat.target"]
     cooldown = injections = branchings = retractions = forwards = branch_forwards = settled = 0
 
     def stays(at: Position) -> str:
@@ -194,13 +195,13 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
 
     def learned(at: Position, proposal: Proposal, token: int) -> float:
         """Mirostat's mu after a token."""
-        if RULES[proposal.rule] != "mirostat":
+        if NAMES[proposal.rule] != "mirostat":
             return at.mu
         bits = 0.0
         if proposal.temperature > 0:
             bits = -log_softmax(seen(at) / float(proposal.temperature))[token] / np.log(2)
-        target = values["truncation.mirostat_target"]
-        return at.mu - values["truncation.mirostat_rate"] * (bits - target)
+        target = values["mirostat.target"]
+        return at.mu - values["mirostat.rate"] * (bits - target)
 
     for step in steps:
         length, choice, proposal = len(tokens), step.first.choice, step.first.choice.proposal
@@ -313,7 +314,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         known = entropies or [0.0]
         assert tally.entropy_mean == about(np.mean(known))
         assert tally.entropy_squares == about(np.var(known) * len(known))
-        assert tally.mirostat == about(mu - 2 * values["truncation.mirostat_target"])
+        assert tally.own["mirostat"].learnt == about(mu - 2 * values["mirostat.target"])
     assert len(entropies) == job.budget
     finishes = [step.last.finish for step in steps]
     assert finishes == [RUNNING] * (len(steps) - 1) + [FINISHED_LENGTH]
@@ -361,8 +362,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eight attempts": {**EVERYWHERE, "base.min_p": 0.6},
     "mirostat": {
         "truncation.rule": "mirostat",
-        "truncation.mirostat_target": 1.0,
-        "truncation.mirostat_rate": 2.0,
+        "mirostat.target": 1.0,
+        "mirostat.rate": 2.0,
         **EVERYWHERE,
         "arms.lelv": "argmax",
         **far(3),
@@ -370,14 +371,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cold": {"base.temperature": 0.0, "backspace.per_position": 8, **far(8, 0.5)},
     "noise": {**HOT, "arms.mid": "backspace", "backspace.per_position": 1, **far(8)},
 }
-NAMES = [*SETTINGS]
+CASES = [*SETTINGS]
 LOUD = 2.0**-2  # where one token is nearly certain, no other is above this noise floor
 
 
 def job_of(name: str, **changes: Any) -> Job:
     """Rows of several lengths, which end at the cache's end or before, and begin where a token
     would be retracted, or not."""
-    index = NAMES.index(name)
+    index = CASES.index(name)
     prompt = [*range(9, 9 + index % 3), KINDS.index("mid" if index % 2 else "hehv")]
     sampler = params_of(
         "entropix",
@@ -389,12 +390,12 @@ def job_of(name: str, **changes: Any) -> Job:
     return Job(prompt, sampler, budget=budget, seed=index % 2, row_id=name)
 
 
-JOBS = [job_of(name) for name in NAMES]
+JOBS = [job_of(name) for name in CASES]
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, list[Taken]]:
-    return dict(zip(NAMES, play(MODEL.params, JOBS), strict=True))
+    return dict(zip(CASES, play(MODEL.params, JOBS), strict=True))
 
 
 # At least so often in all rows together; `shows` is said of rules without which the token would

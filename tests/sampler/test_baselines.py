@@ -8,13 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.sampler.draw import Drawn, truncated_draw
+from entropix_jax.sampler.draw import Drawn
 from entropix_jax.sampler.metrics import measure
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.step import propose
-from tests.support.draw_oracles import Kept, below_one, entropy, random_logits, softmax
+from tests.support.draw_oracles import (
+    Kept,
+    below_one,
+    entropy,
+    random_logits,
+    softmax,
+    truncated_draw,
+)
 from tests.support.samplers import attn_stats, batch_of, params_of, proposal_of, view
 
 ROWS, VOCAB = 60, 1000
@@ -27,10 +34,9 @@ def step(logits: jax.Array, uniforms: jax.Array, params: SamplerSettings) -> Dra
     metrics = measure(jax.nn.log_softmax(logits), stats, params.layer_weights)
     regime = jax.vmap(classify)(metrics, params)
     arm = jnp.take_along_axis(params.arms, regime[:, None], axis=1)[:, 0]
-    row = jax.tree.map(lambda x: jnp.broadcast_to(x, ROWS), view(may=False))
+    row = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROWS, *x.shape)), view(may=False))
     proposal = jax.vmap(propose)(arm, metrics, params, row)
-    mu = 2.0 * params.truncation.mirostat_target
-    return truncated_draw(logits, proposal, uniforms, params.truncation, mu)
+    return truncated_draw(logits, proposal, uniforms, params)
 
 
 def nucleus(**settings: float) -> Callable[[np.ndarray], Kept]:

@@ -40,6 +40,7 @@ from tests.support.samplers import (
     generate,
     params_of,
     tiny_model,
+    with_own,
 )
 from tests.support.steps import choose_jit, rows_of
 
@@ -351,7 +352,7 @@ def test_branches_under_mirostat_are_surprised_as_a_text_is_that_begins() -> Non
     changes = {
         **EVERYWHERE,
         "truncation.rule": "mirostat",
-        "truncation.mirostat_target": 2.0,
+        "mirostat.target": 2.0,
         "branch.rollout_temperature": 1.0,
     }
     batch, vocab = 48, 24
@@ -359,9 +360,9 @@ def test_branches_under_mirostat_are_surprised_as_a_text_is_that_begins() -> Non
     rows = replace(rows, branch=jnp.arange(batch, dtype=jnp.int32) % MAX_WIDTH)
     logits = jnp.tile(-jnp.log(jnp.arange(1.0, vocab + 1)), (batch, 1))
     state = fresh_state(batch)
-    learnt = replace(state, tally=replace(state.tally, mirostat=jnp.full(batch, -3.0)))
+    learnt = with_own(state, "mirostat", learnt=jnp.full(batch, -3.0))
     settings = batch_of(*[params_of("entropix", changes)] * batch)
     choice, _, after = choose_jit(logits, attn_stats(batch), settings, learnt, rows)
     assert {*choice.token.tolist()} == {*range(5)}
-    assert (np.asarray(after.tally.mirostat) == -3.0).all()
+    assert (np.asarray(after.tally.own["mirostat"].learnt) == -3.0).all()
     jax.block_until_ready(after)

@@ -83,10 +83,10 @@ class Batch:
 
     def drawn(self) -> Drawn:
         columns = {name: [vars(s)[name] for s in self.settings] for name in vars(self.settings[0])}
-        truncation = settings_of(columns["rule"], columns.pop("number"))
+        settings = settings_of(columns["rule"], columns.pop("number"))
         proposal = proposal_of(**columns, draws=DRAWS)
         logits, uniforms = jnp.asarray(self.logits), jnp.asarray(self.uniforms)
-        return jax.device_get(truncated_draw(logits, proposal, uniforms, *truncation))
+        return jax.device_get(truncated_draw(logits, proposal, uniforms, settings))
 
 
 @st.composite

@@ -28,14 +28,16 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, RULES, SamplerSettings
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, SamplerSettings
 from entropix_jax.sampler.step import propose
 from tests.support.properties import examples
 from tests.support.sampler_strategies import numbers, samplers
 from tests.support.samplers import (
     ARMS,
     EPSILON,
+    NAMES,
     NUM_LAYERS,
+    RULES,
     calibrated,
     encode,
     metrics_of,
@@ -155,7 +157,7 @@ def test_values_reach_their_places() -> None:
         (params, "eta", EPSILON, True),
         (plain, RULES[0], 0, False),
     ):
-        assert settings.truncation.rule == RULES.index(rule)
+        assert settings.rule == NAMES.index(rule)
         assert settings.noise_epsilon == noise
         assert settings.agreement_published == published != settings.attn_entropy_normalised
 
@@ -310,10 +312,10 @@ def cautious(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propo
 def test_an_arm_of_ones_own() -> None:
     """It stands beside the others, under its name, through all that makes a sampler."""
     sampler = ENTROPIX.with_arm("cautious", cautious).with_values({"arms.mid": "cautious"})
-    assert [mechanism.name for mechanism in sampler.mechanisms] == [*ARMS, "cautious"]
+    assert [mechanism.name for mechanism in sampler.mechanisms] == [*NAMES, "cautious"]
     assert calibrated(sampler, Path("nowhere")).mechanisms == sampler.mechanisms
     settings, plain = settings_of(sampler), params_of("entropix")
-    assert settings.arms.tolist() == [*plain.arms[:4], len(ARMS), plain.arms[5]]
+    assert settings.arms.tolist() == [*plain.arms[:4], len(NAMES), plain.arms[5]]
     point = metrics_of(entropy=3.0)
     own = propose(settings.arms[4], point, settings, view())
     assert float(own.temperature) == pytest.approx(0.666 / 4)

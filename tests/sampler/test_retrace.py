@@ -11,9 +11,9 @@ from entropix_jax.engine.decode import answer, decode, prefill
 from entropix_jax.names import QUANTITIES, REGIMES, SERVED
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import scalars
-from entropix_jax.sampler.settings import RULES
 from tests.support.samplers import (
     ARMS,
+    RULES,
     Job,
     generate,
     other_value,

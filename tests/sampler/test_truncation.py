@@ -11,21 +11,24 @@ from jax import lax
 
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
+from entropix_jax.sampler.mechanisms.mirostat import MirostatState, learn
 from entropix_jax.sampler.proposal import Proposal
-from entropix_jax.sampler.settings import RULES, TruncationSettings
-from entropix_jax.sampler.truncation import mirostat_update, surprise, truncate
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import DrawnToken
+from entropix_jax.sampler.truncation import truncate
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
     NUMBERS,
     below_one,
+    draw_rows,
     mirostat,
     random_logits,
     settings_of,
     softmax,
     truncated_draw,
 )
-from tests.support.samplers import proposal_of
+from tests.support.samplers import RULES, fresh_state, metrics_of, proposal_of, view
 
 
 def one_row(
@@ -39,7 +42,7 @@ def one_row(
         jnp.asarray(padded, jnp.float32)[None],
         proposal_of(temperature, rule=rule, draws=len(uniforms)),
         jnp.asarray(numbers, jnp.float32)[None],
-        *settings_of(rule, number),
+        settings_of(rule, number),
     )
     return replace(drawn, ids=drawn.ids[0, : len(uniforms)])
 
@@ -69,9 +72,7 @@ def zipf(number: int, exponent: float) -> np.ndarray:
 # Rows of different rules in one batch
 
 
-def mixed_batch(
-    rows: int, vocab: int
-) -> tuple[jax.Array, Proposal, jax.Array, TruncationSettings, jax.Array]:
+def mixed_batch(rows: int, vocab: int) -> tuple[jax.Array, Proposal, jax.Array, SamplerSettings]:
     rng = np.random.default_rng(vocab)
     rules = np.array([*RULES, *NUMBERS] * rows)[:rows]
     numbers = [rng.choice(NUMBERS.get(rule, [0])) for rule in rules]
@@ -85,7 +86,7 @@ def mixed_batch(
     )
     logits = jnp.asarray(random_logits(rng, rows, vocab))
     uniforms = jnp.asarray(below_one(rng.random((rows, 4))))
-    return logits, proposal, uniforms, *settings_of(rules, numbers)
+    return logits, proposal, uniforms, settings_of(rules, numbers)
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
@@ -105,7 +106,7 @@ def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
     outcomes = []
     for head in (2, 64, 1000):
         monkeypatch.setattr(draw, "HEAD", head)
-        outcomes.append(jax.jit(lambda *a: draw.truncated_draw(*a))(*batch))
+        outcomes.append(jax.jit(lambda *rows: draw_rows(*rows))(*batch))
     for other in outcomes[1:]:
         np.testing.assert_array_equal(outcomes[0].kept, other.kept)
         np.testing.assert_array_equal(outcomes[0].ids, other.ids)
@@ -119,17 +120,21 @@ def test_temperatures_next_to_zero(rule: str) -> None:
 
 
 def test_nothing_is_done_in_vain() -> None:
-    """A sort of 128,256 tokens costs more than all the rest of the draw. Where a batch has no other
-    rules, the cut costs nothing beyond its order: all else is behind a condition."""
+    """A sort of 128,256 tokens costs more than all the rest of the draw. Where no row of a batch
+    has another rule, the cut costs nothing beyond its order: all else is behind a condition, and
+    there is none where no row ever had one."""
     batch = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
     program = truncated_draw.lower(*batch).compile().as_text()
     assert program is not None
     assert " sort(" not in program
-    logits, proposal, _, truncation, mu = mixed_batch(2, 1000)
-    jaxpr = jax.make_jaxpr(truncate)(logits, proposal, truncation, mu)
-    names = [equation.primitive.name for equation in jaxpr.eqns]
-    assert not {"exp", "top_k"} & {*names}
-    assert names.count("cond") == 1
+    logits, proposal, _, settings = mixed_batch(2, 1000)
+    views = jax.tree.map(lambda x: jnp.stack([x, x]), view())
+    for used, conditions in ((settings.used, 1), (frozenset(), 0)):
+        given = replace(settings, used=used)
+        jaxpr = jax.make_jaxpr(truncate)(logits, proposal, metrics_of(entropy=[0, 0]), given, views)
+        names = [equation.primitive.name for equation in jaxpr.eqns]
+        assert not {"exp", "top_k"} & {*names}
+        assert names.count("cond") == conditions
 
 
 # Single rules, by hand
@@ -189,17 +194,21 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     steps, rate = 1500, 0.1
     logits = zipf(2000, exponent)
     uniforms = below_one(np.random.default_rng(7).random(steps))
-    truncation, _ = settings_of("mirostat", 0)
-    truncation = replace(
-        truncation, mirostat_target=jnp.asarray([target]), mirostat_rate=jnp.asarray([rate])
-    )
-    proposal = proposal_of(rule="mirostat")
+    settings, proposal = settings_of("mirostat", 0), proposal_of(rule="mirostat")
+    own = replace(settings.own["mirostat"], rate=jnp.asarray([rate]))
+    aims, tally = replace(own, target=jnp.asarray([target])), fresh_state(1).tally
     row = jnp.asarray(logits)[None]
 
     def step(mu: jax.Array, uniform: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        drawn = draw.truncated_draw(row, proposal, uniform[None, None], truncation, mu)
-        bits = surprise(row, proposal.temperature, drawn.ids[:, 0])
-        return mirostat_update(mu, bits, truncation), (mu[0], drawn.kept[0], bits[0])
+        # Drawn at mu; learnt from the target.
+        here = {**settings.own, "mirostat": replace(own, target=mu / 2)}
+        drawn = truncated_draw(row, proposal, uniform[None, None], replace(settings, own=here))
+        before = {**tally.own, "mirostat": MirostatState(learnt=mu - 2 * target)}
+        token = DrawnToken(logits=row, proposal=proposal, token=drawn.ids[:, 0])
+        given = replace(settings, own={**settings.own, "mirostat": aims})
+        after = learn(given, replace(tally, own=before), token).learnt + 2 * target
+        bits = target - (after - mu) / rate
+        return after, (mu[0], drawn.kept[0], bits[0])
 
     start = jnp.asarray([2 * target], jnp.float32)  # where mu begins
     record = jax.jit(lambda: lax.scan(step, start, jnp.asarray(uniforms))[1])()

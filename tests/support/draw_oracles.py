@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,14 +13,27 @@ import numpy as np
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
 from entropix_jax.sampler.proposal import Proposal
-from entropix_jax.sampler.settings import TruncationSettings
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.truncation import truncate
+from tests.support.samplers import metrics_of, params_of, view
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
 SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
 LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
 LLAMA3 = 128_256
 
-truncated_draw = jax.jit(draw.truncated_draw)
+
+def draw_rows(
+    logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
+) -> Drawn:
+    """What rows draw that have written nothing yet."""
+    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (logits.shape[0], *jnp.shape(x))), view())
+    metrics = metrics_of(entropy=[0.0] * logits.shape[0])
+    cut = truncate(logits, proposal, metrics, settings, views)
+    return draw.truncated_draw(cut, logits, uniforms, proposal.draws)
+
+
+truncated_draw = jax.jit(draw_rows)
 
 
 # Rows
@@ -41,31 +54,29 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
     return np.where(holes, -np.inf, logits).astype(np.float32)
 
 
-# What a row's rule is set to: the field of its number. For mirostat it is mu, no field.
-NUMBER = {"top_n_sigma": "sigmas", "typical": "typical_mass", "eta": "eta_epsilon"}
+# What a row's rule is set to: the field of its number. For mirostat that is mu, twice the target.
+NUMBER = {"top_n_sigma": "sigmas", "typical": "mass", "eta": "epsilon", "mirostat": "target"}
 
 
-def settings_of(rules: Any, numbers: Any) -> tuple[TruncationSettings, jax.Array]:
-    """`truncation` and `mu` of rows with these rules and numbers; what is not the row's is NaN."""
+def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
+    """The settings of rows with these rules and numbers; what is not the row's is NaN."""
     rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
 
-    def column(rule: str) -> jax.Array:
-        return jnp.asarray(np.where(rules == rule, numbers, np.nan), jnp.float32)
-
-    unused = column("none")
-    truncation = TruncationSettings(
-        rule=jnp.full(rules.size, -1, jnp.int32),  # the proposal's counts
-        **{field: column(rule) for rule, field in NUMBER.items()},
-        mirostat_target=unused,
-        mirostat_rate=unused,
+    settings = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (rules.size, *np.shape(x))), params_of("entropix")
     )
-    return truncation, column("mirostat")
+    own = dict(settings.own)
+    for rule, field in NUMBER.items():
+        given = numbers / 2 if rule == "mirostat" else numbers
+        column = jnp.asarray(np.where(rules == rule, given, np.nan), jnp.float32)
+        own[rule] = replace(own[rule], **{field: column})
+    return replace(settings, own=own)
 
 
 def nucleus_draw(logits: Any, proposal: Proposal, uniforms: Any) -> Drawn:
     """The draw under min-p, top-k and top-p."""
-    truncation = settings_of(["nucleus"] * logits.shape[0], np.nan)
-    return truncated_draw(jnp.asarray(logits), proposal, jnp.asarray(uniforms), *truncation)
+    settings = settings_of(["nucleus"] * logits.shape[0], np.nan)
+    return truncated_draw(jnp.asarray(logits), proposal, jnp.asarray(uniforms), settings)
 
 
 # Oracles. Each is given the logits of the tokens that are possible, the temperature and the rule's

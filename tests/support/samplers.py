@@ -31,12 +31,18 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import RULES, SamplerSettings
+from entropix_jax.sampler.settings import LAST, SamplerSettings
 from entropix_jax.sampler.state import SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config
 
-ARMS = [mechanism.name for mechanism in MECHANISMS]
+NAMES = [m.name for m in MECHANISMS]
+ARMS = [m.name for m in MECHANISMS if m.propose is not None]
+RULES = [m.name for m in MECHANISMS if m.cut is not None]
+# What a compiled step may contain: with all of it, one program serves all tests.
+USED = frozenset(
+    {LAST, *(m.name for m in MECHANISMS if m.cut or m.logits or m.reweigh or m.replaces)}
+)
 BATCH = 10  # rows
 LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
@@ -66,9 +72,9 @@ def encode(text: str) -> list[int]:
 
 
 def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
-    """The parameters of one row."""
+    """The parameters of one row, for a step that contains everything."""
     options = {"num_layers": NUM_LAYERS, "epsilon": EPSILON, "encode": encode, **options}
-    return sampler.settings(**options)
+    return replace(sampler.settings(**options), used=USED)
 
 
 def params_of(
@@ -99,8 +105,15 @@ def metrics_at(points: Sequence[Mapping[str, float]]) -> Metrics:
 def view(may: bool = True, **changes: bool) -> RowView:
     """A row that may take every action, or none, but for the changes."""
     actions = {"inject": may, "branch": may, "backspace": may} | changes
-    may_each = {name: jnp.asarray(may) for name, may in actions.items()}
-    return RowView(may=may_each, own={}, vocab_size=VOCAB_SIZE)
+    return RowView(
+        may={name: jnp.asarray(may) for name, may in actions.items()},
+        own={m.name: m.init() for m in MECHANISMS if m.init is not None},
+        history=jnp.zeros(8, jnp.int32),
+        length=jnp.int32(1),
+        generated=jnp.int32(0),
+        key=jnp.zeros(2, jnp.uint32),
+        vocab_size=VOCAB_SIZE,
+    )
 
 
 def fresh_state(batch: int) -> SamplerState:
@@ -124,7 +137,7 @@ def proposal_of(
 ) -> Proposal:
     """A batch of proposals from scalars and equally long lists; a rule goes by its name."""
     floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
-    ints = {"top_k": top_k, "draws": draws, "rule": np.vectorize(RULES.index)(rule), "action": 0}
+    ints = {"top_k": top_k, "draws": draws, "rule": np.vectorize(NAMES.index)(rule), "action": 0}
     rows = np.broadcast_shapes((1,), *map(np.shape, [*floats.values(), *ints.values()]))
     return Proposal(
         **{name: jnp.asarray(np.broadcast_to(x, rows), jnp.float32) for name, x in floats.items()},

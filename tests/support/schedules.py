@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.names import SERVED
-from entropix_jax.sampler.settings import RULES
-from tests.support.samplers import ARMS, CAPACITY, Job, params_of, tiny_model
+from tests.support.samplers import ARMS, CAPACITY, RULES, Job, params_of, tiny_model
 
 CONFIG, PARAMS = MODEL = tiny_model()
 

@@ -1,14 +1,15 @@
 """The mechanisms that come with the package, one page each.
 
-Everything else follows from the list: the arms that `arms.<regime>` may name, the sections of a
-sampler's file, the actions of a trace, and each row's state. The order is that of the actions in a
-result's counts.
+Everything else follows from the list: the arms that `arms.<regime>` may name, the rules of
+`truncation.rule`, the sections of a sampler's file, the actions of a trace, and each row's state.
+The order is that of the actions in a result's counts, and that in which transforms are applied.
 """
 
 from entropix_jax.sampler.mechanisms.adaptive import ADAPTIVE
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE
 from entropix_jax.sampler.mechanisms.branch import BRANCH
 from entropix_jax.sampler.mechanisms.inject import INJECT
+from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
 from entropix_jax.sampler.mechanisms.plain import (
     ARGMAX,
     DYNATEMP,
@@ -18,6 +19,8 @@ from entropix_jax.sampler.mechanisms.plain import (
     RESAMPLE,
     SAMPLE,
 )
+from entropix_jax.sampler.mechanisms.repetition import REPETITION
+from entropix_jax.sampler.mechanisms.rules import RULES
 from entropix_jax.sampler.mechanisms.thinking import BUDGET_FORCING, THINK_END
 
 _ARMS_ONLY = EDT, DYNATEMP, FORKING  # their action is `sample`
@@ -34,7 +37,10 @@ MECHANISMS = (
     THINK_END,
     BUDGET_FORCING,
     *_ARMS_ONLY,
+    *RULES,
+    MIROSTAT,
+    REPETITION,
 )
 
 # The actions in a trace.
-ACTIONS = tuple(mechanism.name for mechanism in MECHANISMS if mechanism not in _ARMS_ONLY)
+ACTIONS = tuple(m.name for m in MECHANISMS if m.propose or m.replaces if m not in _ARMS_ONLY)

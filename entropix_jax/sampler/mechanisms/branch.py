@@ -25,7 +25,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import explore
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.modify import modify
-from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
+from entropix_jax.sampler.proposal import Proposal, RowView, as_seen, draw, either
 from entropix_jax.sampler.regimes import HEHV, LEHV
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
@@ -123,7 +123,8 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
     own: BranchSettings = settings.own["branch"]
     rows, logits = step.rows, step.logits
     none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
-    logits = modify(logits, step.floored, settings, rows, none)
+    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
+    logits = modify(logits, step.floored, seen, settings, rows.view(step.tally.own, {}), none)
 
     def noised() -> jax.Array:
         zero = jnp.zeros_like(rows.length)

@@ -1,7 +1,7 @@
 """`think_end` and `budget_forcing`: when a model that thinks aloud stops.
 
-They serve no regime (as arms they draw as `sample` does): whatever the regimes' arms propose, they
-look at the token that was drawn, and may write a text in its place. `think_end` ends the thinking
+They are no arms: whatever the regimes' arms propose, they look at the token that was drawn, and may
+write a text in its place. `think_end` ends the thinking
 once the model has been sure of itself for a while, in the manner of HALT-CoT (2025), which reads
 the entropy of an answer; here it is that of the text. `budget_forcing` (Muennighoff et al. 2025,
 "s1: Simple test-time scaling") keeps the thinking from ending early, and ends it when it is long.
@@ -19,7 +19,6 @@ from jax import lax
 
 from entropix_jax.names import LARGEST
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.mechanisms.plain import sample
 from entropix_jax.sampler.settings import COUNT, SamplerSettings, number, texts
 from entropix_jax.sampler.state import Observation, Rows, Step, Tally
 
@@ -134,18 +133,21 @@ def _has_written(row: Rows, text: jax.Array) -> jax.Array:
 
 THINK_END = Mechanism(
     "think_end",
-    sample,
     settings=ThinkEndSettings,
     init=lambda: ThinkEndState(calm=jnp.int32(0)),
     replaces=ends_thinking,
+    active=lambda settings: settings.own["think_end"].patience > 0,
     apply=write_end,
     advance=count_calm,
 )
 BUDGET_FORCING = Mechanism(
     "budget_forcing",
-    sample,
     settings=BudgetForcingSettings,
     init=lambda: BudgetForcingState(waited=jnp.int32(0)),
     replaces=forces_budget,
+    active=lambda settings: (
+        (settings.own["budget_forcing"].min_tokens > 0)
+        | (settings.own["budget_forcing"].max_tokens > 0)
+    ),
     apply=force_budget,
 )

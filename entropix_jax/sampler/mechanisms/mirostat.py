@@ -1,0 +1,105 @@
+"""`mirostat`: top-k, steered to a mean surprise (Basu et al. 2021, "Mirostat: A Neural Text
+Decoding Algorithm that Directly Controls Perplexity").
+
+The surprise that it allows for, `mu`, starts at twice the target, and each drawn token moves it
+(algorithm 1):
+
+    mu = mu - rate * (surprise - target)
+"""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.settings import SamplerSettings, number
+from entropix_jax.sampler.state import DrawnToken, Tally
+from entropix_jax.sampler.truncation import Cut, likeliest, relative
+
+ZIPF_TOKENS = 100  # m, the likeliest tokens that Zipf's exponent is measured on
+
+_LN2 = math.log(2.0)
+
+
+@struct.dataclass
+class MirostatSettings:
+    """The surprise to steer to, and how fast."""
+
+    target: jax.Array = number(0.0, 100.0)  # tau, bits
+    rate: jax.Array = number(0.0, 100.0)  # eta
+
+
+@struct.dataclass
+class MirostatState:
+    """Of one row."""
+
+    learnt: jax.Array  # float32, mu - 2 * target, bits
+
+
+def cut(
+    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
+) -> Cut:
+    """As many tokens as would have a mean surprise of about `mu` if p followed Zipf's law.
+
+    With `t = ln((i + 1) / i)` and `b = ln(p_i / p_(i+1))` of the m likeliest tokens, the exponent
+    is `s = sum t b / sum t^2`; with `epsilon = s - 1` and N possible tokens,
+    `k = (epsilon * 2^mu / (1 - N^-epsilon))^(1 / s)`, rounded, from 1 to N. (The authors' program
+    takes one token more; their paper does not.)
+    """
+    own: MirostatSettings = settings.own["mirostat"]
+    mu = 2.0 * own.target + row.own["mirostat"].learnt
+    size = min(ZIPF_TOKENS, logits.shape[-1])
+    # See `truncated_draw` for the barrier.
+    top = lax.optimization_barrier(lax.top_k(logits, size)[0])
+    there = top[1:] > -jnp.inf
+    falls = jnp.where(there, top[:-1] - top[1:], 0.0) / proposal.temperature
+    ratios = jnp.where(there, np.log1p(1.0 / np.arange(1, size)).astype(np.float32), 0.0)
+    squares = jnp.sum(jnp.square(ratios))
+    s = jnp.sum(ratios * falls) / jnp.where(squares > 0, squares, 1.0)
+    # A flat top has s = 0, a cold one may have any: what the formula tends to there.
+    s = jnp.clip(s, 1e-30, 1e30)
+    log_number = jnp.log(jnp.sum(logits > -jnp.inf, dtype=jnp.float32))
+    x = (s - 1.0) * log_number
+    # epsilon / (1 - N^-epsilon), which is 1 / ln N at epsilon = 0.
+    scale = jnp.where(x == 0, 1.0, x / -jnp.expm1(-x)) / log_number
+    log_k = (mu * _LN2 + jnp.log(scale)) / s
+    k = jnp.round(jnp.exp(jnp.minimum(log_k, log_number)))
+    return likeliest(logits, proposal, k.astype(jnp.int32))
+
+
+def learn(settings: SamplerSettings, tally: Tally, drawn: DrawnToken) -> MirostatState:
+    """Moves `mu` in the rows that have the rule, by the surprise of the token before truncation."""
+    own: MirostatSettings = settings.own["mirostat"]
+    row: MirostatState = tally.own["mirostat"]
+    bits = surprise(drawn.logits, drawn.proposal.temperature, drawn.token)
+    acts = drawn.proposal.rule == settings.action("mirostat")
+    learnt = row.learnt - own.rate * (bits - own.target)
+    return replace(row, learnt=jnp.where(acts, learnt, row.learnt))
+
+
+def surprise(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The surprise `-log2 p` of drawn `tokens[B]` before any truncation: float32 [B], bits.
+
+    `logits[B, V]` and `temperature[B]` are those that were drawn from. At temperature 0 the token
+    was certain: 0.
+    """
+    greedy = temperature <= 0
+    y, _, log_total = relative(logits, jnp.where(greedy, 1.0, temperature))
+    drawn = jnp.take_along_axis(y, tokens[:, None], axis=1)[:, 0]
+    return jnp.where(greedy, 0.0, (log_total - drawn) / _LN2)
+
+
+MIROSTAT = Mechanism(
+    "mirostat",
+    settings=MirostatSettings,
+    init=lambda: MirostatState(learnt=jnp.float32(0.0)),
+    cut=cut,
+    learn=learn,
+)
