@@ -87,16 +87,32 @@ CALIBRATED = {
     "lehv": ["entropy < h2", "varentropy > u2"],
     "hehv": ["entropy > h2", "varentropy > u2"],
 }
+QUARTERS = {
+    "lelv": ["entropy < h2", "varentropy < u2", "attn_entropy_norm < 0.44", "agreement > 0.65"],
+    "helv": ["entropy > h2", "varentropy < u2"],
+    "lehv": ["entropy < h2", "varentropy > u2"],
+    "hehv": ["entropy > h2", "varentropy > u2", "agreement < 0.65"],
+}
 OVERLAPPING = {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]}
 # Where the documents draw, `entropix` branches and takes back.
 DRAWING = ["argmax", "inject", "explore", "resample", "adaptive"]
 BRANCHING = ["argmax", "inject", "branch", "backspace"]
+# The numbers that documents 000 and 001 print besides T0, and those of the code that they quote.
+PRINTED_NUMBERS = {
+    "explore": [1.2, 0.3, 1.5, 0.5, 5],
+    "resample": [2.0, 0.5, 2.0, 0.2, 0.5],
+    "inject": [1.3, 0.2, 1.5],
+    "adaptive": [0.3, 0.2, 0.2, 0.1, 0.1, 0.3, 0.2, 1, 100, 0.5, 0.01, 0.5]
+    + [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+}
 
 
 def test_the_bounds_and_arms_of_the_presets() -> None:
     for preset, boxes, arms in (
         ("document-000", PRINTED, DRAWING),
         ("document-001", PRINTED, DRAWING),
+        ("document-002", QUARTERS, ["argmax", "inject", "branch", "branch", "sample"]),
+        ("document-003", PRINTED, DRAWING),
         ("document-004", OVERLAPPING, [*BRANCHING, "sample"]),
         ("entropix", CALIBRATED, [*BRANCHING, "adaptive"]),
     ):
@@ -120,6 +136,17 @@ def test_entropix_corrects_what_the_documents_print() -> None:
     assert loops == [True, False]
     zero = load_sampler("document-000").values  # with five candidates
     assert {key for key in zero if document[key] != zero[key]} == {"adaptive.draws"}
+    assert document == load_sampler("document-003").values
+    numbers = {
+        arm: [v for key, v in document.items() if key.startswith(f"{arm}.") and key in scalars()]
+        for arm in PRINTED_NUMBERS
+    }
+    assert numbers["adaptive"].pop(0) == 12  # draws
+    numbers["inject"] = numbers["inject"][-3:]
+    assert numbers == PRINTED_NUMBERS
+    two = load_sampler("document-002").values
+    thinks = [two[f"inject.{key}"] for key in ("thought", "until_confident")]
+    assert thinks == [" Wait..", True]
 
 
 # Where each value ends up
