@@ -24,6 +24,7 @@ from entropix_jax.engine.trace import TraceWriter, footer, header
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
@@ -177,9 +178,7 @@ class BatchRun:
 
     def _load_sampler(self, name: str) -> CalibratedSampler:
         """A sampler with the user's own mechanisms: all samplers of a run have the same."""
-        sampler = load_sampler(name)
-        for mechanism in self.sampler.mechanisms[len(sampler.mechanisms) :]:
-            sampler = sampler.with_mechanism(mechanism)
+        sampler = load_sampler(name, self.sampler.mechanisms[len(MECHANISMS) :])
         return calibrate_sampler(sampler, self._model, self._thresholds)
 
     def _result(self, row: Row) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from entropix_jax.host.files import read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 
 if TYPE_CHECKING:
+    from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
 
 EXIT_OK, EXIT_USAGE = 0, 2
@@ -40,6 +41,7 @@ def option(metavar: str) -> Any:
 Text = Annotated[str | None, option("TEXT")]
 File = Annotated[str | None, option("FILE")]
 Model = Annotated[str | None, option("MODEL")]
+Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]
 _weights: Any = _Weights
 _dtype = tyro.conf.arg(
@@ -68,6 +70,9 @@ class ModelOptions:
     all), or a sampler file that ends in .toml."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
     """Change settings of the sampler."""
+    plugin: Module = None
+    """Import a Python module whose MECHANISMS the sampler may use: arms, rules and transforms of
+    your own. Its code runs."""
     dtype: Dtype = None
     """Type of the weights in memory (default: the checkpoint's)."""
     check: Flag = False
@@ -78,7 +83,8 @@ class ModelOptions:
         """The sampler with its changed settings; UserError if one is wrong."""
         from entropix_jax.sampler.presets import choose_sampler
 
-        return choose_sampler(self.sampler, itertools.chain(*self.set))
+        own = own_mechanisms(self.plugin)
+        return choose_sampler(self.sampler, itertools.chain(*self.set), own)
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,15 @@ def run_command(command: Callable[[], int]) -> int:
     with contextlib.suppress(OSError):  # standard error on a full disk
         print(f"error: {printable(message)}", file=sys.stderr)
     return EXIT_USAGE
+
+
+def own_mechanisms(plugin: str | None) -> "tuple[Mechanism, ...]":
+    """The mechanisms of `--plugin`; see `import_mechanisms`."""
+    if plugin is None:
+        return ()
+    from entropix_jax.sampler.presets import import_mechanisms
+
+    return import_mechanisms(plugin)
 
 
 def model_name(name: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from entropix_jax.cli.options import Count, Dtype, Model, parse, run_command
+from entropix_jax.cli.options import Count, Dtype, Model, Module, own_mechanisms, parse, run_command
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Arguments:
     """Rows in parallel."""
     dtype: Dtype = None
     """Type of the weights in memory (default: the checkpoint's)."""
+    plugin: Module = None
+    """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.ablate") -> int:
@@ -36,9 +38,9 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.lab.command import run_study
     from entropix_jax.lab.sweep import find_sweep, read_sweep
 
-    path = find_sweep(arguments.sweep)
+    path, own = find_sweep(arguments.sweep), own_mechanisms(arguments.plugin)
     return run_study(
-        lambda calibrate: read_sweep(path, calibrate),
+        lambda calibrate: read_sweep(path, calibrate, own),
         Path(arguments.output),
         model=arguments.model,
         slots=arguments.slots,

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import tyro
 
-from entropix_jax.cli.options import Count, Dtype, Model, Texts, parse, run_command
+from entropix_jax.cli.options import (
+    Count,
+    Dtype,
+    Model,
+    Module,
+    Texts,
+    own_mechanisms,
+    parse,
+    run_command,
+)
 from entropix_jax.errors import UserError, check_range
 
 _SAMPLERS = ("temperature", "greedy", "entropix")
@@ -45,6 +54,8 @@ class Arguments:
     """Rows in parallel."""
     dtype: Dtype = None
     """Type of the weights in memory (default: the checkpoint's)."""
+    plugin: Module = None
+    """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.evaluate") -> int:
@@ -66,7 +77,8 @@ def _main(arguments: Arguments) -> int:
     tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
     if not tasks:
         raise UserError("--task must be given (see --help)")
-    samplers = [load_sampler(name) for name in names]
+    own = own_mechanisms(arguments.plugin)
+    samplers = [load_sampler(name, own) for name in names]
 
     def plan(calibrate: Calibrate) -> Sweep:
         settings: tuple[Setting, ...] = ()
@@ -78,6 +90,7 @@ def _main(arguments: Arguments) -> int:
                 items=arguments.tune_items,
                 seeds=[0],
                 calibrate=calibrate,
+                mechanisms=own,
             )
         else:
             settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)

@@ -96,7 +96,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _R
     Raises:
         UserError: neither a list nor a range, or an invalid value of the key.
     """
-    check_key(key, where)
+    check_key(key, where, sampler.mechanisms)
     axis = values if isinstance(values, list) and values else _range(values)
     if axis is None:
         raise UserError(
@@ -106,7 +106,7 @@ def _axis(key: str, values: Any, sampler: Sampler, where: str) -> list[Any] | _R
     if isinstance(axis, list):
         ends = axis
     else:
-        if key in scalars() and scalars()[key]["type"] is int:
+        if scalars(sampler.mechanisms).get(key, {}).get("type") is int:
             axis = _Range(math.ceil(axis.low), math.floor(axis.high), axis.log, True)
             if axis.low > axis.high:
                 raise UserError(f"{where}: {key}: no integer lies in the range")

@@ -56,6 +56,7 @@ from entropix_jax.lab.ranges import change_sampler, draw_samplers, flatten, is_l
 from entropix_jax.lab.tasks.gsm8k import Gsm8k
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import lineage, load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
@@ -110,19 +111,24 @@ class Sweep:
     baseline: str  # the name of a setting, tuned ones included
 
 
-def read_sweep(path: Path, calibrate: Calibrate = lambda sampler: sampler) -> Sweep:
+def read_sweep(
+    path: Path,
+    calibrate: Calibrate = lambda sampler: sampler,
+    mechanisms: Sequence[Mechanism] = (),
+) -> Sweep:
     """Reads a sweep file.
 
     Args:
         calibrate: adds the model's thresholds to a sampler, so that random draws are consistent
             with them. Called only for random draws and tuning.
+        mechanisms: the user's own, which all samplers get.
 
     Raises:
         UserError: the file is invalid; the message names the file and the key.
     """
     raw = read_toml(path)
     with _within(str(path)):
-        return _Reader(raw, path.parent, calibrate).sweep()
+        return _Reader(raw, path.parent, calibrate, mechanisms).sweep()
 
 
 @contextmanager
@@ -182,6 +188,7 @@ def make_tuning(
     over: Mapping[str, Mapping[str, Any]] | None = None,
     common: Mapping[str, Any] | None = None,
     calibrate: Calibrate = lambda sampler: sampler,
+    mechanisms: Sequence[Mechanism] = (),
 ) -> Tuning:
     """Makes the candidates of each sampler: itself, then random draws from its ranges.
 
@@ -193,7 +200,7 @@ def make_tuning(
         settings: number of candidates of each.
         over: ranges by sampler and key; default: `configs/ablations/ranges.toml`.
         common: changes to all samplers.
-        calibrate: see `read_sweep`.
+        calibrate, mechanisms: see `read_sweep`.
 
     Raises:
         UserError: an unknown sampler or key, two samplers of one name, or missing, invalid or too
@@ -203,7 +210,7 @@ def make_tuning(
     shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
     for place in samplers:
-        sampler = calibrate(change_sampler(load_sampler(place), common or {}))
+        sampler = calibrate(change_sampler(load_sampler(place, mechanisms), common or {}))
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
@@ -248,10 +255,17 @@ def _inherited_ranges(
 class _Reader:
     """Reads one sweep file."""
 
-    def __init__(self, raw: dict[str, Any], folder: Path, calibrate: Calibrate) -> None:
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        folder: Path,
+        calibrate: Calibrate,
+        mechanisms: Sequence[Mechanism],
+    ) -> None:
         self._raw = raw
         self._folder = folder
         self._calibrate = calibrate
+        self._mechanisms = mechanisms
 
     def sweep(self) -> Sweep:
         raw = self._raw
@@ -370,11 +384,12 @@ class _Reader:
                 over=ranges,
                 common=common,
                 calibrate=self._calibrate,
+                mechanisms=self._mechanisms,
             )
 
     def _sampler(self, name: str, common: Mapping[str, Any], where: str) -> Sampler:
         with _within(where):
-            sampler = load_sampler(self._place(name))
+            sampler = load_sampler(self._place(name), self._mechanisms)
         return self._changed(sampler, common, "set")
 
     def _place(self, name: str) -> str:

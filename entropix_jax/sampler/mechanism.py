@@ -25,6 +25,9 @@ from entropix_jax.sampler.truncation import Cut
 # One row's logits, float32 [V], -inf for a token that is never drawn; its metrics, settings and
 # view: other logits.
 Transform = Callable[[jax.Array, Metrics, SamplerSettings, RowView], jax.Array]
+# One row's token and what it was drawn from, its metrics, settings and view: the mechanism's part
+# of the row's state after it.
+Lesson = Callable[[DrawnToken, Metrics, SamplerSettings, RowView], Any]
 # One row's logits, the proposal that they are drawn by, its metrics, settings and view: what may be
 # drawn.
 Rule = Callable[[jax.Array, Proposal, Metrics, SamplerSettings, RowView], Cut]
@@ -67,8 +70,8 @@ class Mechanism:
     # Whether a transform changes anything under these settings, or `replaces` may hold: a bool, or
     # [B]. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
-    # Its state after a token was drawn, where `advance` is not told enough.
-    learn: Callable[[SamplerSettings, Tally, DrawnToken], Any] | None = None
+    # The state of a rule or transform after a token was drawn.
+    learn: Lesson | None = None
 
     def __repr__(self) -> str:
         return f"<Mechanism {self.name}>"

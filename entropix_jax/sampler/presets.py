@@ -4,8 +4,10 @@ A file may extend another one, and then holds only what it changes. Explicit thr
 model's calibration.
 """
 
+import importlib
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +15,48 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import parse_toml, read_toml
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import THRESHOLDS
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
 
 
-def load_sampler(name_or_path: str) -> Sampler:
+def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sampler:
     """The preset of a name under `configs/`, or the sampler of a TOML file. UserError if there is
-    none (the nearest name is given), or the file is not a sampler."""
+    none (the nearest name is given), or the file is not a sampler.
+
+    `mechanisms` are the user's own, beside those of the package; see `Sampler.with_mechanism`.
+    """
+    sampler = Sampler(name=name_or_path, description="", file_values={})
+    for mechanism in mechanisms:
+        sampler = sampler.with_mechanism(mechanism)
     files = lineage(name_or_path)
     path = next(iter(files))
-    values: dict[str, Any] = {}
+    values = dict(sampler.file_values)
     for own in reversed(files.values()):
         values |= own
     description = values.pop("description", "")
     if not isinstance(description, str):
         raise UserError(f"{path}: 'description' must be text, not {description!r}")
     for key in values:
-        check_key(key, str(path))
-    if missing := sorted(required() - set(values)):
+        check_key(key, str(path), sampler.mechanisms)
+    if missing := sorted(required(sampler.mechanisms) - set(values)):
         raise UserError(
             f"{path}: '{missing[0]}' is missing; 'extends' takes it from another preset"
         )
-    check_values(values, str(path))
+    check_values(values, str(path), sampler.mechanisms)
     check_whole(values, str(path))
-    return Sampler(name=path.stem, description=description, file_values=values)
+    return replace(sampler, name=path.stem, description=description, file_values=values)
+
+
+def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
+    """The `MECHANISMS` of an importable module, whose code runs. UserError if there is none, it
+    fails, or has no such list."""
+    try:
+        found = getattr(importlib.import_module(module), "MECHANISMS", None)
+    except Exception as error:
+        raise UserError(f"{module}: cannot be imported: {type(error).__name__}: {error}") from None
+    if not isinstance(found, list | tuple) or not all(isinstance(m, Mechanism) for m in found):
+        raise UserError(f"{module}: has no MECHANISMS, a list of `sampler.mechanism.Mechanism`")
+    return tuple(found)
 
 
 def preset_names() -> list[str]:
@@ -56,9 +77,11 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return key.removeprefix("sampler."), parsed["value"] if parsed.keys() == {"value"} else value
 
 
-def choose_sampler(name_or_path: str, settings: Iterable[str]) -> Sampler:
+def choose_sampler(
+    name_or_path: str, settings: Iterable[str], mechanisms: Iterable[Mechanism] = ()
+) -> Sampler:
     """A preset or a file, with a command line's settings, each as `parse_setting` takes it."""
-    return load_sampler(name_or_path).with_values(dict(map(parse_setting, settings)))
+    return load_sampler(name_or_path, mechanisms).with_values(dict(map(parse_setting, settings)))
 
 
 def lineage(name_or_path: str) -> dict[Path, dict[str, Any]]:

@@ -25,7 +25,7 @@ from entropix_jax.names import (
     THRESHOLDS,
     read_condition,
 )
-from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanism import Mechanism, Transform
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.proposal import Arm
 from entropix_jax.sampler.settings import (
@@ -35,7 +35,7 @@ from entropix_jax.sampler.settings import (
     SHARED_SECTIONS,
     SamplerSettings,
 )
-from entropix_jax.sampler.truncation import NUCLEUS
+from entropix_jax.sampler.truncation import NUCLEUS, Masked
 
 Mechanisms = tuple[Mechanism, ...]
 
@@ -111,14 +111,28 @@ class Sampler:
         part of the compiled step. UserError if the name is taken."""
         return self.with_mechanism(Mechanism(name, arm))
 
+    def with_logits(self, name: str, transform: Transform) -> "Sampler":
+        """This sampler with one more transform of the logits: a function from one row's logits,
+        metrics, settings and view to other logits, in JAX. It becomes part of the compiled step,
+        before truncation. UserError if the name is taken."""
+        return self.with_mechanism(Mechanism(name, logits=transform))
+
+    def with_truncation(self, name: str, mask: Transform) -> "Sampler":
+        """This sampler with a truncation rule of one's own in place of its own, see
+        `sampler.truncation.Masked`: a function from one row's logits, divided by the temperature,
+        its metrics, settings and view to the tokens that may be drawn, a bool [V], in JAX.
+        UserError if the name is taken."""
+        changed = self.with_mechanism(Mechanism(name, cut=Masked(mask)))
+        return changed.with_values({"truncation.rule": name})
+
     def with_mechanism(self, mechanism: Mechanism) -> "Sampler":
         """This sampler with one more mechanism, see `sampler.mechanism`. `arms.<regime>` may then
-        name it, and its settings have keys of their own, each at its default. UserError if the name
-        is taken, or a setting has no default or one that does not fit it."""
+        name it, or `truncation.rule`; its settings have keys of their own, each at its default.
+        UserError if the name is taken, or a setting has no default or one that does not fit it."""
         where, name = f"sampler '{self.name}'", mechanism.name
         if name in (m.name for m in self.mechanisms):
-            raise UserError(f"{where}: there is an arm '{name}' already")
-        if any(key.startswith(f"{name}.") for key in self.values):
+            raise UserError(f"{where}: there is a mechanism '{name}' already")
+        if any(key.startswith(f"{name}.") for key in _rules(self.mechanisms)):
             raise UserError(f"{where}: there is a section '{name}' already")
         more = (*self.mechanisms, mechanism)
         defaults = {

@@ -102,14 +102,16 @@ def choose(
     logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
 
     # The state after it.
+    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
     moves = rows.running & ~step.rewinds & ~step.waits
     was_drawn = moves & ~forced & ~step.forks & ~is_branch
     advanced = advance(step.tally, settings, step.observation, rows.generated)
     for mechanism in settings.mechanisms:
         if mechanism.learn is not None and mechanism.name in settings.used:
-            name, before = mechanism.name, advanced.own[mechanism.name]
-            learnt = where_rows(was_drawn, mechanism.learn(settings, advanced, drawn), before)
-            advanced = replace(advanced, own={**advanced.own, name: learnt})
+            name, own = mechanism.name, advanced.own
+            learnt = jax.vmap(mechanism.learn)(drawn, seen, settings, step.rows.view(own, {}))
+            learnt = where_rows(was_drawn, learnt, own[name])
+            advanced = replace(advanced, own={**own, name: learnt})
     tally = where_rows(moves, advanced, step.tally)
     choice = Choice(
         token=token,

@@ -7,7 +7,8 @@ over the tokens that are possible at all, and each row is computed alone, whatev
 rows beside it.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +89,28 @@ def nucleus(
     )
 
 
-def kept(logits: jax.Array, proposal: Proposal, mask: jax.Array) -> Cut:
-    """The tokens of one row where `mask`, bool [V], holds, and the likeliest one in any case."""
-    mask = mask | (logits == jnp.max(logits))
-    return likeliest(jnp.where(mask, logits, -jnp.inf), proposal, jnp.int32(logits.shape[-1]))
+@dataclass(frozen=True)
+class Masked:
+    """A rule that keeps the tokens where a mask holds; where it holds for none, the likeliest one.
+
+    `mask` takes one row's logits, divided by the temperature, its metrics, settings and view to a
+    bool [V].
+    """
+
+    mask: Callable[[jax.Array, Metrics, SamplerSettings, RowView], jax.Array]
+
+    def __call__(
+        self,
+        logits: jax.Array,
+        proposal: Proposal,
+        metrics: Metrics,
+        settings: SamplerSettings,
+        row: RowView,
+    ) -> Cut:
+        keeps = self.mask(logits / proposal.temperature, metrics, settings, row)
+        order = jnp.where(keeps, logits, -jnp.inf)
+        number = jnp.where(jnp.any(order > -jnp.inf), logits.shape[-1], 1)
+        return likeliest(jnp.where(number > 1, order, logits), proposal, number)
 
 
 def likeliest(logits: jax.Array, proposal: Proposal, number: jax.Array) -> Cut:

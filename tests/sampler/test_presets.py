@@ -350,7 +350,7 @@ def test_an_arm_of_ones_own() -> None:
         one, other = (propose(arm, point, given, view()) for given in (plain, settings))
         assert jax.tree.leaves(one) == jax.tree.leaves(other)
     for name in ("argmax", "cautious"):
-        with pytest.raises(UserError, match=f"'entropix': there is an arm '{name}' already"):
+        with pytest.raises(UserError, match=f"'entropix': there is a mechanism '{name}' already"):
             sampler.with_arm(name, cautious)
     # A sampler knows its own arms, and nobody else's.
     with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*forking$"):

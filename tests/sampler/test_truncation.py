@@ -28,7 +28,7 @@ from tests.support.draw_oracles import (
     softmax,
     truncated_draw,
 )
-from tests.support.samplers import RULES, fresh_state, metrics_of, proposal_of, view
+from tests.support.samplers import RULES, metrics_of, proposal_of, view
 
 
 def one_row(
@@ -196,17 +196,18 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     uniforms = below_one(np.random.default_rng(7).random(steps))
     settings, proposal = settings_of("mirostat", 0), proposal_of(rule="mirostat")
     own = replace(settings.own["mirostat"], rate=jnp.asarray([rate]))
-    aims, tally = replace(own, target=jnp.asarray([target])), fresh_state(1).tally
+    aims = replace(own, target=jnp.asarray([target]))
+    views = jax.tree.map(lambda x: x[None], view())
     row = jnp.asarray(logits)[None]
 
     def step(mu: jax.Array, uniform: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         # Drawn at mu; learnt from the target.
         here = {**settings.own, "mirostat": replace(own, target=mu / 2)}
         drawn = truncated_draw(row, proposal, uniform[None, None], replace(settings, own=here))
-        before = {**tally.own, "mirostat": MirostatState(learnt=mu - 2 * target)}
-        token = DrawnToken(logits=row, proposal=proposal, token=drawn.ids[:, 0])
         given = replace(settings, own={**settings.own, "mirostat": aims})
-        after = learn(given, replace(tally, own=before), token).learnt + 2 * target
+        token = DrawnToken(logits=row, proposal=proposal, token=drawn.ids[:, 0])
+        before = replace(views, own={"mirostat": MirostatState(learnt=mu - 2 * target)})
+        after = jax.vmap(learn)(token, metrics_of(entropy=[0]), given, before).learnt + 2 * target
         bits = target - (after - mu) / rate
         return after, (mu[0], drawn.kept[0], bits[0])
 

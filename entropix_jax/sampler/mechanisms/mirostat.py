@@ -8,7 +8,6 @@ The surprise that it allows for, `mu`, starts at twice the target, and each draw
 """
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings, number
-from entropix_jax.sampler.state import DrawnToken, Tally
+from entropix_jax.sampler.state import DrawnToken
 from entropix_jax.sampler.truncation import Cut, likeliest, relative
 
 ZIPF_TOKENS = 100  # m, the likeliest tokens that Zipf's exponent is measured on
@@ -74,26 +73,24 @@ def cut(
     return likeliest(logits, proposal, k.astype(jnp.int32))
 
 
-def learn(settings: SamplerSettings, tally: Tally, drawn: DrawnToken) -> MirostatState:
-    """Moves `mu` in the rows that have the rule, by the surprise of the token before truncation."""
+def learn(
+    drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView
+) -> MirostatState:
+    """Moves `mu` where the token was drawn by this rule."""
     own: MirostatSettings = settings.own["mirostat"]
-    row: MirostatState = tally.own["mirostat"]
+    learnt = row.own["mirostat"].learnt
     bits = surprise(drawn.logits, drawn.proposal.temperature, drawn.token)
     acts = drawn.proposal.rule == settings.action("mirostat")
-    learnt = row.learnt - own.rate * (bits - own.target)
-    return replace(row, learnt=jnp.where(acts, learnt, row.learnt))
+    moved = learnt - own.rate * (bits - own.target)
+    return MirostatState(learnt=jnp.where(acts, moved, learnt))
 
 
-def surprise(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The surprise `-log2 p` of drawn `tokens[B]` before any truncation: float32 [B], bits.
-
-    `logits[B, V]` and `temperature[B]` are those that were drawn from. At temperature 0 the token
-    was certain: 0.
-    """
+def surprise(logits: jax.Array, temperature: jax.Array, token: jax.Array) -> jax.Array:
+    """The surprise `-log2 p` of a row's token before any truncation: float32, bits. At temperature
+    0 it was certain: 0."""
     greedy = temperature <= 0
     y, _, log_total = relative(logits, jnp.where(greedy, 1.0, temperature))
-    drawn = jnp.take_along_axis(y, tokens[:, None], axis=1)[:, 0]
-    return jnp.where(greedy, 0.0, (log_total - drawn) / _LN2)
+    return jnp.where(greedy, 0.0, (log_total - y[token]) / _LN2)
 
 
 MIROSTAT = Mechanism(
