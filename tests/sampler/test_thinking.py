@@ -28,7 +28,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
 
 
 def random_values(rng: np.random.Generator) -> dict[str, Any]:
-    return {key: choices[rng.integers(len(choices))] for key, choices in CHOICES.items()}
+    return {key: choices[int(rng.integers(len(choices)))] for key, choices in CHOICES.items()}
 
 
 def ends_of(model: Chain) -> list[int]:
@@ -40,7 +40,8 @@ def expected(model: Chain, prompt: int, v: Mapping[str, Any]) -> tuple[list[int]
     """The tokens of a row that takes the likeliest, what each is there for (an argmax, think_end,
     budget forcing to wait or to end), and whether an end token was the last."""
     row: list[int] = []
-    told, queue, why = "", [], ""
+    queue: list[int] = []
+    told = why = ""
     calm, waited, ends = 0, 0, ends_of(model)
 
     def has(text: list[int]) -> bool:

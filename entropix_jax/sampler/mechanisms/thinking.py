@@ -117,7 +117,8 @@ def _force(acts: jax.Array, step: Step, text: jax.Array) -> Step:
 def _unless_written(wanted: jax.Array, rows: Rows, text: jax.Array) -> jax.Array:
     """`wanted`, bool [B], in the rows that have not generated their `text[B, n]` yet."""
     look = partial(jax.vmap(_has_written), rows, text)
-    return wanted & ~lax.cond(jnp.any(wanted), look, lambda: wanted)
+    written: jax.Array = lax.cond(jnp.any(wanted), look, lambda: wanted)
+    return wanted & ~written
 
 
 def _has_written(row: Rows, text: jax.Array) -> jax.Array:
