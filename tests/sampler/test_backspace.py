@@ -47,6 +47,7 @@ from tests.support.samplers import (
     params_of,
     start,
 )
+from tests.support.schedules import encode_numbers
 from tests.support.steps import choose_jit, rows_of
 
 # What was done
@@ -383,7 +384,7 @@ def job_of(name: str, **changes: Any) -> Job:
     sampler = params_of(
         "entropix",
         {**PLAIN, **SETTINGS[name], **changes},
-        encode=lambda text: [int(token) for token in text.split()],
+        encode=encode_numbers,
         epsilon=LOUD if name == "noise" else EPSILON,
     )
     budget = CAPACITY - len(prompt) if index % 4 < 2 else 36 + index
