@@ -59,7 +59,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
     def text() -> str:
         return " ".join(map(str, rng.integers(0, CONFIG.vocab_size, number(1, 5))))
 
-    thoughts = [text() for _ in range(number(0, 3))]
+    thoughts, end = [text() for _ in range(number(0, 3))], text()
     return {
         "base.temperature": often(0.8, rng.choice([0.0, 0.4, 1.5, 4.0]).item()),
         "base.top_k": often(27, rng.choice([0, 3, 299]).item()),
@@ -91,11 +91,11 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "backspace.max_prob": often(1.0, 0.5),
         "backspace.per_position": often(2, number(0, 8)),
         "backspace.per_row": often(1000, number(0, 6)),
-        "think_end.text": text(),
+        "think_end.text": end,
         "think_end.entropy": 3.0,
-        "think_end.patience": often(0, number(1, 3)),
-        "budget_forcing.end": text(),
+        "think_end.patience": often(0, often(0, number(1, 2))),
+        "budget_forcing.end": end,
         "budget_forcing.wait": text(),
         "budget_forcing.min_tokens": often(0, 20),
-        "budget_forcing.max_tokens": often(0, number(3, 9)),
+        "budget_forcing.max_tokens": often(0, often(0, number(2, 8))),
     }
