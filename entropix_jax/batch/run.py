@@ -109,7 +109,7 @@ class BatchRun:
         none. `looked` is called after each token and each record.
         """
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[Row]:
             for record in self._read(iter(records), looked):
                 if is_done(record):
                     continue
@@ -122,7 +122,7 @@ class BatchRun:
                     self.failed += 1
                     write(record, {"error": str(error), "finish_reason": "error"})
                     continue
-                yield request
+                yield Row(request)  # each is the only one of its trace: number 0
 
         for event in self.engine.run(requests()):
             self.tokens += event.token is not None and not event.retracted

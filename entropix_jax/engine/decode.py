@@ -129,6 +129,7 @@ def decode_step(
         position=rows.length,
         forwards=jnp.where(joined.joins, state.forwards, forwards),
         choice=choice,
+        tally=state.sampler.tally if recording.state else None,
         extras=extras_of(logits, stats, recording),
         rewinds=step.rewinds,
         settled=jnp.where(joined.joins, state.cache.length + 1, settled(settings, sampler, after)),

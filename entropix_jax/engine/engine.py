@@ -7,7 +7,7 @@ the next.
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -28,6 +28,7 @@ from entropix_jax.engine.preparation import (
 )
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.roster import Roster
 from entropix_jax.engine.running import RunningRow, check_request
 from entropix_jax.engine.slots import (
     Arrival,
@@ -40,10 +41,8 @@ from entropix_jax.engine.slots import (
     widen,
 )
 from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, StepRecord
-from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
-from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanism import Mechanism
 
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
@@ -101,9 +100,7 @@ class Engine:
         self._capacity = capacity
         self._recording = recording or Recording()
         self._mechanisms: tuple[Mechanism, ...] = ()
-        self._rows: list[RunningRow | None] = [None] * slots
-        self._source: Iterator[Request | Row] = iter(())
-        self._next: RunningRow | None = None
+        self._roster = Roster(model, slots, capacity)
         self._chunk_steps = 1
         self._forked = False
         self._stopping = False
@@ -112,7 +109,7 @@ class Engine:
     @property
     def used(self) -> float:
         """The share of slots that had a running row, of the steps so far."""
-        return self.useful / max(self.steps * len(self._rows), 1)
+        return self.useful / max(self.steps * self._layout.slots, 1)
 
     def check(self, request: Request) -> None:
         """Checks that a request can run here.
@@ -128,24 +125,57 @@ class Engine:
 
     def interrupt(self) -> Iterator[Event]:
         """Ends the rows that a stopped run left unfinished; the events have their last text."""
-        for row in self._rows:
+        for row in (*self._roster.slots, *self._roster.waiting):
             if row is not None:
                 yield from row.interrupt()
+
+    def fork(self, row: Row, number: int, *, position: int | None = None) -> list[Row]:
+        """Forks a row of the run in progress: so many new ones begin as it does, and it goes on.
+
+        They take free slots before any request that waits. Their ids are the row's with ".1", ".2",
+        and so on, so each has random numbers of its own.
+
+        Args:
+            position: where they part from the row, by default after its last token so far.
+
+        Raises:
+            UserError: see `check_place`; or the row is none of a run in progress.
+        """
+        return self._roster.fork(row, number, position)
+
+    def rewind(self, row: Row, position: int) -> None:
+        """Retracts the tokens of a row from a position on, and has it go on from there with other
+        random numbers. It may have ended. No event tells of it.
+
+        Raises:
+            UserError: as `fork`.
+        """
+        self._roster.rewind(row, position)
+
+    def force(self, row: Row, tokens: Sequence[int], *, action: str = "inject") -> None:
+        """Forces tokens on a row that has not ended, after its last token so far and in place of
+        any forced before that are not there yet. They carry an `action`, the name of a mechanism.
+
+        Raises:
+            UserError: more tokens than the budget has left, an id that is no token, an unknown
+                action, a row that has ended or is none of a run in progress.
+        """
+        self._roster.force(row, tokens, action)
 
     def run(self, requests: Iterable[Request | Row]) -> Iterator[Event]:
         """Runs requests to their ends and yields the events, step by step.
 
         Args:
             requests: fetched one by one, when a slot is free or soon will be. A `Row` is a request
-                whose row the caller made.
+                whose row the caller made; one with tokens, of a run that recorded their states,
+                goes on from them.
 
         Raises:
             UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
                 for branches that do not fit into memory.
         """
-        self._source = iter(requests)
-        self._rows = [None] * len(self._rows)
-        first = self._fetch()
+        self._roster.begin(requests)
+        first = self._roster.fetch()
         if first is None:
             return
         sampler = first.request.sampler
@@ -170,7 +200,8 @@ class Engine:
             yield from self._run()
         finally:  # the results may be kept for long: free the cache now
             del self._state
-            self._next, self._forked, self._stopping = None, False, False
+            self._roster.end()
+            self._forked, self._stopping = False, False
 
     def _run(self) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()
@@ -190,34 +221,41 @@ class Engine:
 
     # Insert
 
-    def _fetch(self) -> RunningRow | None:
-        """The next row, if there is another request."""
-        if self._next is None and (request := next(self._source, None)) is not None:
-            row = request if isinstance(request, Row) else Row(request)
-            self._next = RunningRow(row, self._model, self._capacity)
-        return self._next
-
     def _insert_arrivals(self) -> None:
-        """Puts the next rows into the free slots, and caches their prompts."""
-        arrived = []
-        for slot, row in enumerate(self._rows):
+        """Puts the next rows into the free slots, and caches their texts."""
+        roster, arrived = self._roster, []
+        for slot, row in enumerate(roster.slots):
             if row is not None and row.running:
+                if row.moved:  # what it has kept is cached there
+                    self._insert(slot, row, cached=len(row.text) - 1)
                 continue
-            if self._stopping or (fresh := self._fetch()) is None:
-                break
-            fresh.row.started = time.perf_counter()
-            self._rows[slot], self._next = fresh, None
-            arrival = self._arrival(fresh)
-            if (lanes := self._lanes_for(fresh)) > self._layout.lanes:
-                self._state = widen(self._state, self._layout, lanes)
-                self._layout = replace(self._layout, lanes=lanes)
-            self._state = insert(self._state, self._number(slot), arrival)
-            arrived.append(slot)
-        else:  # whether another one waits decides when the device returns
-            self._fetch()
+            if self._stopping or (fresh := roster.fetch()) is None:
+                continue
+            roster.slots[slot] = roster.waiting.popleft()
+            if row is not None and fresh.row.tokens and row.has_cached(fresh):
+                self._insert(slot, fresh, cached=len(fresh.text) - 1)
+            else:
+                self._insert(slot, fresh)
+                arrived.append(slot)
+        if not self._stopping:  # whether another one waits decides when the device returns
+            roster.fetch()
         if arrived:
             with self._decode_compiles():
                 self._prefill(arrived)
+
+    def _insert(self, slot: int, row: RunningRow, cached: int = 0) -> None:
+        """Puts a row into a slot that has cached so much of its text."""
+        row.row.started = row.row.started or time.perf_counter()
+        row.moved = False
+        # The compiled step contains what any row has used.
+        settings = self._state.settings
+        used = settings.used | row.request.sampler.settings.used
+        self._state = replace(self._state, settings=replace(settings, used=used))
+        arrival = self._arrival(row, cached)
+        if (lanes := self._lanes_for(row)) > self._layout.lanes:
+            self._state = widen(self._state, self._layout, lanes)
+            self._layout = replace(self._layout, lanes=lanes)
+        self._state = insert(self._state, self._number(slot), arrival)
 
     def _number(self, slot: int) -> jax.Array:
         """The row of the state that is the slot."""
@@ -229,25 +267,23 @@ class Engine:
         shared = self._layout.slots // self._layout.shards // _SLOTS_PER_LANE
         return max(needed, shared) if needed else 0
 
-    def _arrival(self, row: RunningRow) -> Arrival:
+    def _arrival(self, row: RunningRow, cached: int) -> Arrival:
         request = row.request
-        settings = request.sampler.settings
-        if settings.mechanisms != self._mechanisms:
-            raise UserError("the samplers of one run must have the same mechanisms")
-        # The compiled step contains what any row has used.
-        used = self._state.settings.used | settings.used
-        self._state = replace(self._state, settings=replace(self._state.settings, used=used))
+        text, settings = [*row.text, *row.forced.tokens], request.sampler.settings
         history = np.zeros(self._capacity, np.int32)
-        history[: len(request.prompt)] = request.prompt
+        history[: len(text)] = text
         return Arrival(
             history=history,
             prompt_length=np.int32(len(request.prompt)),
+            cached=np.int32(cached),
             budget=np.int32(row.budget),
-            key=row_key(request.seed, request.row_id),
+            key=row.key,
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            settings=replace(settings, used=used),
+            settings=replace(settings, used=self._state.settings.used),
             eos_ids=padded_ids(request.eos_ids),
+            tally=row.tally(self._mechanisms),
+            forwards=np.int32(row.forwards),
         )
 
     # Prefill
@@ -276,31 +312,28 @@ class Engine:
             compiling.join()
 
     def _prefill(self, arrived: list[int]) -> None:
-        """Caches the prompts of the rows in the slots `arrived`, except for their last tokens. A
-        prompt that another slot has cached is copied from there."""
-        prompts = {
-            slot: tuple(row.request.prompt)
-            for slot, row in enumerate(self._rows)
-            if row is not None
-        }
-        cached = {prompt: slot for slot, prompt in prompts.items() if slot not in arrived}
+        """Caches the texts of the rows in the slots `arrived`, except for their last tokens. A text
+        that another slot has cached is copied from there."""
+        rows = {slot: row for slot, row in enumerate(self._roster.slots) if row is not None}
+        cached = [slot for slot in rows if slot not in arrived]
         for slot in arrived:
-            prompt = prompts[slot]
-            if prompt in cached:
-                source, count = self._number(cached[prompt]), jnp.int32(len(prompt) - 1)
-                self._state = share_prefix(self._state, source, self._number(slot), count)
+            row, text = rows[slot], rows[slot].text[:-1]
+            source = next((other for other in cached if rows[other].has_cached(row)), None)
+            if source is None:
+                self._state = self._prefilled(self._state, slot, text)
             else:
-                cached[prompt] = slot
-                self._state = self._prefilled(self._state, slot, prompt[:-1])
+                places = self._number(source), self._number(slot)
+                self._state = share_prefix(self._state, *places, jnp.int32(len(text)))
+            cached.append(slot)
 
-    def _prefilled(self, state: DecodeState, slot: int, prompt: tuple[int, ...]) -> DecodeState:
-        """Reads the prompt in parts, so that the run can be stopped in between."""
+    def _prefilled(self, state: DecodeState, slot: int, text: list[int]) -> DecodeState:
+        """Reads the text in parts, so that the run can be stopped in between."""
         model, done = self._model, 0
-        while done < len(prompt) and not self._stopping:
-            left = len(prompt) - done
-            size = min(bucket(left, _MIN_PREFILL), self._prefill_size(len(prompt)))
+        while done < len(text) and not self._stopping:
+            left = len(text) - done
+            size = min(bucket(left, _MIN_PREFILL), self._prefill_size(len(text)))
             tokens = np.zeros((1, size), np.int32)
-            part = prompt[done : done + size]
+            part = text[done : done + size]
             tokens[0, : len(part)] = part
             state = prefill(
                 model.params,
@@ -308,7 +341,7 @@ class Engine:
                 tokens,
                 jnp.full(1, len(part), jnp.int32),
                 # With one slot there is nothing to gather, and nothing to copy.
-                None if len(self._rows) == 1 else self._number(slot)[None],
+                None if self._layout.slots == 1 else self._number(slot)[None],
                 config=model.config,
                 window=min(bucket(done + size, PREFILL_WINDOW), self._capacity),
                 check=self._recording.check,
@@ -326,7 +359,7 @@ class Engine:
         """Whether a row will still run after the `steps` in flight, as far as the host knows."""
         if self._stopping:
             return False
-        running = (row for row in self._rows if row is not None and row.running)
+        running = (row for row in self._roster.slots if row is not None and row.running)
         return any(steps == 0 or row.remaining > steps for row in running)
 
     def _dispatch(self) -> _Chunk:
@@ -334,12 +367,12 @@ class Engine:
         steps = self._chunk_steps
         arguments, static = self._decode_arguments(self._with_answers(self._state))
         self._state, records, forked = decode(*arguments, **static)
-        return _Chunk(steps, tuple(self._rows), self._layout, records, forked)
+        return _Chunk(steps, tuple(self._roster.slots), self._layout, records, forked)
 
     def _decode_arguments(self, state: DecodeState) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `decode` for the next chunk: traced ones, and static ones."""
-        number = len(self._rows)
-        fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if self._next else 1
+        number, waits = self._layout.slots, bool(self._roster.waiting)
+        fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
         traced = (
             self._model.params,
             state,
@@ -359,7 +392,7 @@ class Engine:
         """Cache slots that a step reads: enough for the longest row that the host knows of. A row
         that is longer already ends the chunk before its first step. So the number, and with it the
         last digits of the results, depends on the rows and not on when the host looked."""
-        longest = max(row.length for row in self._rows if row is not None)
+        longest = max(row.length for row in self._roster.slots if row is not None)
         return min(bucket(longest, DECODE_WINDOW), self._capacity)
 
     def _with_answers(self, state: DecodeState) -> DecodeState:
@@ -368,7 +401,7 @@ class Engine:
         A row that a stop string ended may have gone on meanwhile, to wait or to an end of its own;
         a row that failed has all its tokens cached, the last one too. Neither may fill the window.
         """
-        for slot, row in enumerate(self._rows):
+        for slot, row in enumerate(self._roster.slots):
             if row is None or row.answer is None:
                 continue
             tokens, action = row.answer
@@ -384,7 +417,7 @@ class Engine:
                 jnp.int32(max(row.request.sampler.values["inject.cooldown"], 1)),
             )
         ended = np.zeros(state.finish.shape, bool)
-        for slot, row in enumerate(self._rows):
+        for slot, row in enumerate(self._roster.slots):
             reason = None if row is None else row.row.finish_reason
             ended[self._layout.numbers[slot]] = reason in ("stop", "error")
         if ended.any():

@@ -135,6 +135,9 @@ def _step_tokens(
         **_observed(choice.observation),
         **extras_fields(records.extras, recording, decode),
     )
+    if recording.state:
+        for i, one in enumerate(fields):
+            one["state"] = jax.tree.map(lambda x, i=i: x[i], records.tally)
     return [TokenRecord(text="", **one) for one in fields]
 
 

@@ -62,7 +62,9 @@ class Row:
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
     is reached), "stop" (a stop string), "error", "interrupt", or None while the row runs.
     `retracted_tokens` are in order, and `log` has all tokens in the order of their events, each
-    with whether it was retracted. `number` is the row's index in a `Generation`, else 0.
+    with whether it was retracted. `number` is the row's index in a `Generation`; rows that an
+    engine makes are numbered in order of arrival, forks as they come. `forks` and `rewinds` count
+    what `Engine.fork` and `rewind` did to the row.
     """
 
     request: Request
@@ -73,6 +75,8 @@ class Row:
     retracted_tokens: list[TokenRecord] = field(default_factory=list)
     log: list[tuple[TokenRecord, bool]] = field(default_factory=list)
     number: int = 0
+    forks: int = 0
+    rewinds: int = 0
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
     waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`

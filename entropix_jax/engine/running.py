@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from entropix_jax.engine.records import Joined, Outcome, differ, two_best
 from entropix_jax.engine.results import Event, Piece, Request, Row
-from entropix_jax.engine.slots import padded_ids
+from entropix_jax.engine.slots import fresh_tally, padded_ids
 from entropix_jax.engine.state import (
     FINISHED_EOS,
     FINISHED_ERROR,
@@ -19,6 +22,9 @@ from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.keys import row_key
+from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.state import Tally
 from entropix_jax.text.stop import StopFilter
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
@@ -32,19 +38,38 @@ class Answer(NamedTuple):
     action: int  # index into the sampler's mechanisms, which the tokens carry
 
 
-class RunningRow:
-    """A running row. A token is pending until no later step can retract it."""
+NOTHING = Answer([], 0)
 
-    def __init__(self, row: Row, model: LanguageModel, capacity: int) -> None:
-        """`capacity` is the cache positions of the row.
+
+class RunningRow:
+    """A running row. A token is pending until no later step can retract it.
+
+    A row that has tokens goes on from them. A row that the host moves is run by a new one of these.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        model: LanguageModel,
+        capacity: int,
+        forced: Answer = NOTHING,
+        *,
+        moved: bool = False,
+    ) -> None:
+        """`capacity` is the cache positions of the row; what is `forced` comes next.
 
         Raises:
-            UserError: see `check_request`.
+            UserError: see `check_request` and `check_place`.
         """
         self.row = row
         self.request = row.request
         self.budget = check_request(model, row.request, capacity)
+        check_place(row, self.budget)
+        self.forced = forced
+        self.moved = moved  # by the host, and not inserted since
+        self.left = False  # another one runs the row
         self.answer: Answer | None = None  # on its way to the device
+        self._prompt = [*row.request.prompt]
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
@@ -53,12 +78,52 @@ class RunningRow:
         self._pending: list[tuple[TokenRecord, bool]] = []
         self._paths: list[list[TokenRecord]] = []  # of each branch, while the row is forked
         self._forked: TokenRecord | None = None  # of the last fork whose tokens are forced
-        self._retrieved = 0
+        self._state = row.tokens[-1].state if row.tokens else None
+        self._retrieved = 0 if self._state is None else int(self._state.own["inject"].begun)
+        row.text, row.finish_reason, row.error = "", None, None
+        row.tokens = [*row.tokens]  # the caller may have given those of another row
+        row.log = row.log or [(token, False) for token in row.tokens]
+        for token in row.tokens:
+            self._show(token)
 
     @property
     def running(self) -> bool:
         """Whether the row has not finished yet, as far as the host knows."""
-        return self.row.finish_reason is None
+        return self.row.finish_reason is None and not self.left
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and the committed tokens."""
+        return [*self._prompt, *(token.token_id for token in self.row.tokens)]
+
+    @property
+    def key(self) -> np.ndarray:
+        """The key of the row's random numbers, uint32 [2]: another one after each rewind."""
+        rewinds = f"~{self.row.rewinds}" if self.row.rewinds else ""
+        return row_key(self.request.seed, self.request.row_id + rewinds)
+
+    @property
+    def forwards(self) -> int:
+        """What the row has spent, as far as the host knows."""
+        tokens = (*self.row.tokens, *self.row.retracted_tokens)
+        return max((token.forwards for token in tokens), default=0)
+
+    def tally(self, mechanisms: tuple[Mechanism, ...]) -> Tally:
+        """The sampler's after the text, with the forced tokens in its queue."""
+        tokens, action = self.forced
+        fresh = fresh_tally(mechanisms)
+        tally = self._state or fresh
+        if self.request.sampler.mechanisms != mechanisms or tally.own.keys() != fresh.own.keys():
+            raise UserError("the samplers of one run must have the same mechanisms")
+        return replace(tally, queued=jnp.int32(len(tokens)), queue_action=jnp.int32(action))
+
+    def has_cached(self, other: "RunningRow") -> bool:
+        """Whether the slot of this row has all of another's text but its last token. Rows that
+        begin share whole prompts alone: what they read must not depend on how far others are."""
+        if not other.row.tokens:
+            return self._prompt == other._prompt
+        mine, text = self.text, other.text
+        return len(mine) >= len(text) and mine[: len(text) - 1] == text[:-1]
 
     @property
     def length(self) -> int:
@@ -148,8 +213,9 @@ class RunningRow:
             drawn_by = {name: getattr(first, name) for name in _PROPOSAL}
             forwards = outcome.token.forwards
             first = replace(first, branches=branches, ambiguous=ambiguous, forwards=forwards)
-            rest = [replace(token, **drawn_by, forwards=forwards) for token in rest]
-            yield from self._add([first, *rest], outcome)
+            tokens = [first, *(replace(token, **drawn_by, forwards=forwards) for token in rest)]
+            tokens[-1].state = outcome.token.state
+            yield from self._add(tokens, outcome)
             return
         self._forked = replace(first, branches=branches, ambiguous=ambiguous)
         if outcome.finish == WAITS_FOR_CHOICE and not stopping():
@@ -176,16 +242,19 @@ class RunningRow:
                 yield self._token_event(token, (), retracted=True)
                 continue
             last = reason if not self._pending else None
-            token.text = self._stream.push(token.token_id)
-            if last is not None:
-                token.text += self._stream.flush()
             row.tokens.append(token)
-            pieces = tuple(Piece(*shown) for shown in self._stop.push(token.text, token))
-            row.text += "".join(piece.text for piece in pieces)
+            pieces = self._show(token, ends=last is not None)
             if self._stop.stopped or last is not None:
                 pieces += self._end("stop" if self._stop.stopped else str(last)).pieces
             yield self._token_event(token, pieces)
         self._pending.clear()
+
+    def _show(self, token: TokenRecord, *, ends: bool = False) -> tuple[Piece, ...]:
+        """Adds a committed token's text. Returns what became final."""
+        token.text = self._stream.push(token.token_id) + (self._stream.flush() if ends else "")
+        pieces = tuple(Piece(*shown) for shown in self._stop.push(token.text, token))
+        self.row.text += "".join(piece.text for piece in pieces)
+        return pieces
 
     def _retract(self, position: int) -> None:
         """Retracts the pending tokens from a position on. They are told once those before them
@@ -264,6 +333,27 @@ class RunningRow:
         told = {name: getattr(forked, name) for name in (*_PROPOSAL, "branches", "ambiguous")}
         self._forked = replace(forked, branches=None, ambiguous=None)
         return replace(token, **told)
+
+
+def check_place(row: Row, budget: int, position: int | None = None) -> int:
+    """How many of a row's tokens stand before a position where it is to go on: by default all.
+
+    Raises:
+        UserError: a position outside of what the row generated, or without budget; a text that a
+            stop string ended, or tokens whose state was not recorded.
+    """
+    name, first = f"row '{row.request.row_id}'", len(row.request.prompt)
+    end = first + len(row.tokens)
+    kept = len(row.tokens) if position is None else position - first
+    if not 0 <= kept <= len(row.tokens):
+        raise UserError(f"{name} goes on from a position of {first} to {end}, not {position}")
+    if kept >= budget:
+        raise UserError(f"{name} has no budget left at position {first + kept}")
+    if kept == len(row.tokens) and row.finish_reason == "stop":
+        raise UserError(f"{name} ends with a stop string: it goes on before position {end}")
+    if kept and row.tokens[kept - 1].state is None:
+        raise UserError(f"{name} has no states to go on from: record them, Recording(state=True)")
+    return kept
 
 
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
 from entropix_jax.model.mesh import ROWS, Rules, broadcast_row, local_index, place, split_rows
 from entropix_jax.names import SERVED
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import BRANCH, MAX_WIDTH
 from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import init_sampler_state
+from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 
 _MAX_EOS = 8
 
@@ -51,14 +52,17 @@ class Layout:
 class Arrival:
     """A row to insert; see `init_state` for the fields."""
 
-    history: Value  # int32 [S], the prompt, then padding
+    history: Value  # int32 [S], prompt and tokens so far, then forced ones, then padding
     prompt_length: Value  # int32
+    cached: Value  # int32, how much of the text the slot has cached
     budget: Value  # int32
     key: Value  # uint32 [2]
     asks_for_text: Value  # bool
     asks_for_choice: Value  # bool
     settings: SamplerSettings  # of one row
     eos_ids: Value  # int32 [E]
+    tally: Tally  # of one row
+    forwards: Value  # int32
 
 
 def empty_slots(
@@ -128,20 +132,30 @@ def padded_ids(ids: Sequence[int]) -> np.ndarray:
     return np.array([*ids, *[-1] * (_MAX_EOS - len(ids))], np.int32)
 
 
+@cache
+def fresh_tally(mechanisms: tuple[Mechanism, ...]) -> Tally:
+    """The tally of one row that has committed nothing yet, NumPy."""
+    tally = jax.device_get(init_sampler_state(1, mechanisms).tally)
+    fresh: Tally = jax.tree.map(lambda x: x[0], tally)
+    return fresh
+
+
 @partial(jax.jit, donate_argnames="state")
 def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
-    """Makes `row` the row `number`, nothing of its prompt cached yet, and frees the lanes of the
-    one before. The state is donated."""
+    """Makes `row` the row `number`, where no mechanism goes back beyond its text so far, and frees
+    the lanes of the one before. The state is donated."""
 
     def put(rows: jax.Array, one: Value) -> jax.Array:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
 
-    fork, zero = state.fork, jnp.int32(0)
-    fresh = init_sampler_state(1, state.settings.mechanisms)
+    fork = state.fork
+    fresh = init_sampler_state(1, state.settings.mechanisms).trail
     left = (fork.parent == number) & (fork.branch >= 0)
+    is_here = jnp.arange(state.finish.shape[0], dtype=jnp.int32)[:, None] == number
+    past = is_here & (state.unsound[:, :1] >= jnp.asarray(row.cached))
     return replace(
         state,
-        cache=replace(state.cache, length=put(state.cache.length, zero)),
+        cache=replace(state.cache, length=put(state.cache.length, row.cached)),
         history=put(state.history, row.history),
         prompt_length=put(state.prompt_length, row.prompt_length),
         budget=put(state.budget, row.budget),
@@ -150,11 +164,14 @@ def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
         asks_for_choice=put(state.asks_for_choice, row.asks_for_choice),
         settings=jax.tree.map(put, state.settings, row.settings),
         eos_ids=put(state.eos_ids, row.eos_ids),
-        sampler=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler, fresh),
+        sampler=SamplerState(
+            tally=jax.tree.map(put, state.sampler.tally, row.tally),
+            trail=jax.tree.map(lambda all_, one: put(all_, one[0]), state.sampler.trail, fresh),
+        ),
         fork=replace(fork, branch=jnp.where(left, -1, fork.branch)),
-        forwards=put(state.forwards, zero),
+        forwards=put(state.forwards, row.forwards),
         finish=put(jnp.where(left, FINISHED_STOP, state.finish), jnp.int32(RUNNING)),
-        unsound=put(state.unsound, jnp.int32(NOWHERE)),
+        unsound=jnp.where(past, NOWHERE, state.unsound),
     )
 
 
@@ -163,7 +180,7 @@ def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
 def share_prefix(
     state: DecodeState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> DecodeState:
-    """Copies the first `count` cached tokens of slot `source` to slot `target`, whose prompt begins
+    """Copies the first `count` cached tokens of slot `source` to slot `target`, whose text begins
     with the same. The state is donated."""
     target = local_index(target, state.finish.shape[0])
 
@@ -172,4 +189,7 @@ def share_prefix(
 
     cache = jax.tree.map(share, state.cache)
     length = state.cache.length.at[target].set(count, mode="drop")
-    return replace(state, cache=replace(cache, length=length), unsound=share(state.unsound))
+    found = broadcast_row(state.unsound, source)
+    found = jnp.where(found[0] < count, found, NOWHERE)
+    unsound = state.unsound.at[target].set(found, mode="drop")
+    return replace(state, cache=replace(cache, length=length), unsound=unsound)

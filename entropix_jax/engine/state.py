@@ -81,6 +81,8 @@ class Recording:
     top: int = 0  # how many of the most likely tokens, with their probabilities
     layers: bool = False  # the attention entropy of each layer and head
     check: bool = False  # where an activation is NaN or infinite; such a row fails there
+    # The sampler's state after each token, from which `Engine.fork` and `rewind` go on.
+    state: bool = False
 
 
 @struct.dataclass
@@ -100,6 +102,7 @@ class StepRecord:
     position: jax.Array  # int32, of the token
     forwards: jax.Array  # int32, when the token was chosen
     choice: Choice
+    tally: Tally | None  # after it, of a row or branch; None where it is not recorded
     extras: Extras  # of the distribution that the step evaluated
     rewinds: jax.Array  # bool: the row goes back to the position, and has no token
     settled: jax.Array  # int32, the position that the next steps cannot go back beyond

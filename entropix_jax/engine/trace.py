@@ -6,7 +6,7 @@ The same run gives the same bytes, but for the timings in the footer.
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.files import open_alone
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import TRACE_FORMAT
+from entropix_jax.sampler.state import Tally
 from entropix_jax.version import __version__
 
 
@@ -43,7 +44,8 @@ class TokenRecord:
     token was chosen. `top`, [token id, text, probability] of the likeliest tokens, and `layers`,
     the attention entropy of each layer and head, are None unless recorded. `branches`, all branches
     that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
-    their texts differ, are None except on the first token of a branch.
+    their texts differ, are None except on the first token of a branch. `state`, the sampler's after
+    the token, of one row, is None unless recorded, and not part of a trace.
     """
 
     row: int
@@ -73,10 +75,11 @@ class TokenRecord:
     branches: list[BranchRecord] | None = None
     layers: list[list[float]] | None = None
     ambiguous: bool | None = None
+    state: Tally | None = field(default=None, compare=False, repr=False)
 
     def to_json(self, *, retracted: bool = False) -> dict[str, Any]:
         """The object of a trace line: of a committed token, or of a retracted one."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "state"}
         if self.branches is not None:
             fields["branches"] = [asdict(branch) for branch in self.branches]
         kind = "retracted" if retracted else "token"

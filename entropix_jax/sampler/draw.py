@@ -8,6 +8,7 @@ bisection over the whole vocabulary finds the same prefix and crossing, for that
 path a row takes depends on the row, never on the batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -101,6 +102,26 @@ def cumulate(mass: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(upto, mass[..., None, :], jnp.float32(0.0)), axis=-1)
 
 
+def count_settled(
+    logits: jax.Array, count: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+) -> jax.Array:
+    """The number, int32, that `count` makes of one row's logits [V], the likeliest first: of as few
+    of them as it says settle it, a bool."""
+
+    def look(size: int) -> tuple[jax.Array, jax.Array]:
+        if size < logits.shape[0] or size <= HEAD:
+            return count(lax.optimization_barrier(lax.top_k(logits, size)[0]))
+        # As integers all of them are sorted ten times as fast on a CPU.
+        ordered = lax.sort(_flipped(lax.bitcast_convert_type(-logits, jnp.int32)), is_stable=False)
+        return count(-lax.bitcast_convert_type(_flipped(ordered), jnp.float32))
+
+    first, *wider = sorted({min(size, logits.shape[0]) for size in (HEAD, 16 * HEAD, 2**31)})
+    counted = look(first)
+    for size in wider:
+        counted = lax.cond(counted[1], lambda *so_far: so_far, lambda *_, n=size: look(n), *counted)
+    return counted[0]
+
+
 def _draw_from_head(
     head: _Head, limit: jax.Array, total: jax.Array, top_p: jax.Array, uniforms: jax.Array
 ) -> Drawn:
@@ -176,9 +197,12 @@ def _draw_from_all(
 
 def _sortable(values: jax.Array) -> jax.Array:
     """An int32 with the order of the float32: negative ones get their magnitude bits flipped."""
-    bits = lax.bitcast_convert_type(values, jnp.int32)
-    ordered: jax.Array = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
-    return ordered
+    return _flipped(lax.bitcast_convert_type(values, jnp.int32))
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+    flipped: jax.Array = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+    return flipped
 
 
 def _crossing(

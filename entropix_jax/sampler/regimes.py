@@ -28,6 +28,10 @@ def count_rounds(
     """How often one row has repeated itself (document 004's "doom loop"), int32: 0 where it does
     not loop, 1 once it ends in `repeats` copies of a stretch, 2 after one copy more, and so on.
 
+    The copies need not be exact: a row that was drawn out of a loop soon falls back into it, and a
+    list may count on. So `similarity` is the least share of tokens that equal the one a period
+    before.
+
     Args:
         history: int32 [S], the row's tokens, prompt included.
         length: int32, how many of them there are.
@@ -38,10 +42,13 @@ def count_rounds(
     periods = jnp.arange(1, MAX_PERIOD + 1, dtype=jnp.int32)
     latest_first = jnp.take(history, length - 1 - back, mode="clip")
     earlier = jnp.take(history, length - 1 - back[None, :] - periods[:, None], mode="clip")
-    # [P, W]: equals the token one period before; and how many do, from the latest on, [P].
-    same = latest_first[None, :] == earlier
-    run = jnp.min(jnp.where(same, LOOP_WINDOW, back[None, :]), axis=1)
-    copies = 1 + jnp.minimum(run, generated - periods) // periods
+    # [P, W]: how many of the last tokens equal the one a period before; and how far back enough of
+    # them do, [P].
+    same = jnp.cumsum(latest_first[None, :] == earlier, axis=1, dtype=jnp.int32)
+    number = back[None, :] + 1
+    enough = same.astype(jnp.float32) >= settings.similarity * number.astype(jnp.float32)
+    enough &= number <= generated - periods[:, None]
+    copies = 1 + jnp.max(jnp.where(enough, number, 0), axis=1) // periods
     looping = (periods <= settings.max_period) & (settings.repeats >= 2)
     rounds = jnp.where(looping, copies - settings.repeats + 1, 0)
     return jnp.maximum(jnp.max(rounds), 0)

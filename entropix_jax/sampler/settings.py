@@ -58,11 +58,12 @@ class BaseSettings:
 class LoopSettings:
     """The loop guard: a row whose generated tokens end in `repeats` copies of a stretch of at most
     `max_period` tokens is served by an arm of its own, at a temperature that rises with each
-    further copy, by `heating` times the arm's. `max_period` 0 switches it off, and so does a
-    `repeats` of 1."""
+    further copy, by `heating` times the arm's. Copies have `similarity` of their tokens in common.
+    `max_period` 0 switches it off, and so does a `repeats` of 1."""
 
     max_period: jax.Array = number(0, MAX_PERIOD, integer=True)
     repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)
+    similarity: jax.Array = number(0.5, 1.0)
     heating: jax.Array = number(0.0, 100.0)
 
 

@@ -14,6 +14,7 @@ from entropix_jax.engine.slots import (
     Arrival,
     Layout,
     empty_slots,
+    fresh_tally,
     insert,
     lanes_for,
     padded_ids,
@@ -87,16 +88,19 @@ def full(mesh: str | None) -> DecodeState:
     return state if mesh is None else place(state, rules_for(two(mesh), CONFIG).rows(state))
 
 
-def arrival(preset: str = "entropix") -> Arrival:
+def arrival(preset: str = "entropix", cached: int = 0) -> Arrival:
     return Arrival(
         history=np.arange(60, 60 + CAPACITY, dtype=np.int32),
         prompt_length=np.int32(3),
+        cached=np.int32(cached),
         budget=np.int32(5),
         key=np.array([7, 2**32 - 1], np.uint32),
         asks_for_text=np.bool_(True),
         asks_for_choice=np.bool_(False),
         settings=params_of(preset),
         eos_ids=padded_ids([11, 12]),
+        tally=jax.tree.map(lambda x: x + 1, fresh_tally(MECHANISMS)),
+        forwards=np.int32(6),
     )
 
 
@@ -107,15 +111,16 @@ def leaves(tree: Any) -> Mapping[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("slot", [0, SLOTS - 1])
-def test_a_row_takes_its_slot(mesh: str | None, slot: int) -> None:
+@pytest.mark.parametrize(("slot", "cached"), [(0, 0), (SLOTS - 1, 0), (1, 5)])
+def test_a_row_takes_its_slot(mesh: str | None, slot: int, cached: int) -> None:
     """All that is told of it, and all else as in a row that has not begun; but the cache stays as
-    it was, and so do the other rows. The lane that has a branch of the row before it is free."""
-    state, row, layout = full(mesh), arrival(), layout_of(mesh)
+    it was, and so do the other rows. The lane that has a branch of the row before it is free. Where
+    the cache was unsound counts within what it has of the text."""
+    state, row, layout = full(mesh), arrival(cached=cached), layout_of(mesh)
     before = leaves(state)
     number = layout.numbers[slot]
     after = leaves(insert(state, jnp.asarray(number), row))
-    fresh = init_sampler_state(1, MECHANISMS)
+    fresh, unsound = init_sampler_state(1, MECHANISMS), before[".unsound"][number]
     told = {
         ".history": row.history,
         ".prompt_length": 3,
@@ -123,14 +128,15 @@ def test_a_row_takes_its_slot(mesh: str | None, slot: int) -> None:
         ".keys": row.key,
         ".asks_for_text": True,
         ".asks_for_choice": False,
-        ".forwards": 0,
+        ".forwards": 6,
         ".finish": RUNNING,
-        ".unsound": [NOWHERE, NOWHERE],
-        ".cache.length": 0,
+        ".unsound": unsound if unsound[0] < cached else [NOWHERE, NOWHERE],
+        ".cache.length": cached,
         ".eos_ids": [11, 12, *[-1] * 6],
         ".fork.branch": -1,
         **{f".settings{name}": leaf for name, leaf in leaves(row.settings).items()},
-        **{f".sampler{name}": leaf[0] for name, leaf in leaves(fresh).items()},
+        **{f".sampler.tally{name}": leaf for name, leaf in leaves(row.tally).items()},
+        **{f".sampler.trail{name}": leaf[0] for name, leaf in leaves(fresh.trail).items()},
     }
     assert told.keys() <= before.keys()
     lane = SLOTS // layout.shards
@@ -170,8 +176,8 @@ def test_more_lanes(mesh: str | None) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (3, 0), (2, 2)])
 def test_a_prefix_is_shared(mesh: str | None, source: int, target: int) -> None:
-    """The cache's slots are copied, so many of them count, and nothing else changes. The row may
-    lie on another device."""
+    """The cache's slots are copied, so many of them count, and nothing else changes; where it is
+    unsound if it counts. The row may lie on another device."""
     state, numbers = full(mesh), layout_of(mesh).numbers
     before, wanted_sharding = leaves(state), jax.tree.map(lambda x: x.sharding, state)
     source, target = numbers[source], numbers[target]
@@ -185,6 +191,8 @@ def test_a_prefix_is_shared(mesh: str | None, source: int, target: int) -> None:
             wanted[target] = values[source]
         elif name == ".cache.length":
             wanted[target] = 5
+        if name == ".unsound" and values[source][0] >= 5:
+            wanted[target] = NOWHERE
         np.testing.assert_array_equal(after[name], wanted, err_msg=name)
 
 
@@ -266,12 +274,15 @@ class House:
         row = Arrival(
             history=np.pad(np.array(job.prompt, np.int32), (0, LONG - len(job.prompt))),
             prompt_length=np.int32(len(job.prompt)),
+            cached=np.int32(0),
             budget=np.int32(job.budget),
             key=row_key(job.seed, job.row_id),
             asks_for_text=np.bool_(False),
             asks_for_choice=np.bool_(False),
             settings=job.sampler,
             eos_ids=padded_ids([]),
+            tally=fresh_tally(MECHANISMS),
+            forwards=np.int32(0),
         )
         tokens, count = jnp.asarray(row.history)[None], jnp.asarray([len(job.prompt) - 1])
         state = insert(self.state, jnp.int32(number), row)

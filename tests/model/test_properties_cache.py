@@ -18,7 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropix_jax.engine.decode import prefill
-from entropix_jax.engine.slots import Arrival, Layout, empty_slots, insert, padded_ids, share_prefix
+from entropix_jax.engine.slots import (
+    Arrival,
+    Layout,
+    empty_slots,
+    fresh_tally,
+    insert,
+    padded_ids,
+    share_prefix,
+)
 from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_STOP, FORKS, RUNNING, DecodeState
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.params import Params
@@ -159,12 +167,15 @@ def arrival(job: Job) -> Arrival:
     return Arrival(
         history=history,
         prompt_length=np.int32(len(job.prompt)),
+        cached=np.int32(0),
         budget=np.int32(job.budget),
         key=row_key(job.seed, job.row_id),
         asks_for_text=np.bool_(False),
         asks_for_choice=np.bool_(False),
         settings=job.sampler,
         eos_ids=padded_ids([7]),
+        tally=fresh_tally(job.sampler.mechanisms),
+        forwards=np.int32(0),
     )
 
 

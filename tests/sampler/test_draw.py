@@ -65,11 +65,17 @@ def nucleus_settings(vocab: int) -> st.SearchStrategy[Setting]:
 @st.composite
 def rule_settings(draw: st.DrawFn) -> Setting:
     rule = draw(st.sampled_from(sorted(NUMBERS)))
-    ranges = {"top_n_sigma": (0, 20), "typical": (2.0**-19, 1), "eta": (0, 1), "mirostat": (-8, 40)}
-    made_up = st.floats(*ranges[rule], width=32, allow_subnormal=False)
+    ranges = {
+        "top_n_sigma": (0, 20),
+        "typical": (2.0**-19, 1),
+        "min_k": (0, 100),
+        "mirostat": (-8, 40),
+    }
+    made_up = st.floats(*ranges.get(rule, (0, 1)), width=32, allow_subnormal=False)
     # Nothing else of the proposal counts: the rule stands in its place.
     temperature = draw(st.sampled_from((0.0, 0.3, 1.0, 2.0)) | st.floats(0.25, 8, width=32))
-    number = draw(st.sampled_from(NUMBERS[rule]) | made_up)
+    known = st.sampled_from(NUMBERS[rule])
+    number = draw(known if rule in ("p_less", "ees") else known | made_up)
     return Setting(temperature, 5, 0.5, 0.5, rule, number)
 
 

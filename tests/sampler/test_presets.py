@@ -217,7 +217,7 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("inject.until_confident", 1, "must be true or false"),
     ("inject.thought", 5, "must be text, or a list of at most 4 texts"),
     ("inject.thought", ["a"] * 5, "at most 4 texts"),
-    ("truncation.rule", "nucelus", "must be one of nucleus, top_n_sigma, typical, eta, mirostat"),
+    ("truncation.rule", "nucelus", f"must be one of {', '.join(RULES)}"),
     ("loop.repeats", 17, "at most 256"),  # times 16
     ("arms.mid", "branc", "must be one of argmax, "),
     ("metrics.layers", "first", 'must be "all", "last" or a list of weights'),

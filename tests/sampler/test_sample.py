@@ -59,7 +59,8 @@ def test_a_row_that_loops_is_served_by_an_arm_of_its_own() -> None:
     """Hotter with each further copy; its regime stays the measured one."""
     texts = [(1, 2, 3, 7, 7, 7), (1, 2, 7, 7, 7, 7), (1, 7, 7, 7, 7, 7), (1, 2) * 3]
     logits = np.tile(logits_for("lelv"), (4, 1))
-    params = params_of("entropix", {**BOUNDS, "arms.loop": "sample", "loop.heating": 0.5})
+    loop = {"arms.loop": "sample", "loop.heating": 0.5, "loop.similarity": 1.0}
+    params = params_of("entropix", {**BOUNDS, **loop})
     choice, _, _ = choose(logits, params, rows_of(*texts, generated=6))
     assert choice.observation.rounds.tolist() == [0, 1, 2, 0]
     assert {REGIMES[i] for i in choice.observation.regime} == {"lelv"}

@@ -1,6 +1,7 @@
 """The truncation rules against float64 oracles that follow the papers' formulas, and sort."""
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from scipy import stats
 
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
@@ -20,7 +22,9 @@ from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
     NUMBERS,
+    Kept,
     below_one,
+    draw_from_scores,
     draw_rows,
     mirostat,
     random_logits,
@@ -69,6 +73,107 @@ def zipf(number: int, exponent: float) -> np.ndarray:
     return (-exponent * np.log(ranks)).astype(np.float32)
 
 
+# Single rules, at random
+
+
+def oracle_of(rule: str, logits: np.ndarray, temperature: float, number: float) -> Kept:
+    """Of one row, at the numbers in float32. That of `nucleus` is its top-p."""
+    given = (0, np.float32(number), 0.0) if rule == "nucleus" else (np.float32(number),)
+    return Kept.of(rule, logits, *map(float, (np.float32(temperature), *given)))
+
+
+@pytest.mark.parametrize("rule", NUMBERS)
+def test_random_rows(rule: str) -> None:
+    """Flat and peaked ones, with ties and holes, at any temperature: the oracle's set and draws."""
+    rng = np.random.default_rng([*NUMBERS].index(rule))
+    for rows, vocab in ((2000, 512), (6, LLAMA3)):
+        logits, uniforms = random_logits(rng, rows, vocab), below_one(rng.random((rows, 4)))
+        temperatures, numbers = rng.choice([0.3, 1, 1, 2.5], rows), rng.choice(NUMBERS[rule], rows)
+        proposal = proposal_of(temperatures, rule=rule, draws=4)
+        settings = settings_of([rule] * rows, numbers)
+        arrays = jnp.asarray(logits), proposal, jnp.asarray(uniforms), settings
+        drawn = jax.device_get(truncated_draw(*arrays))
+        decided = 0
+        for row in range(rows):
+            oracle = oracle_of(rule, logits[row], temperatures[row], numbers[row])
+            oracle.check(int(drawn.kept[row]), drawn.ids[row], uniforms[row].astype(np.float64))
+            decided += oracle.decided
+        assert decided > rows / 4
+
+
+@pytest.mark.parametrize("rule", NUMBERS)
+def test_frequencies(rule: str) -> None:
+    """100,000 draws are distributed as p renormalised over the rule's tokens."""
+    rng, draws, number = np.random.default_rng(8), 100_000, NUMBERS[rule][len(NUMBERS[rule]) // 2]
+    logits = rng.normal(size=50).astype(np.float32)
+    oracle = oracle_of(rule, logits, 0.8, number)
+    drawn = drawn_by(rule, number, logits, below_one(rng.random(draws)), 0.8)
+    left = oracle.rank < oracle.most
+    assert oracle.decided
+    found = np.bincount(drawn, minlength=50)
+    assert found[left].sum() == draws
+    expected = softmax(logits[left].astype(np.float64), 0.8) * draws
+    assert oracle.most == 1 or stats.chisquare(found[left], expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rule", "numbers"), [("nucleus", [0.3, 0.99]), ("typical", [0.2, 0.95]), ("top_h", [0.4, 0.9])]
+)
+def test_the_temperature_first_or_last(rule: str, numbers: list[float]) -> None:
+    """Truncated at the temperature or at 1, in the head and beyond it; then drawn at it."""
+    rng, rows = np.random.default_rng(3), 120
+    logits, uniforms = random_logits(rng, rows, 1000), below_one(rng.random((rows, 4)))
+    temperatures, given = rng.choice([0.5, 1.5, 4], rows), rng.choice(numbers, rows)
+    last = rng.random(rows) < 0.5
+    proposal = proposal_of(temperatures, top_p=given, draws=4, rule=rule)
+    settings = settings_of([rule] * rows, given)
+    settings = replace(settings, base=replace(settings.base, temperature_last=jnp.asarray(last)))
+    arrays = jnp.asarray(logits), proposal, jnp.asarray(uniforms), settings
+    drawn, scores = jax.device_get(draw_from_scores(*arrays))
+    lengths = []
+    for row in range(rows):
+        oracle = oracle_of(rule, logits[row], 1.0 if last[row] else temperatures[row], given[row])
+        if oracle.decided:
+            left = np.where(oracle.rank < oracle.most, logits[row], -np.inf)
+            np.testing.assert_array_equal(scores[row] > -np.inf, left > -np.inf)
+            again = oracle_of("nucleus", left, temperatures[row], 1.0)
+            again.check(int(drawn.kept[row]), drawn.ids[row], uniforms[row].astype(np.float64))
+            lengths.append((bool(last[row]), oracle.most > draw.HEAD))
+    assert len(lengths) > rows / 2
+    assert len({*lengths}) == 4
+
+
+WARPERS = {
+    "typical": ("TypicalLogitsWarper", 0.9),
+    "eta": ("EtaLogitsWarper", 2e-3),
+    "epsilon": ("EpsilonLogitsWarper", 3e-3),
+    "nucleus": ("TopPLogitsWarper", 0.9),
+}
+
+
+@pytest.mark.parametrize("rule", WARPERS)
+def test_transformers_leaves_the_same(
+    torch: ModuleType, transformers: ModuleType, rule: str
+) -> None:
+    """Its top-H is another rule: it adds the terms of p's own entropy, of 100 tokens at most."""
+    rng, rows, (name, number) = np.random.default_rng(2), 300, WARPERS[rule]
+    logits = random_logits(rng, rows, 1000)
+    proposal, settings = (
+        proposal_of(top_p=number, rule=[rule] * rows),
+        settings_of([rule] * rows, number),
+    )
+    scores = draw_from_scores(jnp.asarray(logits), proposal, jnp.zeros((rows, 1)), settings)[1]
+    warper = getattr(transformers.generation.logits_process, name)(number)
+    left = warper(None, torch.from_numpy(logits)).numpy()
+    compared = [
+        row
+        for row in range(rows)
+        if oracle_of(rule, logits[row], 1.0, number).decided and np.unique(logits[row]).size == 1000
+    ]
+    assert len(compared) > rows / 5
+    np.testing.assert_array_equal(np.isfinite(scores)[compared], np.isfinite(left)[compared])
+
+
 # Rows of different rules in one batch
 
 
@@ -114,17 +219,18 @@ def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("rule", NUMBERS)
 def test_temperatures_next_to_zero(rule: str) -> None:
+    number = NUMBERS[rule][len(NUMBERS[rule]) // 2]
     for temperature in (1e-45, 1e-38, 1e-6):
-        logits = [1.0, 3.0, 2.0]
-        assert drawn_by(rule, NUMBERS[rule][2], logits, [LAST], temperature) == [1]
+        assert drawn_by(rule, number, [1.0, 3.0, 2.0], [LAST], temperature) == [1]
 
 
 def test_nothing_is_done_in_vain() -> None:
     """A sort of 128,256 tokens costs more than all the rest of the draw. Where no row of a batch
     has another rule, the cut costs nothing beyond its order: all else is behind a condition, and
-    there is none where no row ever had one."""
-    batch = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
-    program = truncated_draw.lower(*batch).compile().as_text()
+    there is none where no row ever had one. Only rules that weigh the whole order may sort."""
+    *batch, given = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
+    given = replace(given, used=given.used - {"top_h", "ees", "min_k"})
+    program = truncated_draw.lower(*batch, given).compile().as_text()
     assert program is not None
     assert " sort(" not in program
     logits, proposal, _, settings = mixed_batch(2, 1000)
@@ -157,6 +263,25 @@ FORTY = float(np.log2(40 * np.log(1000)))  # on Zipf's law at s = 1 mirostat's k
         ("eta", 0.0064, FIVE, 5),  # and sqrt(0.0064) * exp(-H) 0.0231
         ("eta", 0.05, FIVE, 4),  # epsilon is the smaller one
         ("eta", 1.0, EVEN, 1000),  # exactly exp(-H)
+        ("epsilon", 0.05, FIVE, 4),
+        ("epsilon", 0.9, FIVE, 1),
+        ("top_a", 0.21, FIVE, 4),  # 0.21 * 0.5^2 is 0.0525
+        ("top_a", 0.9, FIVE, 2),
+        ("p_less", 0, FIVE, 1),  # the sum of p^2 is 0.3552
+        ("p_less", 1, FIVE, 2),  # and (5 * 0.3552 - 1) / 4 is 0.194
+        ("p_less", 0, EVEN, 1000),
+        ("p_less", 1, EVEN, 1000),
+        ("top_h", 0.5, FIVE, 1),  # the entropy of 5/8 and 3/8 is 0.6616, 0.533 of H
+        ("top_h", 0.54, FIVE, 2),
+        ("top_h", 0.4, EVEN, 15),  # 1000^0.4 is 15.8
+        ("top_h", 1.0, EVEN, 1000),
+        ("ees", 0, FIVE, 2),  # 0.6616 is above 0.8 ln 2, and 0.9369 below 0.9 ln 3
+        ("ees", 0, [0.0, 0.0, -1e4], 2),
+        ("ees", 0, EVEN, 1000),
+        ("min_k", 0, FIVE, 2),  # ln(5 / 3) is below ln(3) / 2
+        ("min_k", 10, FIVE, 3),  # 10 / ln 12.5 is 3.96
+        ("min_k", 0, EVEN, 1),
+        ("min_k", 3, EVEN, 1000),
         ("mirostat", FORTY, zipf(1000, 1.0), 40),
         ("mirostat", FORTY, zipf(1000, 1.0 + 1e-6), 40),
         ("mirostat", np.log2(4 * 2 / 3), zipf(3, 2.0), 2),  # (2^mu / (1 - 1/3))^(1/2)

@@ -12,7 +12,9 @@ import numpy as np
 
 from entropix_jax.sampler import draw
 from entropix_jax.sampler.draw import Drawn
-from entropix_jax.sampler.proposal import Proposal
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.modify import cut_and_reweigh
+from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.truncation import truncate
 from tests.support.samplers import metrics_of, params_of, view
@@ -27,13 +29,25 @@ def draw_rows(
     logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
 ) -> Drawn:
     """What rows draw that have written nothing yet."""
-    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (logits.shape[0], *jnp.shape(x))), view())
-    metrics = metrics_of(entropy=[0.0] * logits.shape[0])
-    cut = truncate(logits, proposal, metrics, settings, views)
+    cut = truncate(logits, proposal, *_blank(logits.shape[0], settings))
     return draw.truncated_draw(cut, logits, uniforms, proposal.draws)
 
 
 truncated_draw = jax.jit(draw_rows)
+
+
+@jax.jit
+def draw_from_scores(
+    logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
+) -> tuple[Drawn, jax.Array]:
+    """The same where the temperature may come last, and the logits that are left, -inf the rest."""
+    cut, scores = cut_and_reweigh(logits, proposal, *_blank(logits.shape[0], settings))
+    return draw.truncated_draw(cut, scores, uniforms, proposal.draws), scores
+
+
+def _blank(rows: int, settings: SamplerSettings) -> tuple[Metrics, SamplerSettings, RowView]:
+    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), view())
+    return metrics_of(entropy=[0.0] * rows), settings, views
 
 
 # Rows
@@ -54,8 +68,19 @@ def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray
     return np.where(holes, -np.inf, logits).astype(np.float32)
 
 
-# What a row's rule is set to: the field of its number. For mirostat that is mu, twice the target.
-NUMBER = {"top_n_sigma": "sigmas", "typical": "mass", "eta": "epsilon", "mirostat": "target"}
+# What a row's rule is set to: the field of its number. For mirostat that is mu, twice the target;
+# that of p_less is a flag, and ees has none.
+NUMBER = {
+    "top_n_sigma": "sigmas",
+    "typical": "mass",
+    "eta": "epsilon",
+    "epsilon": "epsilon",
+    "top_a": "factor",
+    "p_less": "norm",
+    "top_h": "alpha",
+    "min_k": "tau",
+    "mirostat": "target",
+}
 
 
 def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
@@ -68,7 +93,9 @@ def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
     own = dict(settings.own)
     for rule, field in NUMBER.items():
         given = numbers / 2 if rule == "mirostat" else numbers
-        column = jnp.asarray(np.where(rules == rule, given, np.nan), jnp.float32)
+        column = jnp.asarray(
+            np.where(rules == rule, given, np.nan), getattr(own[rule], field).dtype
+        )
         own[rule] = replace(own[rule], **{field: column})
     return replace(settings, own=own)
 
@@ -122,11 +149,69 @@ def typical(logits: np.ndarray, temperature: float, mass: float) -> Outcome:
     return distance, fewest, max(number(shift, mass + TOLERANCE) for shift in shifts)
 
 
+def at_least(logits: np.ndarray, p: np.ndarray, threshold: float, error: float = 0.0) -> Outcome:
+    """The tokens with `p >= threshold`, of which the last `error` is rounding."""
+    error += TOLERANCE * threshold
+    fewest, most = (int(np.sum(p >= threshold + e)) for e in (error, -error))
+    return -logits, max(fewest, 1), max(most, 1)
+
+
 def eta(logits: np.ndarray, temperature: float, epsilon: float) -> Outcome:
     p = softmax(logits, temperature)
-    threshold = min(epsilon, np.sqrt(epsilon) * np.exp(-entropy(p)))
-    fewest, most = (int(np.sum(p >= threshold * (1 + e))) for e in (TOLERANCE, -TOLERANCE))
+    return at_least(logits, p, min(epsilon, np.sqrt(epsilon) * np.exp(-entropy(p))))
+
+
+def epsilon(logits: np.ndarray, temperature: float, epsilon: float) -> Outcome:
+    return at_least(logits, softmax(logits, temperature), epsilon)
+
+
+def top_a(logits: np.ndarray, temperature: float, factor: float) -> Outcome:
+    p = softmax(logits, temperature)
+    return at_least(logits, p, factor * p.max() ** 2)
+
+
+def p_less(logits: np.ndarray, temperature: float, norm: float) -> Outcome:
+    p = softmax(logits, temperature)
+    collision = float(np.sum(p**2))
+    if not norm or p.size == 1:
+        return at_least(logits, p, collision)
+    # A small difference of large numbers where the tokens are much alike.
+    return at_least(logits, p, (p.size * collision - 1) / (p.size - 1), TOLERANCE * collision)
+
+
+def prefix_entropies(logits: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """The entropy of each number of the likeliest tokens, renormalised, and their mass."""
+    p = np.sort(softmax(logits, temperature))[::-1]
+    content = p * np.log(np.where(p > 0, p, 1.0))
+    mass = np.cumsum(p)
+    return np.log(mass) - np.cumsum(content) / mass, mass
+
+
+def top_h(logits: np.ndarray, temperature: float, alpha: float) -> Outcome:
+    entropies, _ = prefix_entropies(logits, temperature)
+    bound = alpha * entropies[-1]
+    fewest, most = (int(np.sum(entropies <= bound + e)) for e in (-TOLERANCE, TOLERANCE))
     return -logits, max(fewest, 1), max(most, 1)
+
+
+def ees(logits: np.ndarray, temperature: float, _: float = 0.0) -> Outcome:
+    entropies, mass = prefix_entropies(logits, temperature)
+    excess = (entropies - mass * np.log(np.arange(1, mass.size + 1)))[1:]
+    fewest, most = (1 + int(np.argmax([*(excess < e), True])) for e in (TOLERANCE, -TOLERANCE))
+    return -logits, fewest, most
+
+
+def min_k(logits: np.ndarray, temperature: float, tau: float) -> Outcome:
+    row = np.sort(logits)[::-1]
+    width = row[0] - row[-1]
+    # What is farther than 1e15 is taken for as far.
+    falls = np.minimum(row[:-1] - row[1:], 1e15) / np.arange(1, row.size)
+    error = 1e-6 * falls.max(initial=0.0)
+    cliffs = 1 + np.flatnonzero(falls >= falls.max(initial=0.0) - error)
+    cliff = (1, 1) if row.size == 1 else (cliffs[0], cliffs[-1])
+    flat = np.floor(tau / max(width, 1e-8) * np.array([1 - TOLERANCE, 1 + TOLERANCE]))
+    fewest, most = np.clip(np.maximum(cliff, flat), 1, row.size).astype(int)
+    return -logits, int(fewest), int(most)
 
 
 def zipf_exponent(logits: np.ndarray, temperature: float) -> float:
@@ -174,12 +259,24 @@ ORACLES: dict[str, Callable[..., Outcome]] = {
     "top_n_sigma": top_n_sigma,
     "typical": typical,
     "eta": eta,
+    "epsilon": epsilon,
+    "top_a": top_a,
+    "p_less": p_less,
+    "top_h": top_h,
+    "ees": ees,
+    "min_k": min_k,
     "mirostat": mirostat,
 }
 NUMBERS: dict[str, list[float]] = {
     "top_n_sigma": [0, 0.3, 1, 2.5, 10],
     "typical": [1e-6, 0.2, 0.5, 0.9, 0.95, 0.999, 1],
     "eta": [0, 3e-4, 2e-3, 0.05, 0.9],
+    "epsilon": [0, 3e-4, 0.02, 0.9],
+    "top_a": [0, 0.02, 0.2, 1],
+    "p_less": [0, 1],
+    "top_h": [0, 0.1, 0.4, 0.9, 1],
+    "ees": [0],
+    "min_k": [0, 3, 300],
     "mirostat": [-2, 0, 1, 3, 6, 12, 30],
 }
 
@@ -216,6 +313,12 @@ class Kept:
         if temperature == 0:
             temperature, top_k = 1.0, 1
         return cls.of("nucleus", logits, temperature, top_k, top_p, min_p)
+
+    @property
+    def decided(self) -> bool:
+        """Whether rounding has no say in which tokens are kept."""
+        gap = np.diff(self.key)[self.most - 1 : self.most]  # none where all are kept
+        return self.fewest == self.most and (not self.slack or bool(np.all(gap > self.slack)))
 
     def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
         """Raises where a row kept another set, or drew what it should not. False: the last token

@@ -22,6 +22,7 @@ from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, row_key, uniforms
+from entropix_jax.sampler.settings import LOOP_WINDOW
 from entropix_jax.stats import AttnStats
 from tests.support.reference import log_softmax
 
@@ -280,17 +281,22 @@ def observe(reading: Reading, case: Case, ties: Ties) -> Observation:
         case.text[len(case.text) - case.generated :],
         values["loop.max_period"],
         values["loop.repeats"],
+        np.float32(values["loop.similarity"]),
     )
     return Observation(log_probs, heard, metrics, _regime(metrics, values, ties), looping)
 
 
-def is_looping(generated: Sequence[int], max_period: int, repeats: int) -> bool:
-    """Whether the generated tokens end in so many copies of a stretch of a short length."""
-    for period in range(1, max_period + 1):
-        span = period * repeats
-        tail = list(generated[len(generated) - span :]) if span <= len(generated) else []
-        if repeats >= 2 and tail and tail == tail[:period] * repeats:
-            return True
+def is_looping(
+    generated: Sequence[int], max_period: int, repeats: int, similarity: np.float32
+) -> bool:
+    """Whether the generated tokens end in so many copies of a stretch of a short length, of which
+    so large a share is the same; a longer tail counts, too."""
+    number = len(generated)
+    for period in range(1, max_period + 1 if repeats >= 2 else 0):
+        same = [generated[i] == generated[i - period] for i in range(number - 1, period - 1, -1)]
+        for length in range(period * (repeats - 1), min(len(same), LOOP_WINDOW) + 1):
+            if np.float32(sum(same[:length])) >= similarity * np.float32(length):
+                return True
     return False
 
 

@@ -74,6 +74,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "loop.max_period": often(0, number(1, 4)),
         "loop.repeats": 2,
         "loop.heating": often(1.0, 0.0),
+        "loop.similarity": often(0.8, 1.0),
         "adaptive.draws": number(1, 16),
         "inject.thought": thoughts,
         "inject.cooldown": number(0, 6),

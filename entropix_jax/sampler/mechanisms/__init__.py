@@ -19,6 +19,7 @@ from entropix_jax.sampler.mechanisms.plain import (
     RESAMPLE,
     SAMPLE,
 )
+from entropix_jax.sampler.mechanisms.prefixes import PREFIXES
 from entropix_jax.sampler.mechanisms.repetition import REPETITION
 from entropix_jax.sampler.mechanisms.rules import RULES
 from entropix_jax.sampler.mechanisms.thinking import BUDGET_FORCING, THINK_END
@@ -38,6 +39,7 @@ MECHANISMS = (
     THINK_END,
     BUDGET_FORCING,
     *RULES,
+    *PREFIXES,
     MIROSTAT,
     REPETITION,
 )

@@ -1,4 +1,5 @@
-"""Truncation rules of one number: `top_n_sigma`, `typical` and `eta`.
+"""Truncation rules that compare each token with a number of its row: `top_n_sigma`, `typical`,
+`eta`, `epsilon`, `top_a` and `p_less`.
 
 `truncation.rule` names the one that a sampler has. See `sampler.truncation` for what they share.
 """
@@ -11,7 +12,7 @@ from jax import lax
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
-from entropix_jax.sampler.settings import SamplerSettings, number
+from entropix_jax.sampler.settings import SamplerSettings, flag, number
 from entropix_jax.sampler.truncation import Cut, likeliest, nucleus, relative
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -39,6 +40,27 @@ class EtaSettings:
     """`p >= min(epsilon, sqrt(epsilon) * exp(-H))`."""
 
     epsilon: jax.Array = number(0.0, 1.0)
+
+
+@struct.dataclass
+class EpsilonSettings:
+    """`p >= epsilon`."""
+
+    epsilon: jax.Array = number(0.0, 1.0)
+
+
+@struct.dataclass
+class TopASettings:
+    """`p >= factor * max(p)^2`."""
+
+    factor: jax.Array = number(0.0, 1.0)  # a
+
+
+@struct.dataclass
+class PLessSettings:
+    """`p >= sum(p^2)`, or less."""
+
+    norm: jax.Array = flag()  # p-less-norm, which keeps more
 
 
 def top_n_sigma(
@@ -84,6 +106,39 @@ def eta(
     return likeliest(logits, proposal, jnp.sum(y >= least, dtype=jnp.int32))
 
 
+def epsilon(
+    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
+) -> Cut:
+    """`p >= epsilon` (Hewitt et al. 2022, "Truncation Sampling as Language Model Desmoothing")."""
+    y, _, log_total = relative(logits, proposal.temperature)
+    least = jnp.log(settings.own["epsilon"].epsilon) + log_total
+    return likeliest(logits, proposal, jnp.sum(y >= least, dtype=jnp.int32))
+
+
+def top_a(
+    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
+) -> Cut:
+    """`p >= a * max(p)^2` (Peng 2022, in the RWKV language model)."""
+    y, _, log_total = relative(logits, proposal.temperature)
+    least = jnp.log(settings.own["top_a"].factor) - log_total  # ln max(p) = -ln Z
+    return likeliest(logits, proposal, jnp.sum(y >= least, dtype=jnp.int32))
+
+
+def p_less(
+    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
+) -> Cut:
+    """`p >= sum(p^2)`, the chance that two draws agree (Tan et al. 2025, "p-less Sampling"), or its
+    p-less-norm, `p >= (N * sum(p^2) - 1) / (N - 1)` of N possible tokens: 0 where all are alike."""
+    y, _, _ = relative(logits, proposal.temperature)
+    mass = jnp.exp(y)
+    total = jnp.sum(mass)
+    least = jnp.sum(jnp.square(mass)) / total  # next to the likeliest, as `mass` is
+    others = jnp.maximum(jnp.sum(logits > -jnp.inf, dtype=jnp.float32) - 1.0, 1.0)
+    norm = settings.own["p_less"].norm
+    least = jnp.where(norm, least - (total - least) / others, least)
+    return likeliest(logits, proposal, jnp.sum(mass >= least, dtype=jnp.int32))
+
+
 def _nearness(deviation: jax.Array) -> jax.Array:
     """An order from the smallest `|deviation|` up, the positive one of a tie first.
 
@@ -101,4 +156,7 @@ RULES = (
     Mechanism("top_n_sigma", settings=TopNSigmaSettings, cut=top_n_sigma),
     Mechanism("typical", settings=TypicalSettings, cut=typical),
     Mechanism("eta", settings=EtaSettings, cut=eta),
+    Mechanism("epsilon", settings=EpsilonSettings, cut=epsilon),
+    Mechanism("top_a", settings=TopASettings, cut=top_a),
+    Mechanism("p_less", settings=PLessSettings, cut=p_less),
 )

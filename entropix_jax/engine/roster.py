@@ -1,0 +1,117 @@
+"""The rows of a run on the host: which are in the slots, which wait, and how a caller moves them.
+
+A move changes a row's `Row`, and a new `RunningRow` takes it from there. It is inserted before the
+next chunk; what the device did meanwhile is for the old one, which ignores it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.running import NOTHING, Answer, RunningRow, check_place, check_request
+from entropix_jax.errors import UserError, nearest
+from entropix_jax.model.loading import LanguageModel
+
+
+class Roster:
+    """`slots` has the row that is, or was, in each slot; `waiting` the next ones, forks first."""
+
+    def __init__(self, model: LanguageModel, slots: int, capacity: int) -> None:
+        """`capacity` is the cache positions of a row."""
+        self.slots: list[RunningRow | None] = [None] * slots
+        self.waiting: deque[RunningRow] = deque()
+        self._model = model
+        self._capacity = capacity
+        self._source: Iterator[Request | Row] = iter(())
+        self._known: WeakValueDictionary[int, Row] = WeakValueDictionary()  # by `id`
+        self._number = 0  # of the next row
+
+    def begin(self, requests: Iterable[Request | Row]) -> None:
+        """Begins a run without rows."""
+        self.slots = [None] * len(self.slots)
+        self.waiting.clear()
+        self._source, self._number = iter(requests), 0
+
+    def end(self) -> None:
+        """Ends the run: its rows cannot be moved any more."""
+        self._known.clear()
+
+    def fetch(self) -> RunningRow | None:
+        """The next row, if there is another one. A request is fetched once no row waits."""
+        if not self.waiting and (request := next(self._source, None)) is not None:
+            row = request if isinstance(request, Row) else Row(request, number=self._number)
+            self.waiting.append(self._run(row, NOTHING, moved=False))
+        return self.waiting[0] if self.waiting else None
+
+    def fork(self, row: Row, number: int, position: int | None) -> list[Row]:
+        """See `Engine.fork`."""
+        kept = self._kept(row, position)
+        forks = []
+        for _ in range(number):
+            row.forks += 1
+            request = replace(row.request, row_id=f"{row.request.row_id}.{row.forks}")
+            tokens = [replace(token, row=self._number) for token in row.tokens[:kept]]
+            forks.append(Row(request, tokens, number=self._number))
+            self._move(forks[-1])
+        return forks
+
+    def rewind(self, row: Row, position: int) -> None:
+        """See `Engine.rewind`."""
+        kept = self._kept(row, position)
+        gone = row.tokens[kept:]
+        retracted = {*map(id, gone)}
+        row.log = [(token, was or id(token) in retracted) for token, was in row.log]
+        row.retracted_tokens += gone
+        del row.tokens[kept:]
+        row.rewinds += 1
+        row.finish_reason = None
+        self._move(row)
+
+    def force(self, row: Row, tokens: Sequence[int], action: str) -> None:
+        """See `Engine.force`."""
+        self._check(row)
+        name = f"row '{row.request.row_id}'"
+        actions = [mechanism.name for mechanism in row.request.sampler.mechanisms]
+        if row.finish_reason is not None:
+            raise UserError(f"{name} has ended: rewind it before tokens are forced")
+        left = self._budget(row) - len(row.tokens)
+        if len(tokens) > left:
+            raise UserError(f"{name} has a budget of {left} left for {len(tokens)} forced tokens")
+        if strange := [i for i in tokens if not 0 <= i < self._model.config.vocab_size]:
+            raise UserError(f"the tokens forced on {name} hold {strange[0]}, which is no token")
+        if action not in actions:
+            raise UserError(f"no mechanism is named '{action}'{nearest(action, actions)}")
+        self._move(row, Answer([*tokens], actions.index(action)))
+
+    def _check(self, row: Row) -> None:
+        if self._known.get(id(row)) is not row:
+            raise UserError(f"row '{row.request.row_id}' is not one of a run in progress")
+
+    def _budget(self, row: Row) -> int:
+        return check_request(self._model, row.request, self._capacity)
+
+    def _kept(self, row: Row, position: int | None) -> int:
+        self._check(row)
+        return check_place(row, self._budget(row), position)
+
+    def _run(self, row: Row, forced: Answer, *, moved: bool) -> RunningRow:
+        running = RunningRow(row, self._model, self._capacity, forced, moved=moved)
+        self._known[id(row)] = row
+        self._number = max(self._number, row.number + 1)
+        return running
+
+    def _move(self, row: Row, forced: Answer = NOTHING) -> None:
+        """Has the row run as it is now, in its slot or its place among those that wait; where it
+        has none it waits behind the others that were moved, before any request."""
+        new = self._run(row, forced, moved=True)
+        places: tuple[MutableSequence[Any], ...] = (self.slots, self.waiting)
+        for rows in places:
+            for i, old in enumerate(rows):
+                if old is not None and old.row is row:
+                    old.left = True
+                    rows[i] = new
+                    return
+        self.waiting.insert(sum(other.moved for other in self.waiting), new)

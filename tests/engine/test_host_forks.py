@@ -1,0 +1,601 @@
+"""The host moves rows of a run: forks, rewinds, forced tokens. Each row is then the row alone that
+is given the same text, whatever runs beside it and however far the device was ahead."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropix_jax.engine import engine as module
+from entropix_jax.engine.decode import prefill
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.state import Recording
+from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.model.mesh import place, rules_for
+from entropix_jax.sampler.presets import load_sampler
+from tests.support import reference
+from tests.support.meshes import two
+from tests.support.models import teacher_forced
+from tests.support.runs import Spec, requests, set_pace
+from tests.support.traces import load_trace
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
+SLOTS, CAPACITY = 4, 512  # as in `test_engine`
+RECORDING = Recording(top=2, state=True)
+LONGEST = 96  # tokens of a text
+# On `tiny` it draws, thinks with a cooldown, goes back, and follows branches of several tokens.
+FULL = load_sampler("entropix").with_values(
+    {
+        "thresholds.calibrated": False,
+        "regimes.lelv": ["entropy < 0.2"],
+        "regimes.helv": ["entropy > 0.2", "entropy < 0.6"],
+        "regimes.lehv": ["entropy > 0.6", "entropy < 2.0"],
+        "regimes.hehv": ["entropy > 2.0"],
+        "arms.helv": "inject",
+        "arms.lehv": "branch",
+        "arms.hehv": "backspace",
+        "base.temperature": 3.0,
+        "base.min_p": 0.0,
+        "base.top_p": 1.0,
+        "base.top_k": 0,
+        "inject.thought": [" and then", "."],
+        "inject.cooldown": 3,
+        "branch.width": 3,
+        "branch.depth": 4,
+        "branch.max_share": 1000.0,
+        "backspace.reach": 4,
+        "backspace.per_row": 1000,
+        "loop.max_period": 0,
+    }
+)
+SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
+PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
+
+
+def of(
+    model: LanguageModel, row_id: str, sampler: str = "full", budget: int = 40, **options: Any
+) -> Request:
+    prompt = model.tokenizer.encode(PROMPTS[len(row_id) % len(PROMPTS)], add_bos=True)
+    options = {"ignore_eos": True, **options}
+    return requests(model, [Spec(prompt, row_id, budget)], SAMPLERS[sampler], **options)[0]
+
+
+def drive(
+    model: LanguageModel,
+    wanted: Iterable[Request | Row],
+    look: Callable[[Engine, Event], None] = lambda engine, event: None,
+) -> list[Row]:
+    """Runs them, and looks after each event. The rows in the order of their first events."""
+    engine = Engine(model, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+    rows: list[Row] = []
+    for event in engine.run(wanted):
+        if not any(row is event.row for row in rows):
+            rows.append(event.row)
+        look(engine, event)
+    assert all(row.finish_reason is not None for row in rows)
+    return rows
+
+
+def alone(model: LanguageModel, rows: Sequence[tuple[Request, Sequence[TokenRecord], int]]) -> Any:
+    """Rows that go on from these tokens, after so many rewinds, in a run where nothing is moved.
+    One that branches comes first, so that one program does for all runs."""
+    taken = [
+        Row(request, [replace(t, row=i) for t in tokens], number=i, rewinds=rewinds)
+        for i, (request, tokens, rewinds) in enumerate(rows, 1)
+    ]
+    drive(model, [Row(of(model, "first")), *taken])
+    return taken
+
+
+def ids(row: Row) -> list[int]:
+    return [token.token_id for token in row.tokens]
+
+
+def check_same(row: Row, other: Row, *, forwards: bool = True) -> None:
+    told = [[(t.token_id, t.action, t.position) for t in one.tokens] for one in (row, other)]
+    assert told[0] == told[1]
+    for name in ("logprob", "entropy"):
+        here, there = ([getattr(t, name) for t in one.tokens] for one in (row, other))
+        np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-4)
+    assert (row.text, row.finish_reason) == (other.text, other.finish_reason)
+    if forwards:
+        assert [t.forwards for t in row.tokens] == [t.forwards for t in other.tokens]
+
+
+def check_reading(model: LanguageModel, rows: Sequence[Row]) -> None:
+    """Each token's log-probability against one pass over the text."""
+    for start in range(0, len(rows), 16):
+        batch = rows[start : start + 16]
+        tokens = np.zeros((16, LONGEST), np.int32)
+        for one, row in zip(tokens, batch, strict=False):
+            text = [*row.request.prompt, *ids(row)]
+            one[: len(text)] = text
+        logits, _, _ = teacher_forced(model.params, model.config, tokens)
+        for one, scores, row in zip(tokens, logits, batch, strict=False):
+            at = np.arange(len(row.request.prompt), len(row.request.prompt) + len(row.tokens))
+            wanted = reference.log_softmax(scores[at - 1])[np.arange(len(at)), one[at]]
+            np.testing.assert_allclose([t.logprob for t in row.tokens], wanted, atol=1e-4)
+
+
+def check_books(model: LanguageModel, row: Row) -> None:
+    """What a row says of itself agrees with its tokens."""
+    first = len(row.request.prompt)
+    assert [t.position for t in row.tokens] == [*range(first, first + len(row.tokens))]
+    assert [id(t) for t, gone in row.log if not gone] == [*map(id, row.tokens)]
+    assert {id(t) for t, gone in row.log if gone} == {*map(id, row.retracted_tokens)}
+    assert {t.row for t, _ in row.log} <= {row.number}
+    assert row.text == model.tokenizer.stream(after=row.request.prompt).run(ids(row))
+    assert "".join(token.text for token in row.tokens) == row.text
+
+
+@pytest.fixture(autouse=True)
+def _pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_pace(monkeypatch, 4)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: LanguageModel) -> list[Row]:
+    """Rows that nobody moves."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_pace(patch, 4)
+        names = ("full", "full", "min-p", "mirostat", "full")
+        wanted = [of(tiny, "x" * i, name) for i, name in enumerate(names)]
+        rows = [Row(request, number=i) for i, request in enumerate(wanted)]
+        drive(tiny, rows)
+        return rows
+
+
+def places(row: Row) -> list[int]:
+    """How many tokens a row had wherever it was between two actions."""
+    return [
+        n
+        for n, (last, token) in enumerate(zip(row.tokens, row.tokens[1:], strict=False), 1)
+        if last.state is not None
+        and last.state.queued == 0
+        and (token.action != "branch" or token.branches is not None)
+    ]
+
+
+def test_a_row_goes_on_from_any_of_its_tokens_as_it_did(
+    tiny: LanguageModel, whole: list[Row]
+) -> None:
+    """With the same random numbers: the state after each token is all that the sampler knows."""
+    actions = {token.action for row in whole for token in row.tokens}
+    assert {"argmax", "inject", "branch", "backspace", "sample"} <= actions
+    joined = [t for row in whole for t in row.tokens if t.action == "branch" and t.branches is None]
+    assert len(joined) > 5
+    assert sum(row.retracted for row in whole) > 10
+    chosen = [(row, n) for row in whole for n in places(row)]
+    assert len(chosen) > 100
+    taken = alone(tiny, [(row.request, row.tokens[:n], 0) for row, n in chosen])
+    for (row, _), again in zip(chosen, taken, strict=True):
+        check_same(again, row)
+        check_books(tiny, again)
+
+
+def test_recording_states_changes_nothing(tiny: LanguageModel, whole: list[Row]) -> None:
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=Recording(top=2))
+    rows = [Row(row.request, number=row.number) for row in whole]
+    list(engine.run(rows))
+    for row, other in zip(rows, whole, strict=True):
+        assert row.tokens == other.tokens
+        assert all(token.state is None for token in row.tokens)
+        assert [t.to_json() for t in row.tokens] == [t.to_json() for t in other.tokens]
+
+
+@pytest.mark.parametrize("back", [0, 7])
+def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) -> None:
+    """More of them than slots, of every row after its 20th token, and of one after the first tokens
+    of branches: each begins as its row, which goes on as if nothing had been; and then each is
+    itself."""
+    forks: list[tuple[Row, list[TokenRecord], Row]] = []
+
+    def look(engine: Engine, event: Event) -> None:
+        row, token = event.row, event.token
+        if "." in row.request.row_id or token is None or event.retracted:
+            return
+        if len(row.tokens) == 20 or (token.action == "branch" and row.request.row_id == "x"):
+            position = None if not back else max(token.position + 1 - back, len(row.request.prompt))
+            new = engine.fork(row, 2, position=position)
+            kept = row.tokens[: len(row.tokens) - back] if len(row.tokens) > back else []
+            assert [[t.token_id for t in kept]] * 2 == [*map(ids, new)]
+            forks.extend((row, kept, fork) for fork in new)
+
+    rows = drive(tiny, [Row(row.request, number=row.number) for row in whole], look)
+    moved = {id(fork) for _, _, fork in forks}
+    for row in rows:
+        if id(row) not in moved:
+            check_same(row, whole[row.number])
+    assert sorted(row.number for row in rows) == [*range(len(rows))]
+    for row in whole:
+        names = [fork.request.row_id for one, _, fork in forks if one.number == row.number]
+        assert names == [f"{row.request.row_id}.{k}" for k in range(1, 1 + len(names))]
+    others = alone(tiny, [(fork.request, kept, 0) for _, kept, fork in forks])
+    for (row, kept, fork), other in zip(forks, others, strict=True):
+        check_same(fork, other)
+        check_books(tiny, fork)
+        spent = kept[-1].forwards if kept else -1
+        assert all(token.forwards > spent for token in fork.tokens[len(kept) :])
+        assert fork.tokens[: len(kept)] == [replace(t, row=fork.number) for t in kept]
+        assert row.tokens is not fork.tokens
+    assert len({tuple(ids(fork)) for _, _, fork in forks}) > len(forks) // 2
+    check_reading(tiny, rows)
+
+
+def test_forks_come_before_requests(tiny: LanguageModel) -> None:
+    """Bare requests are numbered as they arrive, forks in between."""
+    ended: list[str] = []
+
+    def look(engine: Engine, event: Event) -> None:
+        if event.row.finish_reason is not None:
+            ended.append(event.row.request.row_id)
+            if len(ended) == 1:
+                engine.fork(event.row, 3, position=event.row.tokens[-3].position)
+
+    wanted = [of(tiny, str(i), budget=8 + 4 * i) for i in range(8)]
+    rows = drive(tiny, iter(wanted), look)
+    numbers = {row.request.row_id: row.number for row in rows}
+    assert numbers == {
+        **{str(i): i for i in range(5)},
+        **{f"0.{k}": 4 + k for k in (1, 2, 3)},
+        **{str(i): 3 + i for i in (5, 6, 7)},
+    }
+    assert {*ended[:5]} >= {"0", "0.1", "0.2", "0.3"}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_rewound_rows_are_rows_alone(tiny: LanguageModel, name: str) -> None:
+    """Twice in mid-run, and once more when it has ended and others have its slot; a fork that has
+    the same key, and a row that begins again, too."""
+    row = Row(of(tiny, "x", name))
+    seen: list[tuple[list[TokenRecord], int]] = []  # tokens that are kept, and forwards
+
+    def look(engine: Engine, event: Event) -> None:
+        there = any(old is not None and old.row is row for old in engine._roster.slots)
+        if event.row is row and row.rewinds < 2 and len(row.tokens) == 15:
+            position = row.tokens[(9, 0)[row.rewinds]].position
+        elif row.finish_reason is not None and row.rewinds == 2 and not there:
+            position = row.tokens[20].position
+        else:
+            return
+        gone = [token for token in row.tokens if token.position >= position]
+        engine.rewind(row, position)
+        assert row.finish_reason is None
+        assert row.retracted_tokens[-len(gone) :] == gone
+        check_books(tiny, row)
+        seen.append(([*row.tokens], max(token.forwards for token, _ in row.log)))
+
+    others = [Row(of(tiny, f"o{i}", budget=25 + 3 * i), number=1 + i) for i in range(12)]
+    drive(tiny, [row, *others], look)
+    assert [len(kept) for kept, _ in seen] == [9, 0, 20]
+    check_books(tiny, row)
+    kept, spent = seen[-1]
+    same_key = replace(row.request, row_id="x~3")
+    again, fork = alone(tiny, [(row.request, kept, 3), (same_key, kept, 0)])
+    check_same(row, again, forwards=False)
+    check_same(fork, again)
+    assert row.tokens[20].forwards > spent
+    check_reading(tiny, [row, *others])
+
+
+@pytest.mark.parametrize("action", ["inject", "sample"])
+def test_forced_tokens_come_next(tiny: LanguageModel, action: str) -> None:
+    """On a running row, on one that waits, and on one that is just forked, which waits, too."""
+    text = tiny.tokenizer.encode_within(" Wait...")
+    forced: list[tuple[Row, list[TokenRecord]]] = []
+
+    def look(engine: Engine, event: Event) -> None:
+        row = event.row
+        if row.number == 0 and len(row.tokens) == 10 and not forced:
+            for one in (row, *engine.fork(row, 5)):
+                engine.force(one, [7, 8, 9])
+                engine.force(one, text, action=action)
+                forced.append((one, [*one.tokens]))
+
+    drive(tiny, [of(tiny, str(i), budget=30) for i in range(6)], look)
+    for row, kept in forced:
+        written = row.tokens[len(kept) : len(kept) + len(text)]
+        assert [(t.token_id, t.action) for t in written] == [(i, action) for i in text]
+        assert row.tokens[: len(kept)] == kept
+        check_books(tiny, row)
+        if action == "inject":  # its thoughts wait
+            later = row.tokens[len(kept) + len(text) :][:3]
+            assert "inject" not in [token.action for token in later]
+    check_reading(tiny, [row for row, _ in forced])
+    # Those that the device had gone beyond, and those it had not seen: from there on alike.
+    once = [(row.request, row.tokens[: len(kept) + len(text)], 0) for row, kept in forced]
+    for (row, _), again in zip(forced, alone(tiny, once), strict=True):
+        check_same(again, row)
+
+
+def test_text_that_is_held_back_is_held_back_again(tiny: LanguageModel) -> None:
+    """What could become a stop string, in a fork and a rewound row; and none goes on after one."""
+    plain = alone(tiny, [(of(tiny, "x", "min-p"), [], 0)])[0]
+    end = "".join(token.text for token in plain.tokens[:20])
+    start = len(end) - len(plain.tokens[19].text) - 2
+    stop = end[start:]
+    assert plain.text.find(stop) == start
+    row = Row(of(tiny, "x", "min-p", stop=stop))
+    forks: list[Row] = []
+
+    def look(engine: Engine, event: Event) -> None:
+        if event.row is row and len(row.tokens) == 19 and not forks:
+            forks.extend(engine.fork(row, 2))
+            assert [fork.text for fork in forks] == [row.text] * 2 == [end[:start]] * 2
+        if event.row is row and row.finish_reason is not None and not row.rewinds:
+            assert row.text == end[:start]
+            with pytest.raises(UserError, match="ends with a stop string: it goes on before"):
+                engine.fork(row, 1)
+            with pytest.raises(UserError, match="ends with a stop string: it goes on before"):
+                engine.rewind(row, row.tokens[-1].position + 1)
+            engine.rewind(row, row.tokens[19].position)
+            assert row.text == end[:start]
+
+    drive(tiny, [row, of(tiny, "y")], look)
+    for one in (row, *forks):
+        text = tiny.tokenizer.stream(after=row.request.prompt).run(ids(one))
+        assert one.text == text.partition(stop)[0]
+
+
+def test_what_is_cached_is_not_read_again(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By forks and rewound rows, in their own slots or another; where nobody has it, it is."""
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(module, "prefill", counted)
+
+    def look(engine: Engine, event: Event) -> None:
+        row = event.row
+        if row.number == 0 and len(row.tokens) == 12 and not row.forks:
+            engine.fork(row, 6, position=row.tokens[8].position)
+        if row.number == 0 and row.finish_reason is not None and not row.rewinds:
+            engine.rewind(row, row.tokens[10].position)
+
+    row = Row(of(tiny, "x", budget=30))
+    drive(tiny, [row], look)
+    assert len(calls) == 1
+    alone(tiny, [(row.request, row.tokens[:9], 0)])
+    assert len(calls) == 3
+
+
+def test_the_example_forks_where_the_model_is_in_doubt(tiny: LanguageModel) -> None:
+    sample_eagerly = runpy.run_path(str(EXAMPLE))["sample_eagerly"]
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+    rows = sample_eagerly(engine, of(tiny, "first"), 1.5, 7)
+    assert [row.number for row in rows] == [*range(7)]
+    by_id = {row.request.row_id: row for row in rows}
+    for row in rows[1:]:
+        parent = by_id[row.request.row_id.rpartition(".")[0]]
+        at = next(i for i, (a, b) in enumerate(zip(ids(row), ids(parent), strict=False)) if a != b)
+        other, token = row.tokens[at], parent.tokens[at]
+        assert other.action == "inject"
+        assert token.entropy > 1.5
+        assert token.entropy == pytest.approx(other.entropy, abs=1e-4)
+        assert token.top is not None
+        assert other.token_id == next(i for i, _, _ in token.top if i != token.token_id)
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
+
+
+def test_moves_that_are_refused(tiny: LanguageModel) -> None:
+    row, other = Row(of(tiny, "x", budget=12)), Row(of(tiny, "y"))
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY)
+    for call in (
+        lambda: engine.fork(row, 1),
+        lambda: engine.rewind(row, 9),
+        lambda: engine.force(row, [5]),
+    ):
+        with pytest.raises(UserError, match="row 'x' is not one of a run in progress"):
+            call()
+    first = len(row.request.prompt)
+
+    def refused(said: str, move: Callable[..., Any], *args: Any, **options: Any) -> None:
+        before = [*row.tokens], row.text, [*row.log], row.finish_reason
+        with pytest.raises(UserError, match=said) as error:
+            move(*args, **options)
+        assert "\n" not in str(error.value)
+        assert before == ([*row.tokens], row.text, [*row.log], row.finish_reason)
+
+    def look(engine: Engine, event: Event) -> None:
+        if len(row.tokens) == 5:
+            where = f"goes on from a position of {first} to {first + 5}, not"
+            refused(f"{where} {first + 6}", engine.rewind, row, first + 6)
+            refused(f"{where} {first - 1}", engine.fork, row, 1, position=first - 1)
+            refused("'y' is not one of a run in progress", engine.rewind, other, first)
+            refused("budget of 7 left for 8 forced tokens", engine.force, row, [5] * 8)
+            refused("hold 99999, which is no token", engine.force, row, [5, 99999])
+            refused("no mechanism is named 'injekt', did", engine.force, row, [5], action="injekt")
+        if row.finish_reason is not None:
+            refused(f"no budget left at position {first + 12}", engine.fork, row, 1)
+            refused(f"no budget left at position {first + 12}", engine.rewind, row, first + 12)
+            refused("has ended: rewind it", engine.force, row, [5])
+
+    drive(tiny, [row], look)
+    refused("is not one of a run in progress", engine.rewind, row, first)
+    for event in engine.run([Row(row.request)]):  # without states
+        if event.row.tokens:
+            refused(r"record them, Recording\(state=True\)", engine.fork, event.row, 1)
+            break
+    with pytest.raises(UserError, match="no budget left"):
+        drive(tiny, [Row(row.request, row.tokens)])
+    longer = Row(replace(row.request, max_new_tokens=20), row.tokens)
+    drive(tiny, [longer])
+    assert ids(longer)[:12] == ids(row)
+    assert len(longer.tokens) == 20
+
+
+def test_a_run_is_stopped_while_forks_wait(tiny: LanguageModel) -> None:
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+    row = Row(of(tiny, "x"))
+    forks: list[Row] = []
+    for event in engine.run([row, *(of(tiny, str(i)) for i in range(6))]):
+        if event.row is row and len(row.tokens) == 9:
+            forks = engine.fork(row, 5)
+            engine.stop()
+    told = [event.row for event in engine.interrupt() if event.token is None]
+    for one in (row, *forks):
+        assert sum(one is other for other in told) == 1
+        assert one.finish_reason == "interrupt"
+        assert ids(one)[:9] == ids(row)[:9]
+        check_books(tiny, one)
+
+
+def test_a_trace_of_moved_rows(tiny: LanguageModel, tmp_path: Any) -> None:
+    """Tokens that were told and then retracted stand as retracted ones."""
+    from entropix_jax.engine.results import Rows
+    from entropix_jax.engine.trace import header
+
+    row = Row(of(tiny, "x"))
+
+    def look(engine: Engine, event: Event) -> None:
+        if event.row is row and len(row.tokens) == 20 and not row.rewinds:
+            engine.rewind(row, row.tokens[3].position)
+            engine.fork(row, 2)
+
+    rows = drive(tiny, [row], look)
+    about = header(tiny, row.request.sampler, row.request.prompt, seed=0)
+    Rows(rows, about).save_trace(tmp_path / "run.jsonl")
+    trace = load_trace(tmp_path / "run.jsonl")
+    for one in rows:
+        told = [record for record in trace.tokens if record["row"] == one.number]
+        kept = [record["token_id"] for record in told if record["type"] == "token"]
+        assert kept == ids(one)
+        assert len(told) - len(kept) == one.retracted
+
+
+def test_rows_move_between_devices(tiny: LanguageModel) -> None:
+    """Forks of a row in the first shard are on the second one, too."""
+    rules = rules_for(two("data=2"), tiny.config)
+    model = replace(tiny, params=place(tiny.params, rules.params(tiny.config)), rules=rules)
+    forks: list[Row] = []
+
+    def look(engine: Engine, event: Event) -> None:
+        row = event.row
+        if row.number == 0 and len(row.tokens) == 12 and not forks:
+            forks.extend(engine.fork(row, 5, position=row.tokens[8].position))
+        if row.number == 0 and row.finish_reason is not None and not row.rewinds:
+            engine.rewind(row, row.tokens[10].position)
+
+    rows = drive(model, [of(tiny, "x", budget=24)], look)
+    again = alone(tiny, [(fork.request, fork.tokens[:8], 0) for fork in forks])
+    for fork, other in zip(forks, again, strict=True):
+        check_same(fork, other)
+    check_same(rows[0], alone(tiny, [(rows[0].request, rows[0].tokens[:10], 1)])[0], forwards=False)
+
+
+# Random schedules
+
+
+@dataclass
+class Plain:
+    """What a host knows of a row that moves: a list of ids, and what must come next."""
+
+    tokens: list[int]
+    forced: list[int] = field(default_factory=list)
+    retracted: int = 0
+
+
+class Schedule:
+    """Moves rows now and then; which, where and how depends on the row and its text alone."""
+
+    def __init__(self, model: LanguageModel, seed: int) -> None:
+        self.model, self.moves = model, 0
+        rng = np.random.default_rng([1, seed])
+        names = rng.choice([*SAMPLERS], 3).tolist()
+        self.wanted = [
+            of(model, f"{seed}" + "x" * i, name, int(rng.integers(4, 25)), seed=seed)
+            for i, name in enumerate(names)
+        ]
+        self.known: dict[str, Plain] = {}
+
+    def look(self, engine: Engine, event: Event) -> None:
+        row, token, seed = event.row, event.token, event.row.request.seed
+        name = row.request.row_id
+        plain = self.known.setdefault(name, Plain([]))
+        if token is not None and not event.retracted:
+            if plain.forced:
+                assert token.token_id == plain.forced.pop(0)
+            plain.tokens.append(token.token_id)
+        plain.retracted += event.retracted
+        assert plain.tokens == ids(row)
+        assert plain.retracted == row.retracted
+        letters = np.frombuffer(name.encode(), np.uint8).tolist()
+        rng = np.random.default_rng([seed, len(row.tokens), row.rewinds, row.retracted, *letters])
+        if rng.random() > 0.12 or name.count(".") > 2 or row.rewinds + row.forks > 2:
+            return
+        kept = int(rng.integers(0, len(row.tokens) + (row.finish_reason is None)))
+        position = len(row.request.prompt) + kept
+        ahead = rng.integers(0, self.model.config.vocab_size, rng.integers(0, 4)).tolist()
+        if (kind := rng.integers(3)) == 0:
+            (one,) = engine.fork(row, 1, position=position)
+            self.known[one.request.row_id] = plain = Plain(plain.tokens[:kept])
+        elif kind == 1:
+            engine.rewind(row, position)
+            plain.retracted += len(plain.tokens) - kept
+            plain.forced, one = [], row
+            del plain.tokens[kept:]
+        elif row.finish_reason is not None:
+            return
+        else:
+            one = row
+        self.moves += 1
+        left = one.request.max_new_tokens - len(plain.tokens)
+        if ahead[:left]:
+            engine.force(one, ahead[:left])
+            plain.forced = ahead[:left]
+
+
+def run_schedules(model: LanguageModel, schedules: Sequence[Schedule]) -> list[Row]:
+    """Several of them, side by side."""
+    first = of(model, "first", budget=1)
+    by_name = {one.row_id: schedule for schedule in schedules for one in schedule.wanted}
+
+    def look(engine: Engine, event: Event) -> None:
+        if (name := event.row.request.row_id) != "first":
+            by_name[name.partition(".")[0]].look(engine, event)
+
+    wanted = [request for schedule in schedules for request in schedule.wanted]
+    rows = [row for row in drive(model, [first, *wanted], look) if row.request.row_id != "first"]
+    for row in rows:
+        check_books(model, row)
+        name = row.request.row_id
+        assert by_name[name.partition(".")[0]].known[name].tokens == ids(row)
+    return rows
+
+
+def test_random_schedules(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred. The rows are what plain bookkeeping says, and so are their log-probabilities."""
+    rows: list[Row] = []
+    schedules = [Schedule(tiny, seed) for seed in range(100)]
+    for i, pace in enumerate((1, 3, 8, 32)):
+        set_pace(monkeypatch, pace)
+        rows += run_schedules(tiny, schedules[i::4])
+    assert sum(schedule.moves for schedule in schedules) > 300
+    check_reading(tiny, rows)
+
+
+def test_when_the_host_looks_does_not_matter(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does what runs beside it."""
+    runs = []
+    for pace, number in ((1, 2), (7, 6)):
+        set_pace(monkeypatch, pace)
+        rows = run_schedules(tiny, [Schedule(tiny, seed) for seed in range(number)])
+        runs.append({row.request.row_id: row for row in rows})
+    assert len(runs[0]) > 6
+    for name, row in runs[0].items():
+        check_same(row, runs[1][name])
