@@ -415,6 +415,7 @@ def _rows(state: DecodeState, vocab_size: int) -> Rows:
         length=length,
         generated=generated,
         remaining=state.budget - generated,
+        eos_ids=state.eos_ids,
         asks=state.asks_for_text,
         branch=state.fork.branch,
         vocab_size=vocab_size,

@@ -272,8 +272,12 @@ class Engine:
         text, settings = [*row.text, *row.forced.tokens], request.sampler.settings
         history = np.zeros(self._capacity, np.int32)
         history[: len(text)] = text
+        confidences = np.zeros(self._capacity, np.float32)
+        for token in row.row.tokens:
+            confidences[token.position] = token.token_confidence
         return Arrival(
             history=history,
+            confidences=confidences,
             prompt_length=np.int32(len(request.prompt)),
             cached=np.int32(cached),
             budget=np.int32(row.budget),

@@ -127,7 +127,6 @@ def _step_tokens(
         token_id=plain(choice.token),
         action=[actions[action] for action in proposal.action],
         logprob=plain(choice.logprob),
-        sequence_varentropy=plain(choice.sequence_varentropy),
         temperature=plain(proposal.temperature),
         top_k=plain(proposal.top_k),
         top_p=plain(proposal.top_p),
@@ -195,6 +194,7 @@ def _observed(observation: Observation) -> dict[str, list[Any]]:
     return {
         "regime": [REGIMES[regime] for regime in observation.regime],
         "loop": plain(observation.rounds > 0),
+        "sequence_varentropy": plain(observation.sequence_varentropy),
         "confidence": plain(observation.confidence),
         "token_confidence": plain(observation.token_confidence),
         "self_certainty": plain(observation.self_certainty),

@@ -44,6 +44,8 @@ _LOGITS_BYTES = 1 << 28  # most memory for the logits of one call
 _CACHE_BYTES = 1 << 30  # most memory for the cache of several texts
 _NOTHING = Recording()
 
+_classify = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
@@ -113,9 +115,21 @@ def score_tokens(
         reader = TextReader(model, sampler, recording)
         for segment, at, scores in reader.read(segments, batch=1):
             assert scores.measured is not None
-            metrics, regime, extras, (token_confidence, self_certainty) = scores.measured
+            metrics, extras, (token_confidence, self_certainty) = scores.measured
+            variances = []
+            for entropy in plain(metrics.entropy):
+                count += 1
+                deviation = entropy - mean
+                mean += deviation / count
+                squares += deviation * (entropy - mean)
+                variances.append(squares / count)
+            spread = np.array(variances, np.float32)
+            # Parts are resized to the longest: one program serves them all.
+            longest = partial(np.resize, new_shape=_METRICS_CHUNK)
+            points = jax.tree.map(longest, metrics), sampler.settings, longest(spread)
             measured = each(
-                regime=[REGIMES[number] for number in regime],
+                regime=[REGIMES[number] for number in _classify(*points)[: len(spread)]],
+                sequence_varentropy=plain(spread),
                 logprob=plain(scores.logprob[:, 0]),
                 **{name: plain(values) for name, values in vars(metrics).items()},
                 token_confidence=plain(token_confidence),
@@ -127,16 +141,11 @@ def score_tokens(
                 text = stream.push(tokens[position])
                 if position == len(tokens) - 1:
                     text += stream.flush()
-                count += 1
-                deviation = fields["entropy"] - mean
-                mean += deviation / count
-                squares += deviation * (fields["entropy"] - mean)
                 yield ScoredToken(
                     position=position,
                     context=position - start,
                     token_id=int(tokens[position]),
                     text=text,
-                    sequence_varentropy=plain(np.float32(squares / count)),
                     **fields,
                 )
 
@@ -179,9 +188,9 @@ class Scores:
     greedy: jax.Array  # bool [..., K], whether it is the likeliest
     finite: jax.Array  # bool, the logits and the activations, where they are checked
     sound: jax.Array | None  # bool [..., 1+2L], see `AttnStats`; None where it is not checked
-    # Metrics, regime (int32), what is recorded of the distribution, and `measure_confidence`; None
-    # without a sampler.
-    measured: tuple[Metrics, jax.Array, Extras, tuple[jax.Array, jax.Array]] | None
+    # Metrics, what is recorded of the distribution, and `measure_confidence`; None without a
+    # sampler.
+    measured: tuple[Metrics, Extras, tuple[jax.Array, jax.Array]] | None
 
 
 def split(text: Sequence[int], context: int, where: str = "") -> list[Text]:
@@ -328,10 +337,8 @@ def _score_chunk(
         of_token = jax.tree.map(lambda x: jnp.repeat(x, tokens.shape[1], axis=0), settings)
         above_floor = apply_noise_floor(log_probs, of_token.noise_epsilon)
         metrics = measure(above_floor, stats, of_token.layer_weights)
-        regime = jax.vmap(classify)(metrics, of_token)
-        extras = extras_of(logits, stats, recording)
         confidence = measure_confidence(log_probs, of_token.own["confidence"].likeliest)
-        measured = metrics, regime, extras, confidence
+        measured = metrics, extras_of(logits, stats, recording), confidence
     scores = Scores(
         logprob=jnp.take_along_axis(log_probs, wanted, axis=1),
         greedy=wanted == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32),

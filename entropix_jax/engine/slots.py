@@ -53,6 +53,7 @@ class Arrival:
     """A row to insert; see `init_state` for the fields."""
 
     history: Value  # int32 [S], prompt and tokens so far, then forced ones, then padding
+    confidences: Value  # float32 [S], of the tokens so far, nats
     prompt_length: Value  # int32
     cached: Value  # int32, how much of the text the slot has cached
     budget: Value  # int32
@@ -157,6 +158,7 @@ def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
         state,
         cache=replace(state.cache, length=put(state.cache.length, row.cached)),
         history=put(state.history, row.history),
+        confidences=put(state.confidences, row.confidences),
         prompt_length=put(state.prompt_length, row.prompt_length),
         budget=put(state.budget, row.budget),
         keys=put(state.keys, row.key),

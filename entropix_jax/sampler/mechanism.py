@@ -5,8 +5,9 @@ branches of a `lax.switch`, and under `vmap` every branch runs for every row: an
 scalars only. What is more than a draw happens in `apply`, once for all rows, under a `lax.cond`
 where it is expensive. `docs/adding-an-arm.md` walks through an example.
 
-Others change the logits, or say which tokens a draw may take. They are compiled only where a row
-uses them (`SamplerSettings.used`), and run only in steps in which one does.
+Others change the logits, say which tokens a draw may take, or act in place of a drawn token. They
+are compiled only where a row uses them (`SamplerSettings.used`); the first two run only in steps in
+which one does.
 """
 
 from collections.abc import Callable
@@ -34,8 +35,8 @@ Rule = Callable[[jax.Array, Proposal, Metrics, SamplerSettings, RowView], Cut]
 
 @dataclass(frozen=True, repr=False)
 class Mechanism:
-    """An arm, a rule or a transform of the logits, and everything that belongs to it. All parts but
-    the name are optional.
+    """An arm, a rule, a transform of the logits or what replaces drawn tokens, and everything that
+    belongs to it. All parts but the name are optional.
 
     Its settings stand in `SamplerSettings.own[name]`, its part of the row's state in
     `Tally.own[name]`. Immutable and hashable: it is a static part of the compiled step.

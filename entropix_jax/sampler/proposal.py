@@ -37,6 +37,7 @@ class RowView:
     key: jax.Array  # uint32 [2], see `sampler.keys`
     attempt: jax.Array  # int32, how many tokens were retracted at the next position
     branch: jax.Array  # int32, which branch of a fork the row is; -1: none
+    vocab_size: int = struct.field(pytree_node=False)
 
 
 def as_seen(metrics: Metrics, settings: SamplerSettings) -> Metrics:

@@ -1,4 +1,4 @@
-"""The regime of a step: four open boxes over four quantities, and the loop guard."""
+"""The regime of a step: four open boxes over five quantities, and the loop guard."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,14 @@ from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings,
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
 
 
-def classify(metrics: Metrics, settings: SamplerSettings) -> jax.Array:
+def classify(
+    metrics: Metrics, settings: SamplerSettings, sequence_varentropy: jax.Array | float = 0.0
+) -> jax.Array:
     """The regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box holds the
-    point, else MID. NaN is in no box."""
-    point = jnp.stack([getattr(metrics, quantity) for quantity in QUANTITIES])[None, :]
+    point, else MID. NaN is in no box. `sequence_varentropy` is that of the row's tokens (bits^2),
+    the next one's entropy included."""
+    values = {**vars(metrics), "sequence_varentropy": sequence_varentropy}
+    point = jnp.stack([values[quantity] for quantity in QUANTITIES])[None, :]
     inside = jnp.all((settings.low < point) & (point < settings.high), axis=-1)  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
 

@@ -335,7 +335,7 @@ def _are_bans(value: Any) -> bool:
 
 
 def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper bounds, float32 [4 boxes, 4 quantities] each."""
+    """Lower and upper bounds, float32 [4 boxes, 5 quantities] each."""
     low = np.full((len(BOXES), len(QUANTITIES)), -np.inf, np.float32)
     high = np.full_like(low, np.inf)
     for i, box in enumerate(BOXES):

@@ -71,8 +71,8 @@ class LoopSettings:
 class SamplerSettings:
     """A whole sampler, for one row; with a leading axis on every leaf, for each row of a batch."""
 
-    low: jax.Array  # float32 [4 boxes, 4 quantities], open lower bounds of BOXES
-    high: jax.Array  # float32 [4, 4], open upper bounds
+    low: jax.Array  # float32 [4 boxes, 5 quantities], open lower bounds of BOXES
+    high: jax.Array  # float32 [4, 5], open upper bounds
     arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
     rule: jax.Array  # int32, index into `mechanisms`, the truncation rule
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers

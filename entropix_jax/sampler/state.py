@@ -24,6 +24,7 @@ class Observation:
     """Measurements of one distribution; every field [B]."""
 
     metrics: Metrics
+    sequence_varentropy: jax.Array  # float32, bits^2, of the row's entropies, this one included
     regime: jax.Array  # int32, index into REGIMES
     rounds: jax.Array  # int32, see `regimes.count_rounds`; 0: the row does not loop
     confidence: jax.Array  # float32, of the documents' formula; reported, nothing more
@@ -103,6 +104,7 @@ class Rows:
     length: jax.Array  # int32 [B], how many so far: also the position of the token to be chosen
     generated: jax.Array  # int32 [B], how many of them were generated
     remaining: jax.Array  # int32 [B], how many may still be committed, at least 1
+    eos_ids: jax.Array  # int32 [B, E], the tokens that end the row; -1 matches none
     asks: jax.Array  # bool [B], a thought's text is asked for, not taken from the settings
     branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
@@ -118,6 +120,7 @@ class Rows:
             key=self.keys,
             attempt=attempt,
             branch=self.branch,
+            vocab_size=self.vocab_size,
         )
 
 

@@ -46,7 +46,6 @@ class Choice:
     token: jax.Array  # int32
     logprob: jax.Array  # float32, nats, under the unmodified logits
     observation: Observation
-    sequence_varentropy: jax.Array  # float32, bits^2, this token included
     proposal: Proposal  # a forced token has the action that it is forced for
     finite: jax.Array  # bool; False: some logit is NaN or infinite and the token is meaningless
 
@@ -82,7 +81,7 @@ def choose(
     # Actions: each mechanism changes the step in the rows that act. A row whose token is forced or
     # drawn again does not, and a branch just grows.
     action, is_branch = step.proposal.action, rows.branch >= 0
-    free = rows.running & finite & (step.tally.queued == 0) & ~step.trail.again & ~is_branch
+    free = rows.running & finite & (step.tally.queued == 0) & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
         if mechanism.apply is not None and mechanism.replaces is None:
             step = mechanism.apply(free & (action == index), step, settings)
@@ -112,7 +111,6 @@ def choose(
         token=token,
         logprob=logprob,
         observation=step.observation,
-        sequence_varentropy=sequence_varentropy(tally, rows.generated + 1),
         proposal=step.proposal,
         finite=finite,
     )
@@ -126,6 +124,7 @@ def observe(
     floored: jax.Array,
     stats: AttnStats,
     settings: SamplerSettings,
+    tally: Tally,
     rows: Rows,
 ) -> Observation:
     """What each row's `log_probs[B, V]` (nats), the same with the noise floor applied, and
@@ -136,9 +135,12 @@ def observe(
     token_confidence, self_certainty = measure_confidence(log_probs, likeliest)
     rounds = jax.vmap(count_rounds)(rows.history, rows.length, rows.generated, settings.loop)
     seen = jax.vmap(as_seen)(metrics, settings)
+    _, squares = _add_entropy(tally, metrics.entropy, rows.generated)
+    sequence_varentropy = squares / (rows.generated + 1).astype(jnp.float32)
     return Observation(
         metrics=metrics,
-        regime=jax.vmap(classify)(metrics, settings),
+        sequence_varentropy=sequence_varentropy,
+        regime=jax.vmap(classify)(metrics, settings, sequence_varentropy),
         rounds=rounds,
         confidence=jax.vmap(confidence)(seen, settings),
         token_confidence=token_confidence,
@@ -165,22 +167,14 @@ def advance(
         for m in settings.mechanisms
         if m.advance is not None
     }
-    count = (generated + 1).astype(jnp.float32)
-    entropy = observation.metrics.entropy
-    deviation = entropy - tally.entropy_mean
-    mean = tally.entropy_mean + deviation / count
+    mean, squares = _add_entropy(tally, observation.metrics.entropy, generated)
     return replace(
         tally,
         queued=jnp.maximum(tally.queued - 1, 0),
         entropy_mean=mean,
-        entropy_squares=tally.entropy_squares + deviation * (entropy - mean),
+        entropy_squares=squares,
         own={**tally.own, **own},
     )
-
-
-def sequence_varentropy(tally: Tally, generated: jax.Array) -> jax.Array:
-    """The variance of the entropies of a row's `generated[B]` tokens: float32 [B], bits^2."""
-    return tally.entropy_squares / jnp.maximum(generated, 1).astype(jnp.float32)
 
 
 def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
@@ -198,6 +192,15 @@ def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.A
     return rows.length - held
 
 
+def _add_entropy(
+    tally: Tally, entropy: jax.Array, generated: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and summed squared deviation of a row's entropies with one more, each float32 [B]."""
+    deviation = entropy - tally.entropy_mean
+    mean = tally.entropy_mean + deviation / (generated + 1).astype(jnp.float32)
+    return mean, tally.entropy_squares + deviation * (entropy - mean)
+
+
 def _propose(
     logits: jax.Array,
     stats: AttnStats,
@@ -209,7 +212,7 @@ def _propose(
     tally = state.tally
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     floored = apply_noise_floor(log_probs, settings.noise_epsilon)
-    observation = observe(log_probs, floored, stats, settings, rows)
+    observation = observe(log_probs, floored, stats, settings, tally, rows)
 
     may = {m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None}
     looping = observation.rounds > 0

@@ -100,6 +100,17 @@ def test_it_is_what_a_run_says_of_its_own_text(model: LanguageModel) -> None:
         assert same.agreement == pytest.approx(token.agreement, abs=1e-4)
 
 
+def test_a_bound_on_the_variance_along_the_text(model: LanguageModel) -> None:
+    """In a run and in a given text: it is compared with what stands in the token's record."""
+    bound = {"regimes.lelv": ["sequence_varentropy < 0.2"]}
+    sampler = load_sampler("temperature").with_values(bound)
+    (row,) = run_specs(model, [Spec(text_of(9), "0", 60)], sampler, ignore_eos=True).run()
+    for tokens in (row.tokens, [*scored(model, text_of(90), sampler)]):
+        below = [token.sequence_varentropy < 0.2 for token in tokens]
+        assert [token.regime == "lelv" for token in tokens] == below
+        assert 0 < sum(below) < len(below)
+
+
 @pytest.mark.parametrize(("length", "context"), [(2, 40), (40, 40), (41, 40), (100, 40), (97, 7)])
 def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, context: int) -> None:
     """Each token once, after at least half the context, and as a text of its own would say."""

@@ -91,6 +91,7 @@ def full(mesh: str | None) -> DecodeState:
 def arrival(preset: str = "entropix", cached: int = 0) -> Arrival:
     return Arrival(
         history=np.arange(60, 60 + CAPACITY, dtype=np.int32),
+        confidences=np.arange(CAPACITY, dtype=np.float32),
         prompt_length=np.int32(3),
         cached=np.int32(cached),
         budget=np.int32(5),
@@ -273,6 +274,7 @@ class House:
     def insert(self, number: int, job: Job) -> None:
         row = Arrival(
             history=np.pad(np.array(job.prompt, np.int32), (0, LONG - len(job.prompt))),
+            confidences=np.zeros(LONG, np.float32),
             prompt_length=np.int32(len(job.prompt)),
             cached=np.int32(0),
             budget=np.int32(job.budget),

@@ -166,6 +166,7 @@ def arrival(job: Job) -> Arrival:
     history[: len(job.prompt)] = job.prompt
     return Arrival(
         history=history,
+        confidences=np.zeros(len(history), np.float32),
         prompt_length=np.int32(len(job.prompt)),
         cached=np.int32(0),
         budget=np.int32(job.budget),

@@ -327,6 +327,7 @@ def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) ->
             {
                 "regimes.lelv": ["entropy < h1", "agreement > 0.4", "attn_entropy_norm < 0.6"],
                 "regimes.helv": ["entropy > 1", "entropy > h2", "varentropy < u1"],
+                "regimes.lehv": ["varentropy > u2", "sequence_varentropy < 5"],
                 "regimes.hehv": ["varentropy > u2", "agreement < 0.7", "agreement > 0.1"],
             },
         ),
@@ -342,18 +343,18 @@ def test_the_page_classifies_as_the_sampler_does(
     (facts,) = json.loads(Parsed(text).scripts["traces"])
     draw = np.random.default_rng(0)
     count = 6000
-    points = draw.uniform(0, [7, 7, 1, 1], (count, 4)).astype(np.float32)
+    points = draw.uniform(0, [7, 7, 1, 1, 7], (count, 5)).astype(np.float32)
     bounds = [value for value in facts["thresholds"].values() if value]
     limits = np.array([*bounds, 0.1, 3, 5, 1, 0.4, 0.6, 0.7])
-    near = draw.random((count, 4)) < 0.5
-    exact = draw.choice(limits, (count, 4)).astype(np.float32)
+    near = draw.random((count, 5)) < 0.5
+    exact = draw.choice(limits, (count, 5)).astype(np.float32)
     side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 4)).astype(np.float32))
-    points = np.where(near, np.where(draw.random((count, 4)) < 0.5, exact, side), points)
-    names = ("entropy", "varentropy", "attn_entropy_norm", "agreement")
-    assert names == QUANTITIES
+    points = np.where(near, np.where(draw.random((count, 5)) < 0.5, exact, side), points)
+    *names, spread = QUANTITIES
     # As in a trace: the shortest decimals of the float32.
     tokens = [
-        {**{n: float(str(v)) for n, v in zip(names, p, strict=True)}, "loop": False} for p in points
+        {**{n: float(str(v)) for n, v in zip(QUANTITIES, p, strict=True)}, "loop": False}
+        for p in points
     ]
     tokens += [{**one, "loop": True} for one in tokens[:10]]
     module = base64.b64encode((STATIC / "regimes.js").read_bytes()).decode()
@@ -371,7 +372,8 @@ def test_the_page_classifies_as_the_sampler_does(
     made = params_of(preset, changes)
     metrics = jax.tree.map(lambda x: jnp.broadcast_to(x, (count,)), metrics_of())
     metrics = metrics.replace(**{n: jnp.asarray(points[:, i]) for i, n in enumerate(names)})
-    expected = jax.jit(jax.vmap(classify, in_axes=(0, None)))(metrics, made)
+    spreads = points[:, QUANTITIES.index(spread)]
+    expected = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))(metrics, made, spreads)
     assert found[:count] == [REGIMES[i] for i in np.asarray(expected)]
     assert found[count:] == ["lehv"] * 10
     assert len(set(found)) == 5

@@ -23,6 +23,7 @@ from tests.support.samplers import (
     ARMS,
     NAMES,
     RULES,
+    VOCAB_SIZE,
     batch_of,
     metrics_at,
     metrics_of,
@@ -121,6 +122,13 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
         nats = h * math.log(2)
         if v["edt.theta"]:
             t = t0 * v["edt.base"] ** (v["edt.theta"] / nats) if nats else 0.0
+    elif arm == "dynatemp":
+        low, high = v["dynatemp.temperature_min"], v["dynatemp.temperature_max"]
+        share = h / math.log2(VOCAB_SIZE)
+        action, t = "sample", low + (high - low) * share ** v["dynatemp.exponent"]
+    elif arm == "forking":
+        side = "high" if h > v["forking.threshold"] else "low"
+        action, t = "sample", v[f"forking.temperature_{side}"]
     elif arm == "resample":
         scale = v["resample.temperature_scale"] + v["resample.temperature_attn_varentropy"] * va
         t = max(v["resample.temperature_min"], t0 * scale)
@@ -137,7 +145,7 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
             k0
             * (1 + v["adaptive.top_k_interaction"] * strength - v["adaptive.top_k_agreement"] * a)
         )
-        k = np.clip(k, 1, v["adaptive.top_k_max"]) if k0 else 0
+        k = np.clip(k, v["adaptive.top_k_min"], v["adaptive.top_k_max"]) if k0 else 0
         m = m0 * (1 - v["adaptive.min_p_logits"] * (h + u))
         m = np.clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
         draws = v["adaptive.draws"]
@@ -195,7 +203,12 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
         "adaptive.draws": int(rng.integers(1, 17)),
         "branch.width": int(rng.integers(1, 9)),
         "branch.min_p": float(rng.uniform(0, 1)),
+        "adaptive.top_k_min": int(rng.choice([1, 20])),
         "edt.theta": float(rng.choice([0.0, 0.1, 2.0])),
+        **{f"dynatemp.temperature_{end}": float(rng.uniform(0, 3)) for end in ("min", "max")},
+        "dynatemp.exponent": float(rng.choice([0.0, 0.5, 1.0, 2.0])),
+        "forking.threshold": float(rng.uniform(0, 8)),
+        **{f"forking.temperature_{side}": float(rng.uniform(0, 3)) for side in ("low", "high")},
         "truncation.rule": str(rng.choice(RULES)),
         "metrics.attn_entropy": str(rng.choice(["normalised", "raw"])),
         "metrics.agreement": str(rng.choice(["corrected", "published"])),

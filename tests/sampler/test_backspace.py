@@ -47,6 +47,7 @@ from tests.support.samplers import (
     params_of,
     start,
 )
+from tests.support.schedules import encode_numbers
 from tests.support.steps import choose_jit, rows_of
 
 # What was done
@@ -297,7 +298,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             again = None
             commit(token)
             assert choice.token == token
-            assert choice.sequence_varentropy == about(np.var(entropies))
+            assert choice.observation.sequence_varentropy == about(np.var(entropies))
 
         assert (step.tokens, int(step.last.forwards)) == (tokens, forwards)
         assert step.first.position == (len(tokens) if goes_back else length)
@@ -383,7 +384,7 @@ def job_of(name: str, **changes: Any) -> Job:
     sampler = params_of(
         "entropix",
         {**PLAIN, **SETTINGS[name], **changes},
-        encode=lambda text: [int(token) for token in text.split() if token.isdigit()],
+        encode=encode_numbers,
         epsilon=LOUD if name == "noise" else EPSILON,
     )
     budget = CAPACITY - len(prompt) if index % 4 < 2 else 36 + index

@@ -1,5 +1,6 @@
 """The baseline presets do what their descriptions say, from the logits to the drawn token."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -48,6 +49,16 @@ def edt(logits: np.ndarray) -> Kept:
     return Kept.of_nucleus(logits, proposal_of(temperature, top_p=0.95))
 
 
+def dynatemp(logits: np.ndarray) -> Kept:
+    share = entropy(softmax(logits.astype(np.float64), 1.0)) / math.log(1000)
+    return Kept.of_nucleus(logits, proposal_of(2 * share, min_p=0.1))
+
+
+def forking(logits: np.ndarray) -> Kept:
+    forks = entropy(softmax(logits.astype(np.float64), 1.0)) > 0.97 * math.log(2)
+    return Kept.of_nucleus(logits, proposal_of(1.0 if forks else 0.6, top_p=0.95))
+
+
 def rule(name: str, number: float) -> Callable[[np.ndarray], Kept]:
     return lambda logits: Kept.of(name, logits, 1.0, number)
 
@@ -69,6 +80,8 @@ ORACLES: dict[str, Callable[[np.ndarray], Kept]] = {
     "ees": rule("ees", 0.0),
     "min-k": rule("min_k", 3.0),
     "edt": edt,
+    "dynatemp": dynatemp,
+    "forking-tokens": forking,
     "mirostat": rule("mirostat", 6.0),
 }
 

@@ -188,7 +188,7 @@ def test_a_row_equals_the_reference(row: int) -> None:
                 assert getattr(observation.metrics, name) == pytest.approx(value, abs=1e-4), name
             entropies.append(seen.metrics["entropy"])
             spread = pytest.approx(float(np.var(entropies)), abs=1e-3)
-            assert record.choice.sequence_varentropy == spread
+            assert record.choice.observation.sequence_varentropy == spread
 
 
 def agrees(line: Line, outcome: Outcome) -> None:

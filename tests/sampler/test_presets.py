@@ -89,16 +89,32 @@ CALIBRATED = {
     "lehv": ["entropy < h2", "varentropy > u2"],
     "hehv": ["entropy > h2", "varentropy > u2"],
 }
+QUARTERS = {
+    "lelv": ["entropy < h2", "varentropy < u2", "attn_entropy_norm < 0.44", "agreement > 0.65"],
+    "helv": ["entropy > h2", "varentropy < u2"],
+    "lehv": ["entropy < h2", "varentropy > u2"],
+    "hehv": ["entropy > h2", "varentropy > u2", "agreement < 0.65"],
+}
 OVERLAPPING = {**CALIBRATED, "helv": ["entropy > h1", "varentropy < u2"]}
 # Where the documents draw, `entropix` branches and takes back.
 DRAWING = ["argmax", "inject", "explore", "resample", "adaptive"]
 BRANCHING = ["argmax", "inject", "branch", "backspace"]
+# The numbers that documents 000 and 001 print besides T0, and those of the code that they quote.
+PRINTED_NUMBERS = {
+    "explore": [1.2, 0.3, 1.5, 0.5, 5],
+    "resample": [2.0, 0.5, 2.0, 0.2, 0.5],
+    "inject": [1.3, 0.2, 1.5],
+    "adaptive": [12, 0.3, 0.2, 0.2, 0.1, 0.1, 0.3, 0.2, 1, 100, 0.5, 0.01, 0.5],
+    "adaptive.confidence_": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+}
 
 
 def test_the_bounds_and_arms_of_the_presets() -> None:
     for preset, boxes, arms in (
         ("document-000", PRINTED, DRAWING),
         ("document-001", PRINTED, DRAWING),
+        ("document-002", QUARTERS, ["argmax", "inject", "branch", "branch", "sample"]),
+        ("document-003", PRINTED, DRAWING),
         ("document-004", OVERLAPPING, [*BRANCHING, "sample"]),
         ("entropix", CALIBRATED, [*BRANCHING, "adaptive"]),
     ):
@@ -122,6 +138,13 @@ def test_entropix_corrects_what_the_documents_print() -> None:
     assert loops == [True, False]
     zero = load_sampler("document-000").values  # with five candidates
     assert {key for key in zero if document[key] != zero[key]} == {"adaptive.draws"}
+    assert document == load_sampler("document-003").values
+    for start, printed in PRINTED_NUMBERS.items():
+        own = [document[key] for key in scalars() if key.startswith(start)]
+        assert own[-3:] == printed if start == "inject" else own[: len(printed)] == printed
+    two = load_sampler("document-002").values
+    thinks = [two[f"inject.{key}"] for key in ("thought", "until_confident")]
+    assert thinks == [" Wait..", True]
 
 
 # Where each value ends up
@@ -146,10 +169,10 @@ def test_values_reach_their_places() -> None:
     params, plain = params_of("entropix", changes), params_of("entropix")
     inf = np.inf
     assert params.low[:2].tolist() == [
-        [-inf, -inf, -inf, 0.25],
-        [-inf, np.float32(1.2), -inf, -inf],
+        [-inf, -inf, -inf, 0.25, -inf],
+        [-inf, np.float32(1.2), -inf, -inf, -inf],
     ]
-    assert params.high[:2].tolist() == [[0.5, inf, inf, inf], [inf, 5, inf, inf]]
+    assert params.high[:2].tolist() == [[0.5, inf, inf, inf, inf], [inf, 5, inf, inf, inf]]
     names = ["sample", "inject", "branch", "backspace", "explore", "argmax"]
     assert [ARMS[i] for i in params.arms] == names
     assert params.layer_weights.tolist() == [0, 2.5]
@@ -328,7 +351,7 @@ def test_an_arm_of_ones_own() -> None:
         with pytest.raises(UserError, match=f"'entropix': there is a mechanism '{name}' already"):
             sampler.with_arm(name, cautious)
     # A sampler knows its own arms, and nobody else's.
-    with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*edt$"):
+    with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*forking$"):
         ENTROPIX.with_values({"arms.mid": "cautious"})
     with pytest.raises(TypeError):  # it cannot be changed behind its checks
         ENTROPIX.values["base.temperature"] = 50.0  # type: ignore[index]
@@ -368,6 +391,7 @@ def test_cycles(tmp_path: Path, second: str) -> None:
 
 # Text that TOML can hold: anything but lone surrogates.
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
+short = st.text(st.characters(codec="utf-8"), max_size=8)  # at most 32 tokens of bytes
 
 
 def scalar(field: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -394,6 +418,7 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
     "inject.thought": texts | st.lists(texts, max_size=MAX_THOUGHTS),
     "dry.breakers": st.lists(st.sampled_from(("\n", "ab", "")), max_size=MAX_BREAKERS),
     "phrases.banned": st.lists(st.sampled_from(("\n", "abc", "")), max_size=MAX_PHRASES),
+    **dict.fromkeys(("think_end.text", "budget_forcing.end", "budget_forcing.wait"), short),
     "draw.bans": st.lists(st.integers(0, 2**31 - 1), max_size=MAX_BANS),
 }
 

@@ -76,7 +76,8 @@ def test_the_first_box_that_holds_the_point(
     """Each row of a batch by its own bounds."""
     chosen, points = case
     params = batch_of(*map(settings_of, chosen))
-    found = [REGIMES[i] for i in classify_each(metrics_at(points), params)]
+    spread = jnp.asarray([point["sequence_varentropy"] for point in points], jnp.float32)
+    found = [REGIMES[i] for i in classify_each(metrics_at(points), params, spread)]
     assert found == [regime_by_hand(*pair) for pair in zip(chosen, points, strict=True)]
 
 

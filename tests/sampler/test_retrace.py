@@ -58,6 +58,8 @@ def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
 
 ENTROPIX = load_sampler("entropix").values
 
+TEXTS = ("think_end.text", "budget_forcing.end", "budget_forcing.wait")
+
 # Every key of a sampler with another value than the default's.
 OTHER: dict[str, list[Any]] = {
     **{key: [other_value(key, ENTROPIX[key])] for key in scalars()},
@@ -74,6 +76,7 @@ OTHER: dict[str, list[Any]] = {
     "metrics.noise_floor": [True],
     "truncation.rule": [*RULES],
     "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
+    **{key: ["", "x" * 32] for key in TEXTS},
     "draw.bans": [[*range(16)]],
     "dry.breakers": ["", ["x" * 8] * 16],
     "phrases.banned": ["abc", ["x" * 16] * 8],

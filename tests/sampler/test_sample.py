@@ -117,7 +117,9 @@ def test_sequence_varentropy_of_small_differences() -> None:
         choice, _, state = choose(logits, params_of("greedy"), rows_of(TEXT, generated=i), state)
         entropies.append(float(choice.observation.metrics.entropy[0]))
     assert np.var(entropies) < 1e-5
-    assert float(choice.sequence_varentropy[0]) == pytest.approx(np.var(entropies), rel=0.02)
+    assert float(choice.observation.sequence_varentropy[0]) == pytest.approx(
+        np.var(entropies), rel=0.02
+    )
 
 
 # Thoughts

@@ -47,6 +47,7 @@ LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
+VOCAB_SIZE = 1000  # of a row that is viewed
 EPSILON = 2.0**-7
 
 
@@ -112,6 +113,7 @@ def view(may: bool = True, **changes: bool) -> RowView:
         key=jnp.zeros(2, jnp.uint32),
         attempt=jnp.int32(0),
         branch=jnp.int32(-1),
+        vocab_size=VOCAB_SIZE,
     )
 
 

@@ -26,8 +26,8 @@ def random_job(rng: np.random.Generator, row_id: str) -> Job:
 
 
 def encode_numbers(text: str) -> list[int]:
-    """A text of token ids."""
-    return [int(token) for token in text.split()]
+    """A text of token ids; words are none."""
+    return [int(token) for token in text.split() if token.isdigit()]
 
 
 def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
@@ -56,10 +56,10 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
     def number(low: int, high: int) -> int:
         return int(rng.integers(low, high + 1))
 
-    thoughts = [
-        " ".join(map(str, rng.integers(0, CONFIG.vocab_size, number(1, 5))))
-        for _ in range(number(0, 3))
-    ]
+    def text() -> str:
+        return " ".join(map(str, rng.integers(0, CONFIG.vocab_size, number(1, 5))))
+
+    thoughts, end = [text() for _ in range(number(0, 3))], text()
     return {
         "base.temperature": often(0.8, rng.choice([0.0, 0.4, 1.5, 4.0]).item()),
         "base.top_k": often(27, rng.choice([0, 3, 299]).item()),
@@ -92,4 +92,11 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "backspace.max_prob": often(1.0, 0.5),
         "backspace.per_position": often(2, number(0, 8)),
         "backspace.per_row": often(1000, number(0, 6)),
+        "think_end.text": end,
+        "think_end.entropy": 3.0,
+        "think_end.patience": often(0, often(0, number(1, 2))),
+        "budget_forcing.end": end,
+        "budget_forcing.wait": text(),
+        "budget_forcing.min_tokens": often(0, 20),
+        "budget_forcing.max_tokens": often(0, often(0, number(2, 8))),
     }

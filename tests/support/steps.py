@@ -42,6 +42,7 @@ def rows_of(
         length=jnp.asarray([len(history) for history in histories], jnp.int32),
         generated=jnp.full(batch, generated, jnp.int32),
         remaining=jnp.full(batch, remaining, jnp.int32),
+        eos_ids=jnp.full((batch, 2), -1, jnp.int32),
         asks=jnp.full(batch, asks),
         branch=jnp.full(batch, -1, jnp.int32),
         vocab_size=VOCAB,

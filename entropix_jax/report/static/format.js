@@ -39,6 +39,8 @@ export const ACTIONS = {
   backspace: "retracted the previous token and drew again",
   adaptive: "drew several candidates and kept the likeliest",
   sample: "drew once",
+  think_end: "ended the thinking, which had been sure for a while",
+  budget_forcing: "made the thinking longer, or ended it",
 };
 
 export function number(value) {

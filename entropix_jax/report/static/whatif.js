@@ -4,7 +4,7 @@ import { byId, copyText, element, onceAFrame } from "./dom.js";
 import { number, percent } from "./format.js";
 import { REGIMES, keyOf, occupancy, valuesOf } from "./regimes.js";
 
-const QUANTITIES = { entropy: "entropy", varentropy: "varentropy", attn_entropy_norm: "normalised attention entropy", agreement: "agreement" };
+const QUANTITIES = { entropy: "entropy", varentropy: "varentropy", attn_entropy_norm: "normalised attention entropy", agreement: "agreement", sequence_varentropy: "sequence varentropy" };
 
 // Every threshold: its key, quantity, name and value, and the regimes below and above it.
 export function knobsOf(facts) {

@@ -14,11 +14,22 @@ from entropix_jax.sampler.mechanisms.dry import DRY
 from entropix_jax.sampler.mechanisms.inject import INJECT
 from entropix_jax.sampler.mechanisms.mirostat import MIROSTAT
 from entropix_jax.sampler.mechanisms.phrases import PHRASES
-from entropix_jax.sampler.mechanisms.plain import ARGMAX, EDT, EXPLORE, RESAMPLE, SAMPLE
+from entropix_jax.sampler.mechanisms.plain import (
+    ARGMAX,
+    DYNATEMP,
+    EDT,
+    EXPLORE,
+    FORKING,
+    RESAMPLE,
+    SAMPLE,
+)
 from entropix_jax.sampler.mechanisms.prefixes import PREFIXES
 from entropix_jax.sampler.mechanisms.repetition import NO_REPEAT_NGRAM, REPETITION
 from entropix_jax.sampler.mechanisms.rules import RULES
+from entropix_jax.sampler.mechanisms.thinking import BUDGET_FORCING, THINK_END
 from entropix_jax.sampler.mechanisms.xtc import XTC
+
+_ARMS_ONLY = EDT, DYNATEMP, FORKING  # their action is `sample`
 
 MECHANISMS = (
     ARGMAX,
@@ -29,7 +40,9 @@ MECHANISMS = (
     BACKSPACE,
     ADAPTIVE,
     SAMPLE,
-    EDT,
+    *_ARMS_ONLY,
+    THINK_END,
+    BUDGET_FORCING,
     *RULES,
     *PREFIXES,
     MIROSTAT,
@@ -42,5 +55,5 @@ MECHANISMS = (
     CONFIDENCE,
 )
 
-# The actions in a trace. `edt` is an arm only: its action is `sample`.
-ACTIONS = tuple(m.name for m in MECHANISMS if m.propose is not None and m != EDT)
+# The actions in a trace.
+ACTIONS = tuple(m.name for m in MECHANISMS if m.propose or m.replaces if m not in _ARMS_ONLY)

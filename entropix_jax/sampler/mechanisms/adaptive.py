@@ -4,7 +4,8 @@ With U = h + u and Ua = Ea + Va:
 
     T     = T0 * (1 + temperature_logits * U + temperature_attn * Ua - temperature_agreement * A)
     top_p = clip(p0 * (1 + top_p_attn_varentropy * Va), top_p_min, 1)
-    k     = clip(round(k0 * (1 + top_k_interaction * I - top_k_agreement * A)), 1, top_k_max)
+    k     = clip(round(k0 * (1 + top_k_interaction * I - top_k_agreement * A)),
+                 top_k_min, top_k_max)
     min_p = clip(m0 * (1 - min_p_logits * U), min_p_min, min_p_max)
 """
 
@@ -31,6 +32,7 @@ class AdaptiveSettings:
     top_p_min: jax.Array = number(1e-6, 1.0)
     top_k_interaction: jax.Array = number(*COEFFICIENT)
     top_k_agreement: jax.Array = number(*COEFFICIENT)
+    top_k_min: jax.Array = number(1, 2**31 - 1, integer=True)
     top_k_max: jax.Array = number(1, 2**31 - 1, integer=True)
     min_p_logits: jax.Array = number(*COEFFICIENT)
     min_p_min: jax.Array = number(0.0, 1.0)
@@ -67,7 +69,7 @@ def adaptive(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propo
         "adaptive",
         settings,
         temperature=base.temperature * warming,
-        top_k=scaled_top_k(settings, jnp.clip(top_k, 1, own.top_k_max)),
+        top_k=scaled_top_k(settings, jnp.clip(top_k, own.top_k_min, own.top_k_max)),
         top_p=jnp.clip(top_p, own.top_p_min, 1.0),
         min_p=jnp.clip(min_p, own.min_p_min, own.min_p_max),
         draws=own.draws,

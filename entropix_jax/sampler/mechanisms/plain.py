@@ -1,4 +1,5 @@
-"""Mechanisms that only draw: `argmax`, `sample`, `explore`, `resample` and `edt`."""
+"""Mechanisms that only draw: `argmax`, `sample`, `explore`, `resample`, `edt`, `dynatemp` and
+`forking`."""
 
 import math
 
@@ -6,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.names import LARGEST
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
@@ -44,6 +46,24 @@ class EdtSettings:
 
     base: jax.Array = number(1e-6, 1.0)
     theta: jax.Array = number(0.0, 100.0)
+
+
+@struct.dataclass
+class DynatempSettings:
+    """T = temperature_min + (temperature_max - temperature_min) * (h / log2 V)^exponent."""
+
+    temperature_min: jax.Array = number(*TEMPERATURE)
+    temperature_max: jax.Array = number(*TEMPERATURE)
+    exponent: jax.Array = number(0.0, 100.0)
+
+
+@struct.dataclass
+class ForkingSettings:
+    """T = temperature_high where h is above the threshold, else temperature_low."""
+
+    threshold: jax.Array = number(0.0, LARGEST)  # bits
+    temperature_high: jax.Array = number(*TEMPERATURE)
+    temperature_low: jax.Array = number(*TEMPERATURE)
 
 
 def argmax(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
@@ -94,8 +114,29 @@ def edt(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
     return draw("sample", settings, temperature=settings.base.temperature * cooling)
 
 
+def dynatemp(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """One draw at a temperature that rises with the entropy, as a share of the largest possible
+    (the dynamic temperature of KoboldCpp and llama.cpp, which take the share of what is left after
+    truncation; here it is that of the whole vocabulary V)."""
+    own: DynatempSettings = settings.own["dynatemp"]
+    share = jnp.clip(metrics.entropy / math.log2(max(row.vocab_size, 2)), 0.0, 1.0)
+    span = own.temperature_max - own.temperature_min
+    return draw("sample", settings, temperature=own.temperature_min + span * share**own.exponent)
+
+
+def forking(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+    """One draw at a temperature of its own where the text may fork (Wang et al. 2025, "Beyond the
+    80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning")."""
+    own: ForkingSettings = settings.own["forking"]
+    forks = metrics.entropy > own.threshold
+    temperature = jnp.where(forks, own.temperature_high, own.temperature_low)
+    return draw("sample", settings, temperature=temperature)
+
+
 ARGMAX = Mechanism("argmax", argmax)
 SAMPLE = Mechanism("sample", sample)
 EXPLORE = Mechanism("explore", explore, ExploreSettings)
 RESAMPLE = Mechanism("resample", resample, ResampleSettings)
 EDT = Mechanism("edt", edt, EdtSettings)
+DYNATEMP = Mechanism("dynatemp", dynatemp, DynatempSettings)
+FORKING = Mechanism("forking", forking, ForkingSettings)
