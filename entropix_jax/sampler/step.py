@@ -81,7 +81,7 @@ def choose(
     # Actions: each mechanism changes the step in the rows that act. A row whose token is forced or
     # drawn again does not, and a branch just grows.
     action, is_branch = step.proposal.action, rows.branch >= 0
-    free = rows.running & finite & (step.tally.queued == 0) & ~is_branch
+    free = rows.running & finite & (step.tally.queued == 0) & ~step.trail.again & ~is_branch
     for index, mechanism in enumerate(settings.mechanisms):
         if mechanism.apply is not None and mechanism.replaces is None:
             step = mechanism.apply(free & (action == index), step, settings)
