@@ -109,6 +109,7 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.state import Recording
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import load
+    from entropix_jax.sampler.presets import code_identity
 
     sampler = arguments.model.choose_sampler()
     share = (0, 1)
@@ -154,6 +155,7 @@ def _main(arguments: Arguments) -> int:
         "context": context,
         "input": arguments.input,
         "version": __version__,
+        **code_identity(run.sampler.mechanisms),
     }
     store = Store(output, identity, mix=arguments.mix)
     with deferred_interrupts(run.stop, (signal.SIGINT, signal.SIGTERM)) as pressed, store:

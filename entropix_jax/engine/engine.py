@@ -157,8 +157,8 @@ class Engine:
         any forced before that are not there yet. They carry an `action`, the name of a mechanism.
 
         Raises:
-            UserError: more tokens than the budget has left, an id that is no token, an unknown
-                action, a row that has ended or is none of a run in progress.
+            UserError: see `check_place`; more tokens than the budget has left, an id that is no
+                token, an unknown action, a row that has ended or is none of a run in progress.
         """
         self._roster.force(row, tokens, action)
 

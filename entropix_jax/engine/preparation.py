@@ -45,7 +45,7 @@ class CalibratedSampler:
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """The mechanisms that its regimes choose from."""
+        """Its arms, rules and transforms."""
         return self.sampler.mechanisms
 
     @property

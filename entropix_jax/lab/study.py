@@ -45,6 +45,7 @@ from entropix_jax.lab.trials import (
 )
 from entropix_jax.lab.truth import compare_with_truth, has_world_vocabulary
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import code_identity
 from entropix_jax.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
@@ -207,6 +208,7 @@ class Study:
             "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
             "version": __version__,
             **({"task_code": self._codes} if self._codes else {}),
+            **code_identity(settings[0].sampler.mechanisms if settings else ()),
         }
 
     def _write(

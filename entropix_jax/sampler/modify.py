@@ -64,8 +64,12 @@ def cut_and_reweigh(
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     bound = jnp.take_along_axis(cut.order, last[:, None], axis=1)
     left = (cut.order > bound) | ((cut.order == bound) & (ids <= last[:, None]))
-    scores = jnp.where(left, logits / cut.temperature[:, None], -jnp.inf)
+    # From the likeliest down, as the draw itself: at a low temperature the logits would overflow.
+    left_logits = jnp.where(left, logits, -jnp.inf)
+    gaps = left_logits - jnp.max(left_logits, axis=-1, keepdims=True)
+    scores = gaps / cut.temperature[:, None]
     scores, given = _apply("reweigh", scores, metrics, settings, views)
+    scores = scores - jnp.max(scores, axis=-1, keepdims=True)
     scores = scores / jnp.where(waits, proposal.temperature, 1.0)[:, None]
     return everything(scores), scores, given
 

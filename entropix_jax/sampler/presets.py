@@ -4,9 +4,11 @@ A file may extend another one, and then holds only what it changes. Explicit thr
 model's calibration.
 """
 
+import hashlib
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from entropix_jax.host.files import parse_toml, read_toml
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import THRESHOLDS
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
 
 
@@ -75,6 +78,17 @@ def parse_setting(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError):
         parsed = {}
     return key.removeprefix("sampler."), parsed["value"] if parsed.keys() == {"value"} else value
+
+
+def code_identity(mechanisms: Sequence[Mechanism]) -> dict[str, str]:
+    """What tells a run that is continued whether the user's own mechanisms are still the same: a
+    hash of their source files, if there are any."""
+    own = mechanisms[len(MECHANISMS) :]
+    parts = [getattr(part, "mask", part) for m in own for part in vars(m).values()]
+    modules = {getattr(part, "__module__", None) for part in parts}
+    files = {getattr(sys.modules.get(str(name)), "__file__", None) for name in modules}
+    code = b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))
+    return {"mechanisms": hashlib.sha256(code).hexdigest()} if own else {}
 
 
 def choose_sampler(

@@ -211,9 +211,11 @@ class Sampler:
         """See `SamplerSettings.used`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
         used |= {LAST} if self.values[LAST] else set()
-        able = (m for m in self.mechanisms if m.logits or m.reweigh or m.replaces or m.active)
-        active = {m.name for m in able if m.active is None or m.active(settings)}
-        return frozenset(used | active)
+        for m in self.mechanisms:
+            parts = (m.logits, m.reweigh, m.replaces, m.holds, m.active, None if m.cut else m.learn)
+            if any(parts) and (m.active is None or m.active(settings)):
+                used.add(m.name)
+        return frozenset(used)
 
     def _traced(
         self, key: str, meta: Mapping[str, Any], encode: Callable[[str], Sequence[int]]

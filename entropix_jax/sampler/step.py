@@ -17,7 +17,7 @@ from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
-from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, draw_again, in_doubt
+from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, in_doubt
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.modify import cut_and_reweigh, modify
@@ -86,7 +86,7 @@ def choose(
         if mechanism.apply is not None and mechanism.replaces is None:
             step = mechanism.apply(free & (action == index), step, settings)
 
-    # The token: drawn, unless one is forced, be it in the drawn one's place.
+    # The token: drawn, unless one is forced, perhaps in the drawn one's place.
     drawn = _draw_best(step, settings)
     step = _replace(drawn.token, rows.running & finite & ~is_branch, step, settings)
     forced = step.tally.queued > 0
@@ -95,14 +95,15 @@ def choose(
     logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
 
     # The state after it.
-    seen, zero = jax.vmap(as_seen)(step.observation.metrics, settings), jnp.zeros_like(rows.length)
+    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
+    attempts, _ = state.trail.retracted(rows.length)
     moves = rows.running & ~step.rewinds & ~step.waits
     was_drawn = moves & ~forced & ~step.forks & ~is_branch
     advanced = advance(step.tally, settings, step.observation, rows.generated)
     for mechanism in settings.mechanisms:
         if mechanism.learn is not None and mechanism.name in settings.used:
             name, own = mechanism.name, advanced.own
-            views = step.rows.view(own, {}, zero)
+            views = step.rows.view(own, {}, attempts)
             learnt = jax.vmap(mechanism.learn)(drawn, seen, settings, views)
             learnt = where_rows(was_drawn, learnt, own[name])
             advanced = replace(advanced, own={**own, name: learnt})
@@ -222,6 +223,8 @@ def _propose(
     attempts, _ = state.trail.retracted(rows.length)
     proposal = jax.vmap(propose)(arm, seen, settings, rows.view(tally.own, may, attempts))
 
+    # A sampler has one rule, which is compiled.
+    proposal = replace(proposal, rule=settings.rule)
     # Each further round of a loop is hotter.
     heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)
     heated = proposal.temperature * jnp.where(looping, heat, 1.0)
@@ -237,8 +240,7 @@ def _propose(
     proposal = where_rows(rows.branch >= 0, jax.vmap(follow)(settings), proposal)
 
     # A position that is drawn again is drawn as it was, as one candidate.
-    again = draw_again(state.trail.at(rows.length).proposal, settings)
-    proposal = where_rows(state.trail.again, again, proposal)
+    proposal = where_rows(state.trail.again, state.trail.at(rows.length).proposal, proposal)
 
     no = jnp.zeros_like(rows.running)
     return Step(

@@ -20,6 +20,9 @@ from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
 
 NUCLEUS = "nucleus"
+# Logits this far below the first are as good as infinitely far, and the sum of a vocabulary of
+# their squares is still a float32.
+FARTHEST = 1e15
 
 
 @struct.dataclass

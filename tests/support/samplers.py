@@ -400,7 +400,7 @@ def other_value(key: str, old: Any) -> Any:
     number = scalars()[key]
     if number["type"] is bool:
         return not old
-    if key.startswith("loop."):  # the two limit each other
+    if key in ("loop.max_period", "loop.repeats"):  # the two limit each other
         return old - 1
     halfway = (old + number["high"]) / 2 if number["high"] < 1000 else old + 3
     if halfway == old or halfway > number["high"]:

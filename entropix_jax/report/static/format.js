@@ -40,6 +40,7 @@ export const ACTIONS = {
   adaptive: "drew several candidates and kept the likeliest",
   sample: "drew once",
   think_end: "ended the thinking, which had been sure for a while",
+  phrases: "took a banned phrase back and drew again",
   budget_forcing: "made the thinking longer, or ended it",
 };
 

@@ -86,15 +86,18 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     """Moves the row back."""
     state = SamplerState(tally=step.tally, trail=step.trail)
     back = 1 + jnp.argmax(in_doubt(settings, state, step.rows), axis=-1).astype(jnp.int32)
-    step = go_back(acts, step, settings, back)
+    step = go_back(acts, step, settings, back, "backspace")
     backspaced = step.tally.own["backspace"].backspaced + acts.astype(jnp.int32)
     own = {**step.tally.own, "backspace": BackspaceState(backspaced=backspaced)}
     return replace(step, tally=replace(step.tally, own=own))
 
 
-def go_back(acts: jax.Array, step: Step, settings: SamplerSettings, back: jax.Array) -> Step:
+def go_back(
+    acts: jax.Array, step: Step, settings: SamplerSettings, back: jax.Array, action: str
+) -> Step:
     """The step with the rows of `acts` moved back by `back`, int32 [B], at most the step's `reach`.
-    The position is drawn again, without the token there, which a trail's entry must be of."""
+    The position is drawn again under the name of `action`, without the token there, which a trail's
+    entry must be of."""
     rows, trail = step.rows, step.trail
     back = jnp.where(acts, back, 0)
     length = rows.length - back
@@ -104,7 +107,8 @@ def go_back(acts: jax.Array, step: Step, settings: SamplerSettings, back: jax.Ar
     token = jnp.take_along_axis(rows.history, length[:, None], axis=1)[:, 0]
     row = jnp.arange(acts.shape[0], dtype=jnp.int32)
     bans = there.bans.at[row, there.attempts].set(token, mode="drop")
-    trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans)
+    again = _draw_again(there.proposal, settings, action)
+    trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans, proposal=again)
     # What was out of reach stays so, although the row is shorter now: see `settled`.
     drawn = jnp.where(acts, step.reach - back, trail.drawn)
     trail = replace(trail, drawn=drawn, again=trail.again | acts)
@@ -130,13 +134,13 @@ def go_back(acts: jax.Array, step: Step, settings: SamplerSettings, back: jax.Ar
     )
 
 
-def draw_again(proposal: Proposal, settings: SamplerSettings) -> Proposal:
+def _draw_again(proposal: Proposal, settings: SamplerSettings, action: str) -> Proposal:
     """What a token was drawn by, as one candidate; after an argmax, the base values."""
     base = jax.vmap(lambda settings: draw("sample", settings))(settings)
     proposal = where_rows(proposal.action == settings.action("argmax"), base, proposal)
     return replace(
         proposal,
-        action=jnp.full_like(proposal.action, settings.action("backspace")),
+        action=jnp.full_like(proposal.action, settings.action(action)),
         draws=jnp.ones_like(proposal.draws),
     )
 

@@ -79,7 +79,10 @@ def learn(
     """Moves `mu` where the token was drawn by this rule."""
     own: MirostatSettings = settings.own["mirostat"]
     learnt = row.own["mirostat"].learnt
-    bits = surprise(drawn.logits, drawn.proposal.temperature, drawn.token)
+    # Of the distribution that was cut.
+    drawn_at = drawn.proposal.temperature
+    waits = settings.base.temperature_last & (drawn_at > 0)
+    bits = surprise(drawn.logits, jnp.where(waits, 1.0, drawn_at), drawn.token)
     acts = drawn.proposal.rule == settings.action("mirostat")
     moved = learnt - own.rate * (bits - own.target)
     return MirostatState(learnt=jnp.where(acts, moved, learnt))

@@ -3,8 +3,8 @@ again without that one (Paech et al. 2025, "Antislop").
 
 A phrase is the tokens of its text: other spellings are phrases of their own. Where the row may not
 go back so far, because the tokens are forced or the phrase is longer than `MAX_REACH`, it goes back
-as far as it may, and be it to draw the last token again. Tokens that begin a phrase are held until
-it is clear that they are none.
+as far as it may, even if only to draw the last token again. Tokens that begin a phrase are held
+until it is clear that they are none.
 """
 
 from dataclasses import replace
@@ -74,7 +74,7 @@ def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     # Where it does not go back, the position has no entry of its own yet.
     here = {"proposal": step.proposal, "tally": step.tally, "attempts": attempts, "bans": bans}
     trail = step.trail.put(step.rows.length, acts & (back == 0), **here)
-    step = go_back(acts, replace(step, trail=trail), settings, back)
+    step = go_back(acts, replace(step, trail=trail), settings, back, "phrases")
     retracted = step.tally.own["phrases"].retracted + acts.astype(jnp.int32)
     own = {**step.tally.own, "phrases": PhrasesState(retracted=retracted)}
     return replace(step, tally=replace(step.tally, own=own))

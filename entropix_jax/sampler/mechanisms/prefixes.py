@@ -13,9 +13,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings, number
-from entropix_jax.sampler.truncation import Cut, likeliest, relative
-
-FARTHEST = 1e15  # drops of a logit beyond it count as equal
+from entropix_jax.sampler.truncation import FARTHEST, Cut, likeliest, relative
 
 
 @struct.dataclass

@@ -13,12 +13,9 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings, flag, number
-from entropix_jax.sampler.truncation import Cut, likeliest, nucleus, relative
+from entropix_jax.sampler.truncation import FARTHEST, Cut, likeliest, nucleus, relative
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-# Logits this far below the first are as good as infinitely far, and the sum of a vocabulary of
-# their squares is still a float32.
-_FARTHEST = 1e15
 
 
 @struct.dataclass
@@ -68,7 +65,7 @@ def top_n_sigma(
 ) -> Cut:
     """`logit >= max - n * sigma`, sigma the standard deviation of the logits (Tang et al. 2024,
     "Top-n-sigma: Not All Logits Are You Need"). A temperature scales both sides alike."""
-    gaps = jnp.maximum(logits - jnp.max(logits), -_FARTHEST)
+    gaps = jnp.maximum(logits - jnp.max(logits), -FARTHEST)
     possible = jnp.where(logits > -jnp.inf, gaps, 0.0)
     # By a power of two, which rounds nothing: squares of small gaps would be 0.
     _, exponent = jnp.frexp(jnp.min(possible))

@@ -1,12 +1,11 @@
 """`think_end` and `budget_forcing`: when a model that thinks aloud stops.
 
-They are no arms: whatever the regimes' arms propose, they look at the token that was drawn, and may
-write a text in its place. `think_end` ends the thinking
-once the model has been sure of itself for a while, in the manner of HALT-CoT (2025), which reads
-the entropy of an answer; here it is that of the text. `budget_forcing` (Muennighoff et al. 2025,
-"s1: Simple test-time scaling") keeps the thinking from ending early, and ends it when it is long.
-Both act only until the row has written the text that ends thinking. What a branch draws they leave
-as it is.
+They are no arms: whatever the regimes' arms propose, they look at the token that was drawn, an end
+token too, and may write a text in its place. `think_end` ends the thinking once the model has been
+sure of itself for a while, in the manner of HALT-CoT (2025), which reads the entropy of an answer;
+here it is that of the text. `budget_forcing` (Muennighoff et al. 2025, "s1: Simple test-time
+scaling") keeps the thinking from ending early, and ends it when it is long. Both act only until the
+row has written the text that ends thinking. What a branch draws they leave as it is.
 """
 
 from dataclasses import replace
