@@ -211,8 +211,9 @@ class Sampler:
         """See `SamplerSettings.used`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
         used |= {LAST} if self.values[LAST] else set()
-        transforms = (m for m in self.mechanisms if m.logits is not None or m.reweigh is not None)
-        active = {m.name for m in transforms if m.active is None or m.active(settings)}
+        others = (m for m in self.mechanisms if m.cut is None)
+        others = (m for m in others if m.logits or m.reweigh or m.learn)
+        active = {m.name for m in others if m.active is None or m.active(settings)}
         return frozenset(used | active)
 
     def _traced(
