@@ -60,9 +60,7 @@ class _Drawn:
     logprob: jax.Array  # float32, nats: ln q of its last token
 
 
-def _learn(
-    drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> _Drawn:
+def _learn(drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView) -> _Drawn:
     log_q = jax.nn.log_softmax(drawn.logits / drawn.proposal.temperature)
     return _Drawn(logprob=log_q[drawn.token])
 
@@ -119,8 +117,9 @@ def log_ratio(
 
 
 def proposal_logprob(token: TokenRecord) -> float:
-    """ln q of a token, nats, where it was drawn by a `power_sampler` and its state recorded."""
-    assert token.state is not None
+    """ln q of a token that a `power_sampler` drew, nats. UserError if its state is not recorded."""
+    if token.state is None:
+        raise UserError("power sampling needs an engine with recording=Recording(state=True)")
     return float(token.state.own[_NAME].logprob)
 
 
@@ -139,7 +138,7 @@ def sample_power(
         steps: proposals after each block, those after which a text has ended included.
 
     Raises:
-        UserError: as `Engine.run`; a request with another sampler.
+        UserError: as `Engine.run`; a request with another sampler; no states are recorded.
     """
     check_range("block", block, 1)
     check_range("steps", steps, 0)

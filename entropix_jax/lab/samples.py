@@ -1,7 +1,7 @@
 """Several samples of each request, and one text or answer made of them: best-of-n, and
 self-consistency (Wang et al. 2022, arXiv 2203.11171)."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from entropix_jax.engine.engine import Engine
