@@ -8,6 +8,7 @@ token drawn, whether or not its text is kept.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,7 +31,11 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 SIZES = (1, 3, 5, 9, 15)  # samples that one answer is made of
-HEADINGS = ("method", "score [95 %]", "ln p", "forwards", "over the majority", "accepted", "s")
+HEADINGS = ("method", "score [95 %]", "ln p", "forwards", "over the majority", "seconds")
+OPTIONS = {"items": 100, "block": 16, "steps": 4, "slots": 64}
+
+Texts = Sequence[Sequence[Row]]  # some of each question
+Answers = Sequence[Sequence[str | None]]  # found in them
 
 
 class Comparison:
@@ -38,118 +43,84 @@ class Comparison:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.model = options, load(options.model)
-        read = (
-            read_questions(self.model, find_task(n), "test", options.items) for n in options.task
-        )
+        tasks = [find_task(name) for name in options.task]
+        read = (read_questions(self.model, task, "test", options.items) for task in tasks)
         self.questions = [question for task in read for question in task]
-        self.bootstrap = Bootstrap([options.task.index(q.task.name) for q in self.questions])
-        capacity, recording = choose_capacity(self.model, self.questions), Recording(state=True)
-        self.engine = Engine(
-            self.model, slots=options.slots, capacity=capacity, recording=recording
-        )
+        self.bootstrap = Bootstrap([tasks.index(question.task) for question in self.questions])
+        capacity, state = choose_capacity(self.model, self.questions), Recording(state=True)
+        self.engine = Engine(self.model, slots=options.slots, capacity=capacity, recording=state)
         self.curve: list[tuple[Floats, Floats]] = []  # the majority's forwards and scores, [I]
         self.started = time.perf_counter()
 
     def lines(self) -> Iterator[Sequence[Any]]:
         """Runs the methods one after another."""
-        seeds, alphas = self.options.seeds, self.options.alpha
-        texts, cost = self.samples(power_sampler(1.0), max(SIZES))
-        answers = [[self.extract(i, row) for row in rows] for i, rows in enumerate(texts)]
+        most, alphas = max(SIZES), self.options.alpha
+        texts, cost = self.samples(power_sampler(1.0), most)
+        answers = self.answers(texts)
         for k in SIZES:
-            score = self.score([rotating_votes(some, k) for some in answers])
-            self.curve.append((k * cost, score))
-            yield self.line(f"majority of {k}", score, k * cost)
+            votes = [rotating_votes(some, k) for some in answers]
+            yield self.line(f"majority of {k}", (), k * cost, votes)
         for k in SIZES:
-            groups = [[(rows * 2)[i : i + k] for i in range(len(rows))] for rows in texts]
+            groups = [[(*rows, *rows)[i : i + k] for i in range(most)] for rows in texts]
             best = [[max(group, key=mean_logprob) for group in some] for some in groups]
-            yield self.of_texts(f"likeliest of {k}", best, k * cost)
-        yield self.of_texts("greedy", *self.samples(load_sampler("greedy"), 1))
+            yield self.line(f"likeliest of {k}", best, k * cost)
+        yield self.line("greedy", *self.samples(load_sampler("greedy"), 1))
         for alpha in alphas:
-            yield self.of_texts(f"t = 1/{alpha:g}", *self.samples(power_sampler(alpha), seeds))
-        for alpha in alphas:
-            yield self.power(alpha, anywhere)
-            yield self.power(alpha, at_jumps)
+            yield self.line(f"temperature 1/{alpha:g}", *self.samples(power_sampler(alpha), most))
+        for alpha, cuts in itertools.product(alphas, (anywhere, at_jumps)):
+            yield self.line(f"power {alpha:g}, {cuts.__name__}", *self.chains(alpha, cuts))
 
-    def requests(self, sampler: Sampler, seeds: int = 1) -> Iterator[Request]:
-        """So many for each question, whose index is the tag."""
+    def requests(self, sampler: Sampler) -> Iterator[Request]:
+        """One for each question, whose index is the tag."""
         fitted = calibrate_sampler(sampler, self.model)
         for i, q in enumerate(self.questions):
-            shared = q.prompt, fitted, q.max_new_tokens, q.item.id
-            for seed in range(seeds):
-                yield Request(*shared, seed, q.ends, q.task.stop, tag=i)
+            budget, stop = q.max_new_tokens, q.task.stop
+            yield Request(q.prompt, fitted, budget, q.item.id, 0, q.ends, stop, tag=i)
 
-    def samples(self, sampler: Sampler, number: int) -> tuple[list[tuple[Row, ...]], Floats]:
-        """So many of each question, and the mean of their forwards."""
+    def samples(self, sampler: Sampler, number: int) -> tuple[Texts, Floats]:
+        """So many of each question, and the mean of their forwards, [I]."""
         drawn = draw_samples(self.engine, self.requests(sampler), number)
         found = sorted(drawn, key=lambda one: int(one.request.tag))
         return [one.rows for one in found], np.array([one.forwards / number for one in found])
 
-    def power(self, alpha: float, cuts: Cuts) -> Sequence[Any]:
-        """The line of power sampling."""
-        o, requests = self.options, self.requests(power_sampler(alpha), self.options.seeds)
+    def chains(self, alpha: float, cuts: Cuts) -> tuple[Texts, Floats]:
+        """The text of a chain of each question, and its forwards, [I]."""
+        requests, o = self.requests(power_sampler(alpha)), self.options
         run = sample_power(self.engine, requests, block=o.block, steps=o.steps, cuts=cuts)
-        chains = sorted(run, key=lambda chain: int(chain.request.tag))
-        cost = np.reshape([chain.forwards for chain in chains], (-1, o.seeds)).mean(axis=1)
-        accepted = sum(c.accepted for c in chains) / max(sum(c.proposed for c in chains), 1)
-        rows = [chain.row for chain in chains]
-        texts = [rows[i : i + o.seeds] for i in range(0, len(rows), o.seeds)]
-        return self.of_texts(f"power {alpha:g}, {cuts.__name__}", texts, cost, accepted)
+        found = sorted(run, key=lambda chain: int(chain.request.tag))
+        return [[one.row] for one in found], np.array([float(one.forwards) for one in found])
 
-    def extract(self, index: int, row: Row) -> str | None:
-        """The answer in a text."""
-        return self.questions[index].task.extract(self.questions[index].item, row.text)
+    def answers(self, texts: Texts) -> Answers:
+        """What is found in some texts of each question."""
+        pairs = zip(self.questions, texts, strict=True)
+        return [[q.task.extract(q.item, row.text) for row in rows] for q, rows in pairs]
 
-    def score(self, answers: Sequence[Sequence[str | None]]) -> Floats:
-        """The mean score of some answers to each question, [I]."""
-        pairs = zip(self.questions, answers, strict=True)
-        return np.array([np.mean([q.task.score(q.item, a) for a in some]) for q, some in pairs])
-
-    def of_texts(
-        self, name: str, texts: Sequence[Sequence[Row]], cost: Floats, accepted: float = np.nan
-    ) -> Sequence[Any]:
-        """The line of a method that makes texts, some for each question."""
-        score = self.score([[self.extract(i, r) for r in rows] for i, rows in enumerate(texts)])
-        sums = [np.mean([len(r.tokens) * mean_logprob(r) for r in rows]) for rows in texts]
-        return self.line(name, score, cost, self.bootstrap.mean(np.array(sums)), accepted)
-
-    def line(
-        self,
-        name: str,
-        score: Floats,
-        cost: Floats,
-        logprob: float = np.nan,
-        accepted: float = np.nan,
-    ) -> Sequence[Any]:
-        """One of the table; the difference from the majority is that at equal forward passes."""
-        now, before = time.perf_counter(), self.started
-        self.started = now
+    def line(self, name: str, texts: Texts, cost: Floats, votes: Answers = ()) -> Sequence[Any]:
+        """A line of the table. What is over the majority is so at equal forward passes."""
+        mean, before, self.started = self.bootstrap.mean, self.started, time.perf_counter()
+        pairs = zip(self.questions, votes or self.answers(texts), strict=True)
+        score = np.array([np.mean([q.task.score(q.item, a) for a in some]) for q, some in pairs])
+        if votes:
+            self.curve.append((cost, score))
         costs, scores = (np.stack(found) for found in zip(*self.curve, strict=True))
         over = self.bootstrap.over_curve(costs, scores, cost, score)
-        numbers = logprob, self.bootstrap.mean(cost), accepted, now - before
-        told = ["" if np.isnan(x) else f"{x:.2f}" for x in numbers]
-        return name, self.bootstrap.estimate(score), *told[:2], over, *told[2:]
+        sums = [[sum(token.logprob for token in row.tokens) for row in rows] for rows in texts]
+        logprob = f"{mean(np.array([np.mean(some) for some in sums])):.2f}" if texts else ""
+        numbers = f"{mean(cost):.1f}", "" if votes else over, f"{self.started - before:.1f}"
+        return name, self.bootstrap.estimate(score), logprob, *numbers
 
 
-def main() -> int:
-    """Runs the command and returns its exit status."""
+def compare() -> int:
+    """Prints the table that the command line asks for."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--task", nargs="+", default=["sums", "word-problems"])
-    parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--alpha", type=float, nargs="+", default=[2.0, 4.0])
-    parser.add_argument("--block", type=int, default=16, help="tokens")
-    parser.add_argument("--steps", type=int, default=4, help="after each block")
-    parser.add_argument("--seeds", type=int, default=3, help="chains, and samples at 1 / alpha")
-    parser.add_argument("--slots", type=int, default=64)
-    comparison = parser.parse_args()
-    return run_command(lambda: print_table(Comparison(comparison)))
-
-
-def print_table(comparison: Comparison) -> int:
-    """Prints the comparison."""
-    print(format_table(HEADINGS, comparison.lines()))
+    for name, value in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    print(format_table(HEADINGS, Comparison(parser.parse_args()).lines()))
     return EXIT_OK
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command(compare))
