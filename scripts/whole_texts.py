@@ -32,7 +32,7 @@ from entropix_jax.sampler.sampler import Sampler
 
 SIZES = (1, 3, 5, 9, 15)  # samples that one answer is made of
 HEADINGS = ("method", "score [95 %]", "ln p", "forwards", "over the majority", "seconds")
-OPTIONS = {"items": 100, "block": 16, "steps": 4, "slots": 64}
+OPTIONS = {"items": 100, "block": 48, "steps": 4, "slots": 64}
 
 Texts = Sequence[Sequence[Row]]  # some of each question
 Answers = Sequence[Sequence[str | None]]  # found in them
@@ -61,8 +61,8 @@ class Comparison:
             votes = [rotating_votes(some, k) for some in answers]
             yield self.line(f"majority of {k}", (), k * cost, votes)
         for k in SIZES:
-            groups = [[(*rows, *rows)[i : i + k] for i in range(most)] for rows in texts]
-            best = [[max(group, key=mean_logprob) for group in some] for some in groups]
+            twice = [[*rows, *rows] for rows in texts]
+            best = [[max(r[i : i + k], key=mean_logprob) for i in range(most)] for r in twice]
             yield self.line(f"likeliest of {k}", best, k * cost)
         yield self.line("greedy", *self.samples(load_sampler("greedy"), 1))
         for alpha in alphas:

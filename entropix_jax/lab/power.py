@@ -70,7 +70,7 @@ _MECHANISM = Mechanism(_NAME, init=lambda: _Drawn(logprob=jnp.float32(0.0)), lea
 
 def power_sampler(alpha: float) -> Sampler:
     """The proposal of a chain whose target is p^alpha: draws from the whole vocabulary at
-    temperature 1 / alpha, which note their log-probability.
+    temperature 1 / alpha (`base.temperature`, which the chain reads), that note their ln q.
 
     Raises:
         UserError: an alpha that is not between 0.05 and 1000.
@@ -85,8 +85,8 @@ def power_sampler(alpha: float) -> Sampler:
 class Chain:
     """A chain of texts for one request.
 
-    `row` is its text so far. `forwards` counts the tokens drawn for all of its texts; of `proposed`
-    texts so many were `accepted`.
+    `row` is its text so far. `forwards` counts the tokens drawn for all of its texts, not what a
+    fork may have to read again; of `proposed` texts so many were `accepted`.
     """
 
     request: Request
