@@ -57,8 +57,10 @@ class Comparison:
         most, alphas = max(SIZES), self.options.alpha
         texts, cost = self.samples(power_sampler(1.0), most)
         answers = self.answers(texts)
+        may_vote = [question.task.votes for question in self.questions]  # else a single sample
         for k in SIZES:
-            votes = [rotating_votes(some, k) for some in answers]
+            voters = [k if may else 1 for may in may_vote]
+            votes = [*map(rotating_votes, answers, voters)]
             yield self.line(f"majority of {k}", (), k * cost, votes)
         for k in SIZES:
             twice = [[*rows, *rows] for rows in texts]
