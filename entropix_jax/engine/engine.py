@@ -129,7 +129,14 @@ class Engine:
             if row is not None:
                 yield from row.interrupt()
 
-    def fork(self, row: Row, number: int, *, position: int | None = None) -> list[Row]:
+    def fork(
+        self,
+        row: Row,
+        number: int,
+        *,
+        position: int | None = None,
+        max_new_tokens: int | None = None,
+    ) -> list[Row]:
         """Forks a row of the run in progress: so many new ones begin as it does, and it goes on.
 
         They take free slots before any request that waits. Their ids are the row's with ".1", ".2",
@@ -137,11 +144,12 @@ class Engine:
 
         Args:
             position: where they part from the row, by default after its last token so far.
+            max_new_tokens: their budget, by default the row's.
 
         Raises:
             UserError: see `check_place`; or the row is none of a run in progress.
         """
-        return self._roster.fork(row, number, position)
+        return self._roster.fork(row, number, position, max_new_tokens)
 
     def rewind(self, row: Row, position: int) -> None:
         """Retracts the tokens of a row from a position on, and has it go on from there with other

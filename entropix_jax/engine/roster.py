@@ -46,13 +46,16 @@ class Roster:
             self.waiting.append(self._run(row, NOTHING, moved=False))
         return self.waiting[0] if self.waiting else None
 
-    def fork(self, row: Row, number: int, position: int | None) -> list[Row]:
+    def fork(
+        self, row: Row, number: int, position: int | None, budget: int | None = None
+    ) -> list[Row]:
         """See `Engine.fork`."""
-        kept = self._kept(row, position)
+        whole = row.request if budget is None else replace(row.request, max_new_tokens=budget)
+        kept = self._kept(row, position, whole)
         forks = []
         for _ in range(number):
             row.forks += 1
-            request = replace(row.request, row_id=f"{row.request.row_id}.{row.forks}")
+            request = replace(whole, row_id=f"{row.request.row_id}.{row.forks}")
             tokens = [replace(token, row=self._number) for token in row.tokens[:kept]]
             forks.append(Row(request, tokens, number=self._number))
             self._move(forks[-1])
@@ -60,7 +63,7 @@ class Roster:
 
     def rewind(self, row: Row, position: int) -> None:
         """See `Engine.rewind`."""
-        kept = self._kept(row, position)
+        kept = self._kept(row, position, row.request)
         gone = row.tokens[kept:]
         retracted = {*map(id, gone)}
         row.log = [(token, was or id(token) in retracted) for token, was in row.log]
@@ -77,7 +80,7 @@ class Roster:
         actions = [mechanism.name for mechanism in row.request.sampler.mechanisms]
         if row.finish_reason is not None:
             raise UserError(f"{name} has ended: rewind it before tokens are forced")
-        left = self._budget(row) - len(row.tokens)
+        left = self._budget(row.request) - len(row.tokens)
         if len(tokens) > left:
             raise UserError(f"{name} has a budget of {left} left for {len(tokens)} forced tokens")
         if strange := [i for i in tokens if not 0 <= i < self._model.config.vocab_size]:
@@ -90,12 +93,12 @@ class Roster:
         if self._known.get(id(row)) is not row:
             raise UserError(f"row '{row.request.row_id}' is not one of a run in progress")
 
-    def _budget(self, row: Row) -> int:
-        return check_request(self._model, row.request, self._capacity)
+    def _budget(self, request: Request) -> int:
+        return check_request(self._model, request, self._capacity)
 
-    def _kept(self, row: Row, position: int | None) -> int:
+    def _kept(self, row: Row, position: int | None, request: Request) -> int:
         self._check(row)
-        return check_place(row, self._budget(row), position)
+        return check_place(row, self._budget(request), position)
 
     def _run(self, row: Row, forced: Answer, *, moved: bool) -> RunningRow:
         running = RunningRow(row, self._model, self._capacity, forced, moved=moved)

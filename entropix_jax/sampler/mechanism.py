@@ -71,7 +71,7 @@ class Mechanism:
     reweigh: Transform | None = None
     # Whether it does anything under these settings: a bool, or [B]. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
-    # The state of a rule or transform after a token was drawn.
+    # The state after a token was drawn: of a rule, of a transform, or of what does no more.
     learn: Lesson | None = None
 
     def __repr__(self) -> str:

@@ -252,6 +252,25 @@ def test_forks_come_before_requests(tiny: LanguageModel) -> None:
     assert {*ended[:5]} >= {"0", "0.1", "0.2", "0.3"}
 
 
+def test_a_fork_may_have_another_budget(tiny: LanguageModel) -> None:
+    """A row that has spent its own goes on as a fork, and that as any fork."""
+    row, forks = Row(of(tiny, "x", "min-p", budget=6)), []
+
+    def look(engine: Engine, event: Event) -> None:
+        if event.row is row and row.finish_reason is not None:
+            with pytest.raises(UserError, match="no budget left"):
+                engine.fork(row, 1)
+            forks.extend(engine.fork(row, 1, max_new_tokens=15))
+            with pytest.raises(UserError, match="no budget left"):
+                engine.fork(row, 1, position=row.tokens[4].position, max_new_tokens=4)
+
+    drive(tiny, [row], look)
+    (fork,) = forks
+    assert (len(row.tokens), len(fork.tokens), fork.finish_reason) == (6, 15, "length")
+    (other,) = alone(tiny, [(fork.request, row.tokens, 0)])
+    check_same(fork, other)
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_rewound_rows_are_rows_alone(tiny: LanguageModel, name: str) -> None:
     """Twice in mid-run, and once more when it has ended and others have its slot; a fork that has

@@ -9,6 +9,7 @@ import pytest
 from entropix_jax.engine.state import FINISHED_LENGTH, RUNNING
 from entropix_jax.model.loading import load
 from entropix_jax.names import BOXES, REGIMES
+from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.state import MAX_ATTEMPTS
