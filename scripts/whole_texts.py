@@ -22,7 +22,7 @@ from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.lab.power import Cuts, anywhere, at_jumps, power_sampler, sample_power
 from entropix_jax.lab.samples import draw_samples, mean_logprob
-from entropix_jax.lab.statistics import Bootstrap, Floats, rotating_votes
+from entropix_jax.lab.statistics import Bootstrap, Floats, majority_vote, rotate
 from entropix_jax.lab.summary import format_table
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.trials import choose_capacity, read_questions
@@ -60,7 +60,8 @@ class Comparison:
         may_vote = [question.task.votes for question in self.questions]  # else a single sample
         for k in SIZES:
             voters = [k if may else 1 for may in may_vote]
-            votes = [*map(rotating_votes, answers, voters)]
+            groups = [*map(rotate, answers, voters)]
+            votes = [[*map(majority_vote, some)] for some in groups]
             yield self.line(f"majority of {k}", (), k * cost, votes)
         for k in SIZES:
             twice = [[*rows, *rows] for rows in texts]
