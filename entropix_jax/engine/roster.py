@@ -114,7 +114,7 @@ class Roster:
         for rows in places:
             for i, old in enumerate(rows):
                 if old is not None and old.row is row:
-                    old.leave()
+                    old.left = True
                     rows[i] = new
                     return
         self.waiting.insert(sum(other.moved for other in self.waiting), new)

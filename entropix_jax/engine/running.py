@@ -93,13 +93,6 @@ class RunningRow:
         """Whether the row has not finished yet, as far as the host knows."""
         return self.row.finish_reason is None and not self.left
 
-    def leave(self) -> None:
-        """Ends this run of the row, which another one takes over. What was retracted stays so."""
-        self.left = True
-        retracted = [token for token, retracted in self._pending if retracted]
-        self.row.retracted_tokens += retracted
-        self.row.log += [(token, True) for token in retracted]
-
     @property
     def text(self) -> list[int]:
         """The prompt and the committed tokens."""

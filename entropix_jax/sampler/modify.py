@@ -69,8 +69,8 @@ def cut_and_reweigh(
     gaps = left_logits - jnp.max(left_logits, axis=-1, keepdims=True)
     scores = gaps / cut.temperature[:, None]
     scores, given = _apply("reweigh", scores, metrics, settings, views)
-    scores = scores - jnp.max(scores, axis=-1, keepdims=True)
-    scores = scores / jnp.where(waits, proposal.temperature, 1.0)[:, None]
+    peak = jnp.where(waits[:, None], jnp.max(scores, axis=-1, keepdims=True), 0.0)
+    scores = (scores - peak) / jnp.where(waits, proposal.temperature, 1.0)[:, None]
     return everything(scores), scores, given
 
 

@@ -124,6 +124,7 @@ def test_a_row_takes_its_slot(mesh: str | None, slot: int, cached: int) -> None:
     fresh, unsound = init_sampler_state(1, MECHANISMS), before[".unsound"][number]
     told = {
         ".history": row.history,
+        ".confidences": row.confidences,
         ".prompt_length": 3,
         ".budget": 5,
         ".keys": row.key,

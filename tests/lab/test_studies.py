@@ -352,13 +352,13 @@ items = 2
 
 def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: Path) -> None:
     """Tuning, too; but there is one with lanes, and two without: where rows may fork, and where
-    none does. The keys of a grid become columns and plots."""
+    none does; and two more with mirostat's rule. The keys of a grid become columns and plots."""
     jitted: Any = decode
     jax.clear_caches()
     output = tmp_path / "out"
     sweep = write_sweep(tmp_path, GRID)
     succeed(ablate, sweep, "--output", output, "--model", folder, "--slots", 4)
-    assert jitted._cache_size() == 3
+    assert jitted._cache_size() == 5
     rows = read_rows(output)
     assert len(rows) == 3 * 2 * (1 + 1 + 4 + 2)
     assert [*rows[0]] == [*COLUMNS, "arms.mid", "base.temperature"]

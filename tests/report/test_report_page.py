@@ -348,7 +348,7 @@ def test_the_page_classifies_as_the_sampler_does(
     limits = np.array([*bounds, 0.1, 3, 5, 1, 0.4, 0.6, 0.7])
     near = draw.random((count, 5)) < 0.5
     exact = draw.choice(limits, (count, 5)).astype(np.float32)
-    side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 4)).astype(np.float32))
+    side = np.nextafter(exact, draw.choice([-np.inf, np.inf], (count, 5)).astype(np.float32))
     points = np.where(near, np.where(draw.random((count, 5)) < 0.5, exact, side), points)
     *names, spread = QUANTITIES
     # As in a trace: the shortest decimals of the float32.

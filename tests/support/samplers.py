@@ -278,7 +278,7 @@ def generate(
 class Told:
     """What is recorded of rows, as a line for each token, or for each fork."""
 
-    def __init__(self, rows: int, actions: Sequence[str] = ARMS) -> None:
+    def __init__(self, rows: int, actions: Sequence[str] = NAMES) -> None:
         self.lines: list[list[Line]] = [[] for _ in range(rows)]
         self.actions = actions
         self._steps = 0
