@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import entropix_jax
 from entropix_jax.cli.generate import main
@@ -19,10 +21,13 @@ from entropix_jax.engine.results import Request
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.presets import import_mechanisms, load_sampler
-from entropix_jax.sampler.proposal import RowView
+from entropix_jax.sampler.presets import code_identity, import_mechanisms, load_sampler
+from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import DrawnToken
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MIROSTAT_2 = runpy.run_path(str(EXAMPLES / "mirostat_2.py"))["MIROSTAT_2"]
@@ -130,6 +135,46 @@ def test_from_the_command_line(
         assert main([*arguments, "--sampler", str(file), *plugin]) == 2
         assert problem in capsys.readouterr().err
     sys.modules.pop("mirostat_2", None)
+
+
+@struct.dataclass
+class Count:
+    """Of one row."""
+
+    tokens: jax.Array
+
+
+def test_an_arm_that_learns(tiny: LanguageModel) -> None:
+    """Its state counts the tokens; a rule that an arm names does not take the sampler's place."""
+
+    def other_rule(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+        proposal = draw("counts", settings, temperature=0.0)
+        return replace(proposal, rule=jnp.int32(settings.action("top_n_sigma")))
+
+    def learn(
+        drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView
+    ) -> Count:
+        return Count(tokens=row.own["counts"].tokens + 1)
+
+    counts = Mechanism("counts", other_rule, init=lambda: Count(jnp.int32(0)), learn=learn)
+    sampler = load_sampler("temperature").with_mechanism(counts)
+    sampler = sampler.with_values({f"arms.{regime}": "counts" for regime in REGIMES})
+    likeliest = entropix_jax.generate(tiny, "Once", "greedy", max_new_tokens=9)
+    (row,) = entropix_jax.generate(
+        tiny, "Once", sampler, max_new_tokens=9, recording=Recording(state=True)
+    )
+    states = [token.state.own["counts"].tokens for token in row.tokens if token.state is not None]
+    assert states == [*range(1, 10)]
+    assert row.text == likeliest[0].text
+
+
+def test_a_run_that_is_continued_knows_its_mechanisms() -> None:
+    """By the source files that they are from; without any there is nothing to know."""
+    assert code_identity(load_sampler("entropix").mechanisms) == {}
+    one = code_identity(load_sampler("entropix").with_logits("no_echo", no_echo).mechanisms)
+    other = code_identity(load_sampler("entropix").with_mechanism(Mechanism("x")).mechanisms)
+    assert one.keys() == other.keys() == {"mechanisms"}
+    assert one != other
 
 
 def test_names_that_are_taken() -> None:

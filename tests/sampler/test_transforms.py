@@ -249,6 +249,20 @@ def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
             np.testing.assert_array_equal(got, want - top)
 
 
+def test_the_coldest_temperature_beside_a_transform() -> None:
+    """Logits divided by it would overflow; their differences from the highest do not matter."""
+    logits = jnp.asarray([[1.0, 8.0, 9.0, -jnp.inf]])
+    settings, views = settings_of("xtc", 1, probability=1e-9), views_of([[1]])
+    for last in (False, True):
+        base = replace(settings.base, temperature_last=jnp.asarray([last]))
+        proposal = proposal_of(temperature=[1.3e-38])
+        found = modify.cut_and_reweigh(
+            logits, proposal, metrics_of(entropy=[0.0]), replace(settings, base=base), views
+        )
+        assert np.argmax(found[1]) == 2
+        assert not np.isnan(np.asarray(found[1])).any()
+
+
 # What is compiled
 
 
@@ -347,6 +361,8 @@ def test_phrases_are_taken_back() -> None:
         assert after[begins[number]] != before[begins[number]]
         assert not holds_phrase(after, bans[number])
         assert len(after) == 24
+        # Its own name, not `backspace`, is on the tokens that are drawn again.
+        assert {line.action for line in lines} == {"sample", "phrases"}
 
 
 def test_nothing_that_was_settled_is_taken_back() -> None:
