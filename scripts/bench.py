@@ -286,7 +286,9 @@ def measure_steps(args: argparse.Namespace, figures: Figures, scratch: Path) -> 
                 rows = [branching(True, args.depth, args.width)] * args.branching
                 others = [branching(False, args.depth, args.width)] * (batch - len(rows))
                 lanes = len(rows) * (args.width - 1)
+                none = [branching(False, args.depth, args.width)] * batch
                 contestants = {
+                    "none branches": model.decode(none, context, steps, lanes=lanes),
                     f"{len(rows)} branch": model.decode(rows + others, context, steps, lanes=lanes),
                     "those alone": model.decode(rows, context, steps, lanes=lanes),
                 }
