@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-_LN2 = math.log(2.0)
+LN2 = math.log(2.0)  # nats of a bit
 _LANES = 128  # of a TPU's registers; any vector of a CPU's divides it
 
 
@@ -36,7 +36,7 @@ def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
     term with p = 0 adds 0.
     """
     probs = jnp.exp(log_probs)
-    bits = jnp.where(probs > 0, log_probs / _LN2, 0.0)
+    bits = jnp.where(probs > 0, log_probs / LN2, 0.0)
     entropy = -sum_last(probs * bits)
     varentropy = sum_last(probs * jnp.square(bits + entropy[..., None]))
     return entropy, varentropy

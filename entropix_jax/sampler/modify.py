@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from entropix_jax.sampler.mechanism import Transform
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import LAST, SamplerSettings
-from entropix_jax.sampler.truncation import Cut, everything, truncate
+from entropix_jax.sampler.truncation import Cut, check_made, everything, truncate
 
 
 def modify(
@@ -90,12 +91,24 @@ def _apply(
         if mechanism.active is not None:
             active = mechanism.active(settings)
 
-        def change(logits: jax.Array, active: jax.Array, transform: Transform) -> jax.Array:
-            changed = jax.vmap(transform)(logits, metrics, settings, views)
+        def change(logits: jax.Array, active: jax.Array, of_row: Transform) -> jax.Array:
+            changed = jax.vmap(of_row)(logits, metrics, settings, views)
             changed = jnp.where(logits > -jnp.inf, changed, -jnp.inf)
             leaves = active & jnp.any(changed > -jnp.inf, axis=-1)
             return jnp.where(leaves[:, None], changed, logits)
 
-        change_all = partial(change, active=active, transform=transform)
+        of_row = _checked(transform, f"mechanism '{mechanism.name}': `{kind}`")
+        change_all = partial(change, active=active, of_row=of_row)
         logits = lax.cond(jnp.any(active), change_all, lambda logits: logits, logits)
     return logits, given
+
+
+def _checked(transform: Transform, what: str) -> Transform:
+    """The transform, which a user may have written, with a check of what it makes."""
+
+    def checked(logits: jax.Array, *rest: Any) -> jax.Array:
+        changed = transform(logits, *rest)
+        check_made(changed, logits, what)
+        return changed
+
+    return checked

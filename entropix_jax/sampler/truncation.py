@@ -9,12 +9,14 @@ rows beside it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from entropix_jax.errors import UserError
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
@@ -111,6 +113,8 @@ class Masked:
         row: RowView,
     ) -> Cut:
         keeps = self.mask(logits / proposal.temperature, metrics, settings, row)
+        name = getattr(self.mask, "__name__", repr(self.mask))
+        check_made(keeps, logits > -jnp.inf, f"truncation rule: `{name}`")
         order = jnp.where(keeps, logits, -jnp.inf)
         number = jnp.where(jnp.any(order > -jnp.inf), logits.shape[-1], 1)
         return likeliest(jnp.where(number > 1, order, logits), proposal, number)
@@ -137,6 +141,16 @@ def everything(scores: jax.Array) -> Cut:
         top_p=one,
         min_p=0.0 * one,
     )
+
+
+def check_made(made: Any, like: jax.Array, what: str) -> None:
+    """Raises a UserError if what a user's function made is not an array of that shape and type."""
+    made = jnp.asarray(made)
+    if (made.shape, made.dtype) != (like.shape, like.dtype):
+        raise UserError(
+            f"{what} must return {like.dtype} {list(like.shape)}, not {made.dtype} "
+            f"{list(made.shape)} (of one row)"
+        )
 
 
 def by_likelihood(logits: jax.Array) -> jax.Array:

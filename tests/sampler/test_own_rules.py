@@ -1,5 +1,6 @@
 """Rules and transforms of one's own: in a mixed batch, from a file, and from the command line."""
 
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from flax import struct
 
 import entropix_jax
 from entropix_jax.cli.generate import main
+from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Request
@@ -195,3 +197,24 @@ def test_importing_needs_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "own_wrong.py").write_text("MECHANISMS = [1]")
     with pytest.raises(UserError, match="own_wrong: has no MECHANISMS"):
         import_mechanisms("own_wrong")
+
+
+def test_wrong_shapes_are_one_line(tiny: LanguageModel) -> None:
+    """A function that returns something else than it should is told of by its name."""
+
+    def kept(logits: jax.Array, *_: Any) -> jax.Array:
+        return logits  # forgot to compare with anything
+
+    plain, vocab = load_sampler("temperature"), tiny.config.vocab_size
+    wrong = {
+        f"mechanism 'half': `logits` must return float32 [{vocab}], not float32 [{vocab // 2}]": (
+            plain.with_logits("half", lambda logits, *_: logits[: vocab // 2])
+        ),
+        f"truncation rule: `kept` must return bool [{vocab}], not float32 [{vocab}]": (
+            plain.with_truncation("kept", kept)
+        ),
+    }
+    for message, sampler in wrong.items():
+        request = Request([1, 2], calibrate_sampler(sampler, tiny), max_new_tokens=1)
+        with pytest.raises(UserError, match=re.escape(message)):
+            list(Engine(tiny, slots=1, capacity=8).run([request]))

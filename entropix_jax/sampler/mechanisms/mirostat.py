@@ -7,8 +7,6 @@ The surprise that it allows for, `mu`, starts at twice the target, and each draw
     mu = mu - rate * (surprise - target)
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +19,9 @@ from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings, number
 from entropix_jax.sampler.state import DrawnToken
 from entropix_jax.sampler.truncation import Cut, likeliest, relative
+from entropix_jax.stats import LN2
 
 ZIPF_TOKENS = 100  # m, the likeliest tokens that Zipf's exponent is measured on
-
-_LN2 = math.log(2.0)
 
 
 @struct.dataclass
@@ -68,7 +65,7 @@ def cut(
     x = (s - 1.0) * log_number
     # epsilon / (1 - N^-epsilon), which is 1 / ln N at epsilon = 0.
     scale = jnp.where(x == 0, 1.0, x / -jnp.expm1(-x)) / log_number
-    log_k = (mu * _LN2 + jnp.log(scale)) / s
+    log_k = (mu * LN2 + jnp.log(scale)) / s
     k = jnp.round(jnp.exp(jnp.minimum(log_k, log_number)))
     return likeliest(logits, proposal, k.astype(jnp.int32))
 
@@ -93,7 +90,7 @@ def surprise(logits: jax.Array, temperature: jax.Array, token: jax.Array) -> jax
     0 it was certain: 0."""
     greedy = temperature <= 0
     y, _, log_total = relative(logits, jnp.where(greedy, 1.0, temperature))
-    return jnp.where(greedy, 0.0, (log_total - y[token]) / _LN2)
+    return jnp.where(greedy, 0.0, (log_total - y[token]) / LN2)
 
 
 MIROSTAT = Mechanism(

@@ -12,8 +12,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
 from entropix_jax.sampler.settings import COEFFICIENT, TEMPERATURE, SamplerSettings, number
-
-_LN2 = math.log(2.0)
+from entropix_jax.stats import LN2
 
 
 @struct.dataclass
@@ -107,7 +106,7 @@ def edt(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
     """One draw at a temperature that falls with the entropy (Zhang et al. 2024, "EDT: Improving
     Large Language Models' Generation by Entropy-based Dynamic Temperature Sampling")."""
     own: EdtSettings = settings.own["edt"]
-    nats = metrics.entropy * _LN2
+    nats = metrics.entropy * LN2
     exponent = jnp.where(nats > 0, own.theta / nats, jnp.inf)
     # With theta = 0 it is T0 at any entropy; a certain distribution has one outcome anyway.
     cooling = jnp.where(own.theta > 0, own.base**exponent, 1.0)
