@@ -83,8 +83,8 @@ class Bootstrap:
     def ratio(self, parts: Floats, wholes: Floats) -> tuple[float, Floats]:
         """The mean of `parts[I]` over the mean of `wholes[I]`, and the same of each resample
         [resamples]; NaN where the wholes are 0."""
-        with np.errstate(invalid="ignore"):
-            each = (self._weights @ parts) / (self._weights @ wholes)
+        over, under = self._weights @ parts, self._weights @ wholes
+        each = np.divide(over, under, out=np.full_like(over, np.nan), where=under != 0)
         whole = self.mean(wholes)
         return self.mean(parts) / whole if whole else float("nan"), each
 

@@ -275,6 +275,30 @@ def test_the_record(findings: Findings) -> None:
     assert {entry["task"] for entry in found["predictors"]} == {"all", *SCORED}
 
 
+def test_texts_without_tokens() -> None:
+    """They have no measures: where all of a setting are empty, nothing is told of them."""
+    none = {"tokens": 0, "forwards": 0, "text": "", "answer": None, "confidence_lows": []}
+    kept = "phase task item setting sampler varied seed score retracted finish_reason timings"
+    empty = [
+        {**{key: one[key] for key in kept.split()}, **none, "regimes": {}, "actions": {}}
+        if one["setting"] == "wide" or one["item"] in "01"
+        else one
+        for one in rows()
+    ]
+    digest = collect_digest(empty, VOTES, sizes=(1, 3))
+    found = analyse_digest(digest, ["plain"], {}, (1, 3), ["plain"])
+    tales = found.comparison.tasks[2]
+    assert math.isnan(tales.values["wide", "odd_words"].value)
+    assert tales.values["sharp", "odd_words"].low > 0
+    over = tales.over["plain"]
+    assert math.isnan(over["wide", "odd_words"].low)
+    assert over["sharp", "odd_words"].low < over["sharp", "odd_words"].value
+    record = record_findings(found)
+    assert record["tasks"][-1]["settings"]["wide"]["over"]["plain"]["logprob"]["verdict"] is None
+    assert "nan" not in json.dumps(record, allow_nan=False)
+    assert tables(format_summary(found, ABOUT), "Differences from plain")[1][-1] == ["wide"]
+
+
 def test_measures_in_the_tables() -> None:
     first = next(rows())
     assert flatten_row(first, [], ["kept"])["measure_kept"] is None

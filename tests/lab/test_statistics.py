@@ -21,6 +21,7 @@ from entropix_jax.lab.statistics import (
     Interval,
     auroc,
     auroc_interval,
+    joint_intervals,
     majority_vote,
     reliability,
     rotate,
@@ -101,7 +102,50 @@ def test_intervals_cover_the_truth(paired: bool) -> None:
     assert 0.92 <= covered / 400 <= 0.98
 
 
-def test_verdicts_anderror_bars() -> None:
+def test_joint_intervals_by_hand() -> None:
+    rng = rng_of(11)
+    values, each = np.array([0.5, -1.0, 0.0, 0.25]), rng.normal(size=(4, 400))
+    each *= np.array([0.1, 2.0, 0.0, 1.0])[:, None]
+    each += values[:, None]
+    each[3, :7] = np.nan  # resamples without the measure
+    largest = []
+    for draw in range(400):
+        known = [j for j in (0, 1, 3) if not np.isnan(each[j, draw])]
+        spreads = {j: np.std([x for x in each[j] if x == x]) for j in known}
+        largest.append(max(abs(each[j, draw] - values[j]) / spreads[j] for j in known))
+    critical = np.quantile(largest, 0.95)
+    found = joint_intervals([*values, math.nan], np.vstack([each, np.full(400, np.nan)]))
+    for one, value, row in zip(found[:2], values, each, strict=False):
+        width = critical * row.std()
+        assert (one.low, one.high) == pytest.approx((value - width, value + width))
+    assert (found[2].low, found[2].high) == (0.0, 0.0)  # equal on every item
+    assert found[3].high - found[3].value == pytest.approx(critical * np.nanstd(each[3]))
+    assert np.isnan([found[4].value, found[4].low, found[4].high]).all()
+    (alone,) = joint_intervals([math.nan], np.full((1, 9), np.nan))
+    assert math.isnan(alone.low)
+
+
+def test_joint_intervals_cover_all_differences() -> None:
+    """In 92 to 98 % of simulated studies of eight settings, half of which differ from the baseline;
+    intervals that stand each for itself do in fewer."""
+    items, settings, studies = 80, 8, 300
+    truth = np.repeat([0.0, 0.15], settings // 2)
+    joint = single = 0
+    bootstrap = Bootstrap([0] * items, resamples=400)
+    for study in range(studies):
+        rng = rng_of(5000 + study)
+        noise = rng.normal(size=(settings + 1, items))
+        differences = truth[:, None] + noise[1:] - noise[0]  # of one baseline
+        values, each = zip(*(bootstrap.ratio(d, np.ones(items)) for d in differences), strict=True)
+        found = joint_intervals(values, np.stack(each))
+        joint += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
+        found = bootstrap.estimates(differences)
+        single += all(one.low <= t <= one.high for one, t in zip(found, truth, strict=True))
+    assert 0.92 <= joint / studies <= 0.98
+    assert single / studies < 0.85
+
+
+def test_verdicts_and_error_bars() -> None:
     for low, high, verdict in (
         (0.1, 0.2, "higher"),
         (-0.2, -0.1, "lower"),
