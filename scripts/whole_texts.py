@@ -20,10 +20,10 @@ from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import Recording
+from entropix_jax.lab.markdown import format_table
 from entropix_jax.lab.power import Cuts, anywhere, at_jumps, power_sampler, sample_power
 from entropix_jax.lab.samples import draw_samples, mean_logprob
 from entropix_jax.lab.statistics import Bootstrap, Floats, majority_vote, rotate
-from entropix_jax.lab.summary import format_table
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.trials import choose_capacity, read_questions
 from entropix_jax.model.loading import load

@@ -96,5 +96,5 @@ def run_study(
         console.print(Markdown(text))
     else:
         print(text)
-    print(f"written: {folder}/ (summary.md, results.csv, results.parquet, plots/)", file=sys.stderr)
+    print(f"written: {folder}/ (summary.md, findings.json, results.csv, plots/)", file=sys.stderr)
     return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -21,6 +22,27 @@ def repetition(tokens: Sequence[Hashable]) -> float | None:
     """1 - the product of distinct-n for n = 2, 3, 4 (Su et al. 2022); None below four tokens."""
     shares = [distinct(tokens, n) for n in (2, 3, 4)]
     return None if None in shares else 1.0 - math.prod(share or 0.0 for share in shares)
+
+
+def self_bleu(texts: Sequence[str]) -> float | None:
+    """Self-BLEU (Zhu et al. 2018) of one prompt's samples: the mean BLEU-4 of each against all the
+    others, by sacrebleu; 1 for equal texts.
+
+    Empty texts are left out. None for fewer than two others, or without sacrebleu, which comes with
+    the extra `harness`.
+    """
+    texts = [text for text in texts if text.strip()]
+    if len(texts) < 2 or importlib.util.find_spec("sacrebleu") is None:
+        return None
+    from sacrebleu.metrics import BLEU
+
+    # Texts of fewer than four words are compared by the n-grams that they have.
+    bleu = BLEU(effective_order=True)
+    scores = [
+        bleu.sentence_score(text, [*texts[:i], *texts[i + 1 :]]).score
+        for i, text in enumerate(texts)
+    ]
+    return min(math.fsum(scores) / len(scores) / 100, 1.0)  # rounding may exceed 1
 
 
 def measure_row(row: Row) -> dict[str, Any]:

@@ -28,11 +28,13 @@ from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
 from entropix_jax.lab.digest import Digest, collect_digest
-from entropix_jax.lab.summary import Findings, Tuned, analyse_digest, format_summary
+from entropix_jax.lab.findings import Findings, Tuned, analyse_digest
+from entropix_jax.lab.record import record_findings
+from entropix_jax.lab.summary import format_summary
 from entropix_jax.lab.sweep import Setting, Sweep, name_tuned
 from entropix_jax.lab.tables import Results, write_tables
 from entropix_jax.lab.tasks.registry import find_task
-from entropix_jax.lab.tasks.task import Item, Split, Task
+from entropix_jax.lab.tasks.task import Split, Task
 from entropix_jax.lab.trials import (
     TUNING,
     Prompts,
@@ -49,7 +51,7 @@ from entropix_jax.sampler.presets import code_identity
 from entropix_jax.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "safetensors", "tokenizers")
-_VOTES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples per vote; odd, as two that differ tie
+_SIZES = (1, 3, 5, 7, 9, 15, 25, 41)  # samples for one answer; odd, as two that differ tie
 _TRUTH_TEXTS = 40
 
 
@@ -131,7 +133,7 @@ class Study:
             results = self._run_phase(tuning_phase, candidates, slots, capacity, watch)
             if results is None:
                 return None
-            digest = collect_digest(results, self._judge(tuning_phase), sizes=(1,))
+            digest = collect_digest(results, self._votes, sizes=(1,))
             for name, group in tuning.candidates.items():
                 best, result = _choose_best(digest, name, group)
                 settings.append(best)
@@ -141,8 +143,8 @@ class Study:
         results = self._run_phase(test, settings, slots, capacity, watch)
         if results is None:
             return None
-        sizes = [k for k in _VOTES if k <= len(sweep.seeds)]
-        digest = collect_digest(results, self._judge(test), sizes=sizes)
+        sizes = [k for k in _SIZES if k <= len(sweep.seeds)]
+        digest = collect_digest(results, self._votes, sizes=sizes)
         return self._write(results, digest, settings, sizes, tuned)
 
     def _questions(self, phase: _Phase) -> Iterator[Question]:
@@ -183,14 +185,9 @@ class Study:
                     self._run.run(trials(), store, on_event)
         return None if self._stopping else Results(path, number)
 
-    def _judge(self, phase: _Phase) -> dict[str, tuple[Task, dict[str, Item]]]:
-        """Each task and its items by id, by the task's name."""
-        judge: dict[str, tuple[Task, dict[str, Item]]] = {
-            task.name: (task, {}) for task in self._tasks
-        }
-        for question in self._questions(phase):
-            judge[question.task.name][1][question.item.id] = question.item
-        return judge
+    @property
+    def _votes(self) -> dict[str, bool]:
+        return {task.name: task.votes for task in self._tasks}
 
     def _identity(
         self, phase: _Phase, settings: Sequence[Setting], samplers: Mapping[str, CalibratedSampler]
@@ -233,13 +230,16 @@ class Study:
         truth = []
         if _has_world_task(self._tasks) and has_world_vocabulary(self._model):
             truth = compare_with_truth(self._model, samplers[base.name], texts=_TRUTH_TEXTS)
-        findings = analyse_digest(digest, sweep.baseline, bases, sizes, watched, truth, tuned)
+        baselines = (sweep.baseline, *sweep.baselines)
+        findings = analyse_digest(digest, baselines, bases, sizes, watched, truth, tuned)
 
         # The files.
         varied = sorted({key for setting in settings for key in setting.varied})
-        write_tables(results, varied, folder, "results")
+        measures = list(dict.fromkeys(chain.from_iterable(digest.own.values())))
+        write_tables(results, varied, measures, folder, "results")
         about = self._about(settings, len(results))
         _write_json(folder / "study.json", about | {"settings": _parameters(settings, samplers)})
+        _write_json(folder / "findings.json", record_findings(findings))
         plots = draw_plots(findings, folder / "plots")
         page = format_summary(findings, about)
         page += "".join(f"\n![{name}](plots/{name}.png)\n" for name in plots)

@@ -10,6 +10,7 @@ A sweep file is TOML:
     max_new_tokens = 64           # default: the task's own
     base = "entropix"             # the sampler to change, itself a setting
     baseline = "entropix"         # the setting that the others are compared with
+    baselines = ["greedy"]        # further ones
 
     [set]                         # changes to every setting
     "branch.depth" = 4
@@ -66,7 +67,7 @@ _MAX_SEED = 2**63 - 1  # an int64 column
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
     *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
-    *("baseline", "set", "settings", "grid", "random", "tuning"),
+    *("baseline", "baselines", "set", "settings", "grid", "random", "tuning"),
 )
 
 Calibrate = Callable[[Sampler], Sampler]  # adds a model's thresholds to a sampler
@@ -109,6 +110,7 @@ class Sweep:
     settings: tuple[Setting, ...]
     tuning: Tuning | None
     baseline: str  # the name of a setting, tuned ones included
+    baselines: tuple[str, ...] = ()  # further ones
 
 
 def read_sweep(
@@ -285,8 +287,11 @@ class _Reader:
         settings = tuple(self._settings(tuning))
         names = list_names(settings, tuning)
         baseline = self._text("baseline") or names[0]
-        if baseline not in names:
-            raise UserError(f"baseline = '{baseline}': no such setting{nearest(baseline, names)}")
+        baselines = self._texts("baselines")
+        for name in (baseline, *baselines):
+            if name not in names:
+                key = "baseline" if name == baseline else "baselines"
+                raise UserError(f"{key} = '{name}': no such setting{nearest(name, names)}")
         budget = None
         if "max_new_tokens" in raw:
             budget = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
@@ -301,6 +306,7 @@ class _Reader:
             settings=settings,
             tuning=tuning,
             baseline=baseline,
+            baselines=tuple(name for name in baselines if name != baseline),
         )
 
     def _settings(self, tuning: Tuning | None) -> Iterator[Setting]:

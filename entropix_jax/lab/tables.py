@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,12 @@ def _trial(line: bytes) -> int | None:
     return trial if isinstance(trial, int) and trial >= 0 else None
 
 
-def flatten_row(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]:
-    """Converts a result to a row of the table, with a column for each of the `varied` keys. Lone
-    surrogates, which neither format can hold, are escaped."""
+def flatten_row(
+    row: Mapping[str, Any], varied: Sequence[str], measures: Sequence[str]
+) -> dict[str, Any]:
+    """Converts a result to a row of the table, with a column for each of the `varied` keys, and two
+    for each of the task's `measures`: part and whole. Lone surrogates, which neither format can
+    hold, are escaped."""
     cells = {name: row.get(name) for name in COLUMNS}
     cells |= {f"regime_{name}": row["regimes"].get(name, 0) for name in REGIMES}
     cells |= {f"action_{name}": row["actions"].get(name, 0) for name in ACTIONS}
@@ -114,13 +117,23 @@ def flatten_row(row: Mapping[str, Any], varied: Sequence[str]) -> dict[str, Any]
     for key in varied:
         value = row["varied"].get(key)
         cells[key] = value if value is None or isinstance(value, str) else json.dumps(value)
+    own = row.get("measures", {})
+    for name in measures:
+        values = map(float, own[name]) if name in own else (None, None)
+        cells |= dict(zip(_columns_of(name), values, strict=True))
     for name, value in cells.items():
         if isinstance(value, str):
             cells[name] = value.encode("utf-8", "backslashreplace").decode()
     return cells
 
 
-def write_tables(results: Results, varied: Sequence[str], folder: Path, name: str) -> None:
+def _columns_of(measure: str) -> tuple[str, str]:
+    return f"measure_{measure}", f"measure_{measure}_of"
+
+
+def write_tables(
+    results: Results, varied: Sequence[str], measures: Sequence[str], folder: Path, name: str
+) -> None:
     """Writes `name.csv` and `name.parquet`, a row per trial.
 
     Raises:
@@ -132,6 +145,7 @@ def write_tables(results: Results, varied: Sequence[str], folder: Path, name: st
     from pyarrow import parquet
 
     columns = {**COLUMNS, **dict.fromkeys(varied, _TEXT)}
+    columns |= dict.fromkeys(chain.from_iterable(map(_columns_of, measures)), _NUMBER)
     schema = pyarrow.schema(list(columns.items()))
     with (
         replacing(folder / f"{name}.csv") as csv_path,
@@ -141,7 +155,7 @@ def write_tables(results: Results, varied: Sequence[str], folder: Path, name: st
     ):
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        remaining = (flatten_row(row, varied) for row in results)
+        remaining = (flatten_row(row, varied, measures) for row in results)
         while rows := list(islice(remaining, _GROUP)):
             writer.writerows(rows)
             table.write_table(pyarrow.Table.from_pylist(rows, schema))

@@ -1,12 +1,13 @@
-"""Votes weighted by confidence, with unsure samples left out or ended early (Fu et al. 2025, "Deep
-Think with Confidence").
+"""One answer from several samples: votes, and the choice of one of the samples.
 
-A sample's confidence is its lowest group confidence. Where it would have ended under a threshold is
-read off its record lows, so nothing is generated twice.
+Votes may be weighted by confidence, with unsure samples left out or ended early (Fu et al. 2025,
+"Deep Think with Confidence"). A sample's confidence is its lowest group confidence. Where it would
+have ended under a threshold is read off its record lows, so nothing is generated twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ Low = tuple[float, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer to a question."""
+    """One answer to a question, with its score (NaN without one) and mean ln p per token."""
 
     answer: str | None
     forwards: int
     lows: Sequence[Low]
+    score: float = math.nan
+    logprob: float = -math.inf
 
     @property
     def confidence(self) -> float:
@@ -95,4 +98,30 @@ VOTES: Mapping[str, Callable[[Sequence[Sample]], tuple[str | None, int]]] = {
     "weighted, surest 10 %": partial(weighted_vote, share=0.1),
     "early end, surest 90 %": partial(early_vote, share=0.9),
     "early end, surest 10 %": partial(early_vote, share=0.1),
+}
+
+
+def best_score(samples: Sequence[Sample]) -> tuple[float, int]:
+    """The highest score of the samples: what a perfect verifier would reach, the bound of any
+    choice. And the forwards of all samples, as below."""
+    return float(np.max([s.score for s in samples])), sum(s.forwards for s in samples)
+
+
+def likeliest_score(samples: Sequence[Sample]) -> tuple[float, int]:
+    """The score of the sample with the highest mean ln p per token, on a tie the first."""
+    best = max(samples, key=lambda sample: sample.logprob)
+    return best.score, sum(s.forwards for s in samples)
+
+
+def surest_score(samples: Sequence[Sample]) -> tuple[float, int]:
+    """The score of the sample with the highest lowest group confidence, on a tie the first."""
+    best = max(samples, key=lambda sample: sample.confidence)
+    return best.score, sum(s.forwards for s in samples)
+
+
+# The choice of one sample, which free text allows, too.
+CHOICES: Mapping[str, Callable[[Sequence[Sample]], tuple[float, int]]] = {
+    "best": best_score,
+    "likeliest": likeliest_score,
+    "surest": surest_score,
 }

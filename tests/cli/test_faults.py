@@ -112,7 +112,7 @@ def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
     write = {
         "page.html": lambda: write_report(small_trace, paths[0]),
         "mine.toml": lambda: write_text(paths[0], "x = 1\n" * 200),
-        "results.csv results.parquet": lambda: write_tables(rows, [], tmp_path, "results"),
+        "results.csv results.parquet": lambda: write_tables(rows, [], [], tmp_path, "results"),
         "": lambda: Store(str(tmp_path / "out.jsonl"), {"model": "m" * 1000}),
     }[names]
     with full_disk(size), pytest.raises(UserError, match="cannot be written: "):

@@ -29,7 +29,13 @@ from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
 from entropix_jax.lab import ablate, command, evaluate, study
-from entropix_jax.lab.statistics import Bootstrap, Interval, majority_vote, rotate
+from entropix_jax.lab.statistics import (
+    Bootstrap,
+    Interval,
+    joint_intervals,
+    majority_vote,
+    rotate,
+)
 from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tables import COLUMNS
 from entropix_jax.lab.tasks.registry import find_task
@@ -220,15 +226,26 @@ def test_scores_and_votes_of_the_summary(done: Path) -> None:
     costs, curve = np.array([base_cost, 3 * base_cost]), np.array([base, vote(done, "hot")])
     lines = section(done, "Scores")
     assert [line[0] for line in lines] == [*SETTINGS]
-    votes = [line for line in section(done, "Self-consistency") if line[1] == "majority"]
-    for (name, score, sums, facts, forwards, *differences), told in zip(lines, votes, strict=True):
+    votes = [line for line in section(done, "Several samples") if line[1:2] == ["majority"]]
+    # By task, first of all; then the joint differences, by the two others from the baseline.
+    tasks = section(done, "Tasks")[:3]
+    others = [array(done, name, "score").mean(1) - base for name in SETTINGS[1:]]
+    ones = np.ones(4)
+    values, each = zip(*(Bootstrap([*STRATA]).ratio(o, ones) for o in others), strict=True)
+    joint = dict(zip(SETTINGS[1:], joint_intervals(values, np.stack(each)), strict=True))
+    for (name, score, forwards, *differences), told, by_task in zip(
+        lines, votes[:3], tasks, strict=True
+    ):
         own, cost = (array(done, name, column).mean(1) for column in ("score", "forwards"))
         assert score == str(estimate(own))
-        assert [sums, facts] == [f"{own[t == STRATA].mean():.3f}" for t in (0, 1)]
+        alone = [str(Bootstrap([0, 0]).estimate(own[t == STRATA])) for t in (0, 1)]
+        assert by_task == [name, score, *alone]
         assert forwards == f"{cost.mean():.1f}"
-        over, equal = estimate(own - base), over_curve(costs, curve, cost, own)
-        wanted = [signed(over), over.verdict, signed(equal), equal.verdict]
-        assert differences == ([""] * 4 if name == "hot" else wanted)
+        if name == "hot":
+            assert differences == [""] * 4
+        else:
+            over, equal = joint[name], over_curve(costs, curve, cost, own)
+            assert differences == [signed(over), over.verdict, signed(equal), equal.verdict]
         mean = array(done, name, "forwards").mean()
         three = f"{estimate(vote(done, name))} ({3 * mean:.0f})"
         assert told == [name, "majority", f"{score} ({mean:.0f})", three]

@@ -142,6 +142,12 @@ def test_named_settings(tmp_path: Path) -> None:
     # Without a base that is asked for or changed, the named settings are all there are.
     alone = read(tmp_path, '[settings.greedy]\nsampler = "greedy"\n')
     assert [setting.name for setting in alone.settings] == [alone.baseline] == ["greedy"]
+    # Further baselines stand behind the first.
+    text = "baselines = ['plain', 'own', 'no-branch']\nbase = 'own.toml'\n"
+    assert alone.baselines == ()
+    text += "[settings.no-branch]\n'arms.lehv' = 'explore'\n[settings.plain]\nsampler = 'greedy'\n"
+    several = read(tmp_path, text)
+    assert (several.baseline, several.baselines) == ("own", ("plain", "no-branch"))
 
 
 def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
@@ -208,6 +214,8 @@ BAD: list[tuple[str, str]] = [
     ("T\nsplit = 'train'", "split = 'train': must be one of tuning, test"),
     ("T\nbase = 'entropics'", "base: no sampler preset 'entropics'.*did you mean 'entropix'"),
     ("T\nbaseline = 'entropy'", "baseline = 'entropy': no such setting, did you mean 'entropix'"),
+    ("T\nbaselines = ['entropy']", "baselines = 'entropy': no such setting, did you mean 'entro"),
+    ("T\nbaselines = 'greedy'", "baselines: must be a list of texts"),
     ("T\n[set]\n'base.temprature' = 1", "set: .*'base.temprature', did you mean 'base.temp"),
     ("T\n[set]\n'thresholds.h1' = 3\n'thresholds.h2' = 2", "set: .*h1 = 3 is above.*h2 = 2"),
     ("T\n[settings.a]\n'base.top_k' = -1", r"settings.a: .*base.top_k = -1: must be an integer in"),

@@ -10,6 +10,7 @@ import pytest
 
 from entropix_jax.engine.results import Row
 from entropix_jax.lab.votes import (
+    CHOICES,
     VOTES,
     WARM_UP,
     Sample,
@@ -84,6 +85,21 @@ def test_an_early_end_by_hand() -> None:
 def test_one_sample_is_its_own_vote() -> None:
     for vote in VOTES.values():
         assert vote([sample("a", 7.0)]) == ("a", 100)
+    for choose in CHOICES.values():
+        assert choose([Sample("a", 9, [], score=0.25)]) == (0.25, 9)
+
+
+def test_the_choice_of_one_sample() -> None:
+    samples = [
+        Sample("a", 10, [(7.0, 1), (3.0, 5)], score=0.0, logprob=-0.5),
+        Sample("b", 20, [(4.0, 1)], score=0.5, logprob=-1.0),
+        Sample("c", 30, [(3.5, 1)], score=1.0, logprob=-2.0),
+        Sample(None, 40, [], score=0.0),  # without tokens: neither likely nor sure
+    ]
+    chosen = {kind: choose(samples) for kind, choose in CHOICES.items()}
+    assert chosen == {"best": (1.0, 100), "likeliest": (0.0, 100), "surest": (0.5, 100)}
+    equal = [Sample("a", 1, [(2.0, 1)], score=float(i), logprob=-1.0) for i in (1, 0)]
+    assert [choose(equal)[0] for choose in CHOICES.values()] == [1.0, 1.0, 1.0]
 
 
 def test_record_lows_tell_where_a_row_ends(tiny: LanguageModel) -> None:
