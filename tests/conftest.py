@@ -34,6 +34,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 REQUIRE_ALL = bool(os.environ.get("ENTROPIX_REQUIRE_ALL"))
 SHARED_DATA = os.environ.get("ENTROPIX_SHARED_DATA", "")
+TASK_DATA = os.environ.get("ENTROPIX_DATA", "")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_SECONDS = 1200  # limit of a slow test; pyproject.toml has that of the others
 BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), "")
@@ -59,7 +60,7 @@ PROGRAMS: dict[str, str | int | float] = {
 
 # Asking for one of these fixtures marks a test. What a marker needs, which is an extra's name.
 MARKER_OF_FIXTURE = {"torch": "parity", "transformers": "parity"}
-MARKER_OF_FIXTURE |= {name: name for name in ("shared_data", "browser")}
+MARKER_OF_FIXTURE |= {name: name for name in ("shared_data", "task_data", "browser")}
 NEEDS = (("parity", "torch"), ("parity", "transformers"), ("browser", "playwright"))
 
 
@@ -109,6 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {
         "slow": not (config.getoption("all") or "slow" in config.getoption("markexpr")),
         "shared_data": REQUIRE_ALL and not SHARED_DATA,
+        "task_data": REQUIRE_ALL and not TASK_DATA,
         "browser": REQUIRE_ALL and not BROWSER,
     }
     markers = [marker for marker, is_absent in absent.items() if is_absent]
@@ -126,6 +128,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"{name} is not installed: pip install -e .[{marker}]")
     if item.get_closest_marker("shared_data") and not SHARED_DATA:
         pytest.skip("ENTROPIX_SHARED_DATA does not name a folder with llama3/tokenizer.model")
+    if item.get_closest_marker("task_data") and not TASK_DATA:
+        pytest.skip("ENTROPIX_DATA does not name a folder of tasks' published files")
     if item.get_closest_marker("browser") and not BROWSER:
         pytest.skip(NO_BROWSER)
 
@@ -158,6 +162,11 @@ def transformers() -> ModuleType:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     return Path(SHARED_DATA)
+
+
+@pytest.fixture(scope="session")
+def task_data() -> Path:
+    return Path(TASK_DATA)
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def option(metavar: str) -> Any:
 # Types of options, for the fields of a command's arguments.
 Text = Annotated[str | None, option("TEXT")]
 File = Annotated[str | None, option("FILE")]
+Folder = Annotated[str | None, option("DIR")]
 Model = Annotated[str | None, option("MODEL")]
 Module = Annotated[str | None, option("MODULE")]
 _Weights = Literal["bfloat16", "float32", "int8"]

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import tyro
 
-from entropix_jax.cli.options import Count, Dtype, Model, Module, own_mechanisms, parse, run_command
+from entropix_jax.cli.options import (
+    Count,
+    Dtype,
+    Folder,
+    Model,
+    Module,
+    own_mechanisms,
+    parse,
+    run_command,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,10 @@ class Arguments:
     """A sweep file, or the name of one in configs/ablations/."""
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Folder of the results. The same command resumes an interrupted study."""
+    data: Folder = None
+    """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
+    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, writing.jsonl (default: the environment variable
+    ENTROPIX_DATA)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
@@ -40,7 +53,7 @@ def _main(arguments: Arguments) -> int:
 
     path, own = find_sweep(arguments.sweep), own_mechanisms(arguments.plugin)
     return run_study(
-        lambda calibrate: read_sweep(path, calibrate, own),
+        lambda calibrate: read_sweep(path, calibrate, own, arguments.data),
         Path(arguments.output),
         model=arguments.model,
         slots=arguments.slots,

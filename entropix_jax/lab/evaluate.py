@@ -11,6 +11,7 @@ import tyro
 from entropix_jax.cli.options import (
     Count,
     Dtype,
+    Folder,
     Model,
     Module,
     Texts,
@@ -30,8 +31,9 @@ class Arguments:
     baseline."""
 
     task: _Names
-    """sums, word-problems, facts, forks, documents (for the tiny model),
-    gsm8k:TEST.jsonl[,TUNING.jsonl], or your own, module:attribute or file.py:attribute."""
+    """sums, word-problems, facts, forks, documents (for the tiny model); gsm8k, svamp, nq-open,
+    ifeval, writing, each with its file (svamp:FILE.json) or without (see --data); or your own,
+    module:attribute or file.py:attribute."""
     output: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """Folder of the results. The same command resumes an interrupted study."""
     sampler: _Names = ()
@@ -47,6 +49,10 @@ class Arguments:
     """Items of each task to tune on."""
     max_new_tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Limit of an answer (default: the task's own)."""
+    data: Folder = None
+    """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
+    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, writing.jsonl (default: the environment variable
+    ENTROPIX_DATA)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
@@ -71,12 +77,14 @@ def _main(arguments: Arguments) -> int:
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
     from entropix_jax.lab.command import run_study
     from entropix_jax.lab.sweep import Calibrate, Setting, Sweep, list_names, make_tuning
+    from entropix_jax.lab.tasks.registry import locate_task
     from entropix_jax.sampler.presets import load_sampler
 
     names = list(dict.fromkeys(itertools.chain(*arguments.sampler))) or list(_SAMPLERS)
     tasks = tuple(dict.fromkeys(itertools.chain(*arguments.task)))
     if not tasks:
         raise UserError("--task must be given (see --help)")
+    located = tuple(locate_task(name, arguments.data) for name in tasks)
     own = own_mechanisms(arguments.plugin)
     samplers = [load_sampler(name, own) for name in names]
 
@@ -96,7 +104,7 @@ def _main(arguments: Arguments) -> int:
             settings = tuple(Setting(sampler.name, sampler) for sampler in samplers)
         return Sweep(
             description=f"{', '.join(names)} on {', '.join(tasks)}",
-            tasks=tasks,
+            tasks=located,
             prompts=None,
             items=arguments.items,
             seeds=tuple(range(arguments.seeds)),

@@ -93,6 +93,8 @@ class Study:
         names = [task.name for task in self._tasks]
         if len(set(names)) < len(names):
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
+        if sweep.tuning and not any(task.scored for task in self._tasks):
+            raise UserError(f"tuning: no score to tune by: {', '.join(names)} has none")
         # Hashed now, as it was just imported: the file may change while the study runs.
         self._codes = {task.name: _hash_code(task) for task in self._tasks if _is_user_task(task)}
         try:
@@ -147,9 +149,13 @@ class Study:
         digest = collect_digest(results, self._votes, sizes=sizes)
         return self._write(results, digest, settings, sizes, tuned)
 
+    def _tasks_of(self, phase: _Phase) -> list[Task]:
+        """The tasks of a phase: samplers are tuned by those that have a score."""
+        return [task for task in self._tasks if task.scored or phase.name != TUNING]
+
     def _questions(self, phase: _Phase) -> Iterator[Question]:
         most = self._sweep.max_new_tokens
-        for task in self._tasks:
+        for task in self._tasks_of(phase):
             yield from read_questions(self._model, task, phase.split, phase.items, most)
 
     def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
@@ -197,7 +203,7 @@ class Study:
             "model_fingerprint": model.fingerprint,
             "precision": model.precision.to_json(),
             "phase": phase.name,
-            "tasks": [task.name for task in self._tasks],  # without paths
+            "tasks": [task.name for task in self._tasks_of(phase)],  # without paths
             "split": phase.split,
             "items": phase.items,
             "seeds": list(phase.seeds),

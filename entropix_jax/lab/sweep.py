@@ -54,7 +54,7 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.ranges import change_sampler, draw_samplers, flatten, is_list_of, name_setting
-from entropix_jax.lab.tasks.gsm8k import Gsm8k
+from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.mechanism import Mechanism
@@ -117,6 +117,7 @@ def read_sweep(
     path: Path,
     calibrate: Calibrate = lambda sampler: sampler,
     mechanisms: Sequence[Mechanism] = (),
+    data: str | None = None,
 ) -> Sweep:
     """Reads a sweep file.
 
@@ -124,13 +125,14 @@ def read_sweep(
         calibrate: adds the model's thresholds to a sampler, so that random draws are consistent
             with them. Called only for random draws and tuning.
         mechanisms: the user's own, which all samplers get.
+        data: the folder of published files; see `locate_task`.
 
     Raises:
         UserError: the file is invalid; the message names the file and the key.
     """
     raw = read_toml(path)
     with _within(str(path)):
-        return _Reader(raw, path.parent, calibrate, mechanisms).sweep()
+        return _Reader(raw, path.parent, calibrate, mechanisms, data).sweep()
 
 
 @contextmanager
@@ -263,11 +265,13 @@ class _Reader:
         folder: Path,
         calibrate: Calibrate,
         mechanisms: Sequence[Mechanism],
+        data: str | None,
     ) -> None:
         self._raw = raw
         self._folder = folder
         self._calibrate = calibrate
         self._mechanisms = mechanisms
+        self._data = data
 
     def sweep(self) -> Sweep:
         raw = self._raw
@@ -403,11 +407,8 @@ class _Reader:
         return self._file(name) if name.endswith(".toml") else name
 
     def _task(self, name: str) -> str:
-        """A task's name, with resolved paths."""
-        kind, _, files = name.partition(":")
-        if kind == Gsm8k.name and files:
-            return f"{kind}:{','.join(map(self._file, files.split(',')))}"
-        return self._file(name) if name.rpartition(":")[0].endswith(".py") else name
+        """A task's name, with the paths of its files."""
+        return locate_task(name, self._data, self._file)
 
     def _file(self, name: str) -> str:
         """A path relative to the sweep's folder, or a URL."""

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, SupportsFloat
 
 from entropix_jax.batch.output import Store
-from entropix_jax.batch.records import BadRecord, Record, content_hash, read_records
+from entropix_jax.batch.records import Record, content_hash
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import CalibratedSampler, encode_prompt
@@ -22,6 +22,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.lab.measures import measure_row
 from entropix_jax.lab.sweep import Setting
 from entropix_jax.lab.tasks.task import Item, Split, Task
+from entropix_jax.lab.tasks.writing import read_prompts
 from entropix_jax.lab.votes import record_lows
 from entropix_jax.model.loading import LanguageModel
 
@@ -42,7 +43,9 @@ class Question:
     @cached_property
     def digest(self) -> bytes:
         """A hash of everything that determines the answer and its score, except code."""
-        parts = (self.prompt, self.ends, self.task.stop, self.max_new_tokens, self.item.answer)
+        item = self.item
+        asked = (self.prompt, self.ends, self.task.stop, self.max_new_tokens)
+        parts = (*asked, item.answer, *item.accepted)
         return hashlib.blake2b(repr(parts).encode()).digest()
 
 
@@ -74,16 +77,14 @@ class Prompts(Task):
     """Prompts of a file, without answers. Each call of `items` reads the file again."""
 
     name = "prompts"
+    scored = False
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         """The prompts, the same for both splits."""
-        for record in read_records(self._address):
-            if isinstance(record, BadRecord):
-                raise UserError(f"{self._address}: line {record.line}: {record.error}")
-            yield Item(record.id, record.prompt or tuple(record.messages or ()), "")
+        return read_prompts(self._address)
 
     def extract(self, item: Item, text: str) -> str | None:
         """None: there is no answer to find."""
@@ -252,7 +253,7 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
     """Scores a finished row; returns the result to store.
 
     Raises:
-        UserError: the task's code fails, or returns an invalid answer or score.
+        UserError: the task's code fails, or returns an invalid answer, score or measure.
     """
     task, item = trial.question.task, trial.question.item
     where = _where(task, item)
@@ -267,6 +268,7 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         raise UserError(f"{where}: score returned {value!r}, not a finite number or NaN")
     if math.isnan(score) and trial.phase == TUNING:
         raise UserError(f"{where}: score returned {value!r}: samplers cannot be tuned by it")
+    measures = _measures(trial.question, row.text)
     fields = row.to_json()
     regimes, actions = fields.pop("regimes"), fields.pop("actions")
     return {
@@ -280,6 +282,7 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         "score": None if math.isnan(score) else score,
         "answer": answer,
         "expected": item.answer,
+        "measures": measures,
         **fields,
         "regimes": regimes,
         "actions": actions,
@@ -287,3 +290,16 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         "confidence_lows": record_lows(row),
         "timings": {"seconds": round(seconds, 4)},
     }
+
+
+def _measures(question: Question, text: str) -> dict[str, list[float]]:
+    """A text's further measures by name, each a part and the whole; UserError if one is none."""
+    task, item = question.task, question.item
+    where = f"{_where(task, item)}: measures"
+    with _user_code(where):
+        given = dict(task.measures(item, text))
+        measures = {name: [float(part), float(whole)] for name, (part, whole) in given.items()}
+    for name, pair in measures.items():
+        if not isinstance(name, str) or not all(map(math.isfinite, pair)):
+            raise UserError(f"{where} returned {name!r}: {given[name]!r}, not two finite numbers")
+    return measures

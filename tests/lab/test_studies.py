@@ -40,6 +40,7 @@ from entropix_jax.lab.sweep import Setting, read_sweep
 from entropix_jax.lab.tables import COLUMNS
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Item, Task
+from entropix_jax.lab.tasks.writing import Writing
 from entropix_jax.lab.trials import TUNING, Trial, make_result, read_questions
 from entropix_jax.lab.truth import compare_with_truth, has_world_vocabulary
 from entropix_jax.lab.world.corpus import encode_row, terminal_ids, write_row
@@ -437,6 +438,45 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     assert (output / "test.jsonl").read_bytes().startswith(before)
 
 
+def test_tasks_with_and_without_a_score(
+    folder: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers are tuned by the first alone. Files are found by their published names, and another
+    folder with the same ones continues the study."""
+    text = "tasks = ['own.py:WORDS', 'writing']\nitems = 2\nmax_new_tokens = 4\n"
+    text += "[tuning]\nsamplers = ['top-p']\nsettings = 2\nitems = 2\n"
+    sweep, output = write_sweep(tmp_path, text), tmp_path / "out"
+    command = (ablate, sweep, "--output", output, "--model", folder, "--slots", 4)
+    monkeypatch.delenv("ENTROPIX_DATA", raising=False)
+    assert "task 'writing': no file: give writing:FILE.jsonl, or --data or" in refusal(
+        run(*command)
+    )
+    for name in ("one", "two"):
+        lines = "".join(f'{{"id": "p{n}", "prompt": "Rome and Bob"}}\n' for n in range(8))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "writing.jsonl").write_text(lines)
+    succeed(*command, "--data", tmp_path / "one")
+    before = {name: (output / f"{name}.jsonl").read_bytes() for name in ("tuning", "test")}
+    tuning, test = ([*map(json.loads, before[name].splitlines())] for name in before)
+    assert {row["task"] for row in tuning} == {"words"}
+    assert [row["task"] for row in sorted(test, key=lambda row: row["line"])] == [
+        *2 * ["words"],
+        *2 * ["writing"],
+    ]
+    assert all((row["score"] is None) == (row["task"] == "writing") for row in test)
+    assert {row["task"]: {*row["measures"]} for row in test} == {
+        "words": set(),
+        "writing": {"unknown_words", "repeated_4grams"},
+    }
+    for row in (row for row in test if row["task"] == "writing"):
+        measures = Writing(Path()).measures(Item("", "", ""), row["text"])
+        assert row["measures"] == {name: [*pair] for name, pair in measures.items()}
+    monkeypatch.setattr(Engine, "run", None)
+    monkeypatch.setenv("ENTROPIX_DATA", str(tmp_path / "two"))
+    succeed(*command)
+    assert before == {name: (output / f"{name}.jsonl").read_bytes() for name in before}
+
+
 def test_a_documented_task_and_the_name_of_the_model(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +508,9 @@ def test_a_documented_task_and_the_name_of_the_model(
 MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
     (evaluate, {"--task": "own.py:RAISES"}, "item 'test 0': extract failed: ValueError: one two"),
     (evaluate, {"--task": ("own.py:WORDS", "./own.py:WORDS")}, "two tasks are called 'words'"),
-    (evaluate, {"--task": "gsm8k:g.jsonl", "--tune": 2}, "tuning needs a second file"),
+    (evaluate, {"--task": "gsm8k:g.jsonl", "--tune": 2}, "'gsm8k': no items in its split 'tuning'"),
+    (evaluate, {"--task": "writing:w.jsonl", "--tune": 2}, "no score to tune by: writing has none"),
+    (evaluate, {"--task": "svamp", "--data": "none"}, "none/svamp.json: no such file"),
     (evaluate, {"--sampler": ("own.toml", "./own.toml")}, "two settings are called 'own'"),
     (evaluate, {"--sampler": ("own.toml", "./own.toml"), "--tune": 2}, "two are called 'own'"),
     (evaluate, {"--sampler": "long.toml"}, "setting 'long': sampler 'long': metrics.layers has 7"),
@@ -487,6 +529,7 @@ def scene(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = "metrics.layers = [1, 1, 1, 1, 1, 1, 1]"
     (tmp_path / "long.toml").write_text(f'extends = "greedy"\n{layers}\n')
     (tmp_path / "g.jsonl").write_text('{"question": "1 + 1?", "answer": "2\\n#### 2"}\n')
+    (tmp_path / "w.jsonl").write_text('{"prompt": "Rome"}\n')
     (tmp_path / "taken" / "test.jsonl").mkdir(parents=True)
     write_sweep(tmp_path, "tasks = ['own.py:WORDS']\nbase = 'greedy'\n")
     monkeypatch.chdir(tmp_path)
@@ -540,6 +583,9 @@ def failing(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
         ({"score": lambda *_: float("inf")}, "item 'a': score returned inf, not a finite number"),
         ({"score": lambda *_: float("nan")}, "score returned nan: samplers cannot be tuned by it"),
         ({"score": lambda *_: 1 / 0}, "item 'a': score failed: ZeroDivision"),
+        ({"measures": lambda *_: {"x": 2.0}}, "item 'a': measures failed: TypeError"),
+        ({"measures": lambda *_: {"x": (1.0, float("inf"))}}, "returned 'x': (1.0, inf), not two"),
+        ({"measures": lambda *_: {1: (1.0, 2.0)}}, "measures returned 1: (1.0, 2.0), not two"),
     ],
 )
 def test_errors_of_a_users_task_are_one_line(

@@ -152,10 +152,18 @@ def test_named_settings(tmp_path: Path) -> None:
 
 def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
     write(tmp_path, OWN, "own.toml")
-    names = ["sums", "gsm8k:a.jsonl,/b.jsonl", "my/task.py:TASK", "my.module:TASK"]
-    sweep = read_sweep(write(tmp_path, f"tasks = {names}\nbase = 'own.toml'"))
-    own = (f"gsm8k:{tmp_path}/a.jsonl,/b.jsonl", f"{tmp_path}/my/task.py:TASK")
-    assert sweep.tasks == ("sums", *own, "my.module:TASK")
+    names = ["sums", "gsm8k:a.jsonl,/b.jsonl", "svamp:a,b.json", "my/task.py:TASK"]
+    names += ["ifeval", "my.module:TASK"]
+    path = write(tmp_path, f"tasks = {names}\nbase = 'own.toml'")
+    sweep = read_sweep(path, data="/data")
+    assert sweep.tasks == (
+        "sums",
+        f"gsm8k:{tmp_path}/a.jsonl,/b.jsonl",
+        f"svamp:{tmp_path}/a,b.json",
+        f"{tmp_path}/my/task.py:TASK",
+        "ifeval:/data/ifeval.jsonl",
+        "my.module:TASK",
+    )
     for given, meant in (("in.csv", f"{tmp_path}/in.csv"), ("s3://b/in.csv", "s3://b/in.csv")):
         assert read_sweep(write(tmp_path, f"prompts = '{given}'")).prompts == meant
 

@@ -276,14 +276,17 @@ def test_file(tmp_path: Path) -> Path:
 
 
 def test_the_problems_of_a_file_are_the_items(test_file: Path):
-    task = find_task(f"gsm8k:{test_file}")
+    task = find_task(f"gsm8k:{test_file},{test_file}")
     items = list(task.items("test", chat=False))
     assert [item.id for item in items] == ["gsm8k-test-1", "gsm8k-test-3", "gsm8k-test-4"]
     assert [item.answer for item in items] == ["7", "1280", "-3"]
-    with pytest.raises(UserError, match=r"needs a second file: gsm8k:.*test\.jsonl,TUNING\.jsonl"):
-        task.items("tuning", chat=False)
-    both = find_task(f"gsm8k:none.jsonl,{test_file}")
-    assert next(both.items("tuning", chat=False)).id == "gsm8k-tuning-1"
+    assert next(task.items("tuning", chat=False)).id == "gsm8k-tuning-1"
+    # One file alone is split; a quarter of three problems is none.
+    alone = find_task(f"gsm8k:{test_file}")
+    assert not list(alone.items("tuning", chat=False))
+    found = {item.id: (item.prompt, item.answer) for item in alone.items("test", chat=False)}
+    wanted = {item.id.replace("-test", ""): (item.prompt, item.answer) for item in items}
+    assert found == wanted
     # Eight solved problems stand before the question.
     text, chat = items[0].prompt, next(task.items("test", chat=True)).prompt
     assert isinstance(text, str)
@@ -337,7 +340,7 @@ def test_numbers_are_read_from_solutions(answer: str | None, texts: list[str]):
 )
 def test_a_malformed_line_is_named(test_file: Path, line: bytes, message: str):
     test_file.write_bytes(test_file.read_bytes() + b"\n" + line + b"\n")
-    items = find_task(f"gsm8k:{test_file}").items("test", chat=False)
+    items = find_task(f"gsm8k:{test_file},none.jsonl").items("test", chat=False)
     assert [next(items).answer for _ in PROBLEMS] == ["7", "1280", "-3"]  # read lazily
     with pytest.raises(UserError, match=rf"test\.jsonl: line 5: .*{re.escape(message)}"):
         next(items)

@@ -5,16 +5,17 @@ Prompts start with eight worked exemplars (chain of thought, Wei et al. 2022, ar
 this project's own, from a file of the same format.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from entropix_jax.errors import UserError
-from entropix_jax.host.files import opening
-from entropix_jax.lab.tasks.task import Item, Prompt, Split, Task, check_split
+from entropix_jax.lab.tasks.examples import ask_after
+from entropix_jax.lab.tasks.files import Entry, read_lines, split_items
+from entropix_jax.lab.tasks.task import Item, Split, Task, check_split
 
 EXEMPLARS = Path(__file__).with_name("gsm8k_exemplars.jsonl")
 
@@ -33,7 +34,7 @@ class _Solved(NamedTuple):
 
 
 class Gsm8k(Task):
-    """One file's problems as the test split, and optionally another's as the tuning split."""
+    """One file's problems, in two splits; or as the test split, and another's as the tuning one."""
 
     name = "gsm8k"
     chat = None
@@ -46,34 +47,27 @@ class Gsm8k(Task):
 
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
         check_split(split)
-        path = self._test if split == "test" else self._tuning
-        if path is None:
-            raise UserError(
-                f"gsm8k:{self._test}: tuning needs a second file: gsm8k:{self._test},TUNING.jsonl"
-            )
-        return self._items(path, split, chat)
+        if self._tuning is None:
+            yield from split_items(self._read(self._test, self.name, chat), split)
+        else:
+            path = self._test if split == "test" else self._tuning
+            yield from self._read(path, f"{self.name}-{split}", chat)
 
-    def _items(self, path: Path, split: Split, chat: bool) -> Iterator[Item]:
-        exemplars = list(_read(EXEMPLARS))
-        for line, question, _, answer in _read(path):
-            yield Item(f"gsm8k-{split}-{line}", _prompt(exemplars, question, chat), answer)
+    def _read(self, path: Path, kind: str, chat: bool) -> Iterator[Item]:
+        for line, question, _, answer in map(_parse, read_lines(path)):
+            prompt = ask_after(worked_examples(), question, chat=chat)
+            yield Item(f"{kind}-{line}", prompt, answer)
 
     def extract(self, item: Item, text: str) -> str | None:
         """See `read_number`."""
         return read_number(text)
 
 
-def _prompt(exemplars: list[_Solved], question: str, chat: bool) -> Prompt:
-    """The worked exemplars and the question, as turns of a chat or as plain text."""
-    if not chat:
-        blocks = [f"Question: {each.question}\nAnswer: {each.solution}" for each in exemplars]
-        return "\n\n".join([*blocks, f"Question: {question}\nAnswer:"])
-    turns = [
-        {"role": role, "content": content}
-        for each in exemplars
-        for role, content in (("user", each.question), ("assistant", each.solution))
-    ]
-    return (*turns, {"role": "user", "content": question})
+@cache
+def worked_examples() -> tuple[tuple[str, str], ...]:
+    """The questions and solutions of the project's own exemplars."""
+    solved = map(_parse, read_lines(EXEMPLARS))
+    return tuple((each.question, each.solution) for each in solved)
 
 
 def read_number(text: str) -> str | None:
@@ -85,33 +79,21 @@ def read_number(text: str) -> str | None:
     if last is None:
         return None
     sign, digits = last
-    number = Decimal(digits.replace(",", "")).normalize()
-    return f"{(-number if sign else number) + 0:f}"
+    number = Decimal(digits.replace(",", ""))
+    return write_number(-number if sign else number)
 
 
-def _read(path: Path) -> Iterator[_Solved]:
-    """Reads a file's problems line by line, skipping blank lines."""
-    empty = True
-    with opening(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                empty = False
-                yield _parse(line, path, number)
-    if empty:
-        raise UserError(f"{path}: has no problems")
+def write_number(number: Decimal) -> str:
+    """A number as `read_number` returns it: without trailing zeros or an exponent."""
+    return f"{number.normalize() + 0:f}"
 
 
-def _parse(line: bytes, path: Path, number: int) -> _Solved:
-    where = f"{path}: line {number}"
-    try:
-        problem = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from None
-    match problem:
+def _parse(entry: Entry) -> _Solved:
+    match entry.value:
         case {"question": str(question), "answer": str(solution)} if question.strip():
             if not _MARKED.search(solution):
-                raise UserError(f"{where}: the answer does not end in '#### NUMBER'")
+                raise UserError(f"{entry.where}: the answer does not end in '#### NUMBER'")
             answer = read_number(solution)
             assert answer is not None
-            return _Solved(number, question, solution, answer)
-    raise UserError(f"{where}: a problem is an object with the texts 'question' and 'answer'")
+            return _Solved(entry.number, question, solution, answer)
+    raise UserError(f"{entry.where}: a problem is an object with the texts 'question' and 'answer'")

@@ -33,12 +33,14 @@ class Item:
         prompt: what the model continues or answers.
         answer: the right answer as `Task.extract` returns it; empty if there are several.
         truth: the true probability of each possible answer, if known.
+        accepted: the right answers, if there are several.
     """
 
     id: str
     prompt: Prompt
     answer: str
     truth: Mapping[str, float] | None = None
+    accepted: tuple[str, ...] = ()
 
 
 class Task(Protocol):
@@ -50,6 +52,7 @@ class Task(Protocol):
         stop: texts that end an answer without being part of it.
         max_new_tokens: limit of an answer.
         votes: whether a majority of answers is meaningful; not so for free text.
+        scored: whether texts have a score; samplers are tuned on tasks with one.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Task(Protocol):
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 256
     votes: bool = True
+    scored: bool = True
 
     @abstractmethod
     def items(self, split: Split, *, chat: bool) -> Iterator[Item]:
@@ -79,6 +83,11 @@ class Task(Protocol):
     def score(self, item: Item, answer: str | None) -> float:
         """1 for the right answer, else 0."""
         return float(answer == item.answer)
+
+    def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
+        """Further measures of a completion by name, each as a part and the whole: the mean over
+        texts is the sum of the parts over that of the wholes."""
+        return {}
 
 
 def check_split(split: str) -> None:

@@ -1,0 +1,67 @@
+"""Open writing: prompts of a user's own, whose texts have measures but no score.
+
+The file is as for `batch`: JSON Lines or CSV with a `prompt` or `messages`, and optionally an `id`.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from entropix_jax.batch.records import BadRecord, read_records
+from entropix_jax.errors import UserError, require
+from entropix_jax.lab.tasks.files import FileTask
+from entropix_jax.lab.tasks.task import Item
+
+_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
+_GRAM = 4
+
+
+class Writing(FileTask):
+    """The prompts of a file, in two splits."""
+
+    name = "writing"
+    votes = False
+    scored = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        require("lab", "wordfreq")
+
+    def read(self, *, chat: bool) -> Iterator[Item]:
+        return read_prompts(str(self.path))
+
+    def extract(self, item: Item, text: str) -> str | None:
+        """None: there is no answer to find."""
+        return None
+
+    def score(self, item: Item, answer: str | None) -> float:
+        """NaN: there is nothing to compare with."""
+        return math.nan
+
+    def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
+        """Words that are no English words, of those of two letters or more; and word 4-grams that
+        the text has had before, of all."""
+        words = [word.casefold() for word in _WORD.findall(text)]
+        long = [word for word in words if len(word) > 1 and not any(map(str.isdigit, word))]
+        grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
+        return {
+            "unknown_words": (float(sum(map(_is_unknown, long))), float(len(long))),
+            "repeated_4grams": (float(len(grams) - len(set(grams))), float(len(grams))),
+        }
+
+
+def _is_unknown(word: str) -> bool:
+    """Whether no word list of English has it, below one in a hundred million words."""
+    # Imported here, as it takes a while, and belongs to an extra.
+    from wordfreq import zipf_frequency
+
+    return zipf_frequency(word, "en", wordlist="large") == 0.0
+
+
+def read_prompts(address: str) -> Iterator[Item]:
+    """The prompts of a file or URL as items without answers. UserError if a record is invalid."""
+    for record in read_records(address):
+        if isinstance(record, BadRecord):
+            raise UserError(f"{address}: line {record.line}: {record.error}")
+        yield Item(record.id, record.prompt or tuple(record.messages or ()), "")

@@ -1,0 +1,190 @@
+"""Tasks of published files: what an entry becomes, what is right, the two splits, and bad files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from entropix_jax.errors import UserError
+from entropix_jax.lab.tasks.gsm8k import EXEMPLARS
+from entropix_jax.lab.tasks.nq_open import normalize_answer
+from entropix_jax.lab.tasks.registry import find_task, locate_task
+from entropix_jax.lab.tasks.task import Item, Split
+from entropix_jax.lab.tasks.writing import Writing
+
+KITES = {"ID": "own-1", "Body": "Ann has 3 kites. She makes 4 more.", "Question": "How many?"}
+PLANET = {"question": "which planet has rings", "answer": ["Saturn", "the Saturn!", "Uranus"]}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Any]:
+    """A task of a file with these entries."""
+
+    def make(kind: str, *entries: Any) -> Any:
+        path = tmp_path / "entries.jsonl"
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        path.write_text(json.dumps([*entries]) if kind == "svamp" else lines)
+        return find_task(f"{kind}:{path}")
+
+    return make
+
+
+@pytest.mark.parametrize("size", [1, 4, 203])
+@pytest.mark.parametrize("kind", ["gsm8k", "nq-open", "writing"])
+def test_a_quarter_is_for_tuning(make: Callable[..., Any], kind: str, size: int) -> None:
+    """No item is in both, all are in one, and neither the order nor the file's length moves one
+    before another."""
+    entry = {"gsm8k": {"question": "1 + 1?", "answer": "#### 2"}, "nq-open": PLANET}
+    entries = [entry.get(kind, {"prompt": "Write."}) for _ in range(size)]
+    task = make(kind, *entries)
+    tuning, test = ([item.id for item in task.items(s, chat=True)] for s in ("tuning", "test"))
+    assert len(tuning) == size // 4
+    prefix = "" if kind == "writing" else f"{kind}-"
+    ids = [f"{prefix}{number}" for number in range(1, size + 1)]
+    assert tuning + test == sorted(ids, key=lambda i: blake2b(i.encode(), digest_size=16).digest())
+    if size > 4:  # a prefix is a fair sample of the file
+        places = [int(name.removeprefix(prefix)) for name in test[:40]]
+        assert 80 < sum(places) / 40 < 125
+
+
+def test_svamp(make: Callable[..., Any]) -> None:
+    task = make("svamp", {**KITES, "Answer": 7.0}, {**KITES, "ID": "own-2", "Answer": 2.50})
+    items = {item.id: item for item in task.items("test", chat=False)}
+    assert {name: item.answer for name, item in items.items()} == {"own-1": "7", "own-2": "2.5"}
+    solved = [json.loads(line) for line in EXEMPLARS.read_text().splitlines()][:4]
+    *shown, asked = items["own-1"].prompt.split("\n\n")
+    assert shown == [f"Question: {e['question']}\nAnswer: {e['answer']}" for e in solved]
+    assert asked == "Question: Ann has 3 kites. She makes 4 more. How many?\nAnswer:"
+    *turns, last = next(task.items("test", chat=True)).prompt
+    assert [turn["content"] for turn in turns[::2]] == [e["question"] for e in solved]
+    assert last == {"role": "user", "content": "Ann has 3 kites. She makes 4 more. How many?"}
+    item = items["own-1"]
+    for text, score in (("3 + 4 = 7\n#### 7", 1.0), ("It is 7.0 kites", 1.0), ("7 of 8", 0.0)):
+        assert task.score(item, task.extract(item, text)) == score
+
+
+NORMALIZED = {
+    "The  Beatles": "beatles",
+    "a man, a plan": "man plan",
+    "theatre": "theatre",
+    "Jean-Luc O'Hara": "jeanluc ohara",
+    "an A.N. Other": "other",  # without its points A.N. is an article
+    "cafe\u0301": "cafe\u0301",
+    "caf\u00e9": "cafe\u0301",
+    "\tU.S.A.\n": "usa",
+    "---": "",
+}
+
+
+@pytest.mark.parametrize(("text", "wanted"), NORMALIZED.items())
+def test_answers_are_normalized_as_published(text: str, wanted: str) -> None:
+    assert normalize_answer(text) == wanted
+
+
+def test_nq_open(make: Callable[..., Any]) -> None:
+    task = make("nq-open", PLANET, {"question": "what is a dash", "answer": ["-"]})
+    items = {item.id: item for item in task.items("test", chat=False)}
+    item, dash = items["nq-open-1"], items["nq-open-2"]
+    assert (item.answer, item.accepted) == ("", ("saturn", "uranus"))
+    assert item.prompt.startswith("Question: ")
+    assert item.prompt.endswith("\n\nQuestion: which planet has rings?\nAnswer:")
+    assert item.prompt.count("Question: ") == 6
+    chat = {i.id: i.prompt for i in task.items("test", chat=True)}[item.id]
+    assert [turn["role"] for turn in chat] == [*5 * ["user", "assistant"], "user"]
+    assert chat[-1]["content"] == "which planet has rings?"
+    texts = {" Saturn.": 1.0, "THE SATURN": 1.0, "Uranus": 1.0, "Saturn or Uranus": 0.0, "": 0.0}
+    for text, score in texts.items():
+        assert task.score(item, task.extract(item, text)) == score, text
+    assert [task.extract(item, text) for text in ("a Saturn", "The.")] == ["saturn", None]
+    assert [task.score(dash, task.extract(dash, text)) for text in ("--", "x")] == [1.0, 0.0]
+    assert (task.stop, task.max_new_tokens) == (("\n",), 16)
+
+
+def test_writing(make: Callable[..., Any]) -> None:
+    turns = [{"role": "user", "content": "Write."}]
+    task = make("writing", {"id": "one", "prompt": "Tell."}, {"messages": turns})
+    items = {item.id: item.prompt for item in task.items("test", chat=True)}
+    assert items == {"one": "Tell.", "2": tuple(turns)}
+    assert (task.scored, task.votes, task.extract(Item("", "", ""), "x")) == (False, False, None)
+    assert task.score(Item("", "", ""), None) != task.score(Item("", "", ""), None)  # NaN
+
+
+MEASURED = {
+    "": ((0, 0), (0, 0)),
+    "The dog and the cat": ((0, 5), (0, 2)),
+    "Teh zqxwv don't I 4x4 don’t qqzzk-dog": ((2, 6), (0, 5)),  # `teh` is a common mistake
+    "a b c d a b c d A B": ((0, 0), (3, 7)),
+    "you go home, you GO home! You go home.": ((0, 9), (3, 6)),
+}
+
+
+@pytest.mark.parametrize(("text", "wanted"), MEASURED.items())
+def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> None:
+    found = Writing(Path()).measures(Item("", "", ""), text)
+    assert found == dict(zip(("unknown_words", "repeated_4grams"), wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("svamp", "{", "bad: not JSON: "),
+        ("svamp", "{}", "bad: must hold a list"),
+        ("svamp", "[]", "bad: must hold a list"),
+        *(
+            ("svamp", json.dumps([{**KITES, "Answer": 1}, one]), "bad: entry 2: a problem is an")
+            for one in (3, KITES, {**KITES, "Answer": "7"}, {**KITES, "Answer": True})
+        ),
+        (
+            "svamp",
+            json.dumps(2 * [{**KITES, "Answer": 10**400}]),
+            "two entries have the id 'own-",
+        ),
+        ("svamp", json.dumps([{**KITES, "Answer": float("nan")}]), "entry 1: a problem is an"),
+        ("nq-open", "\n", "bad: is empty"),
+        ("nq-open", "\n{", "bad: line 2: not JSON: "),
+        *(
+            ("nq-open", json.dumps({"question": q, "answer": a}), "bad: line 1: an entry is an")
+            for q, a in ((" ", ["x"]), ("q", []), ("q", "x"), ("q", ["x", 3]), (1, ["x"]))
+        ),
+        ("gsm8k", "", "bad: is empty"),
+        ("writing", '{"prompt": "a"}\n{"promt": "b"}\n', "bad: line 2: neither 'prompt' nor"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path: Path, kind: str, content: str, message: str) -> None:
+    (tmp_path / "bad").write_text(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        list(find_task(f"{kind}:{tmp_path}/bad").items("test", chat=False))
+
+
+def test_files_are_found_by_their_published_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ENTROPIX_DATA", raising=False)
+    for name in ("svamp", "svamp:"):
+        with pytest.raises(UserError, match=r"no file: give svamp:FILE\.json, or --data or ENTROP"):
+            locate_task(name)
+    monkeypatch.setenv("ENTROPIX_DATA", "/there")
+    assert locate_task("gsm8k") == "gsm8k:/there/gsm8k_test.jsonl"
+    assert locate_task("nq-open", "here") == "nq-open:here/nq_open_dev.jsonl"
+    for name in ("sums", "ifeval:x,y", "own.py:TASK", "gsm8k:a,b"):
+        assert locate_task(name, "here") == name
+    with pytest.raises(UserError, match=r"/there/svamp\.json: no such file"):
+        list(find_task("svamp").items("test", chat=False))
+
+
+PUBLISHED = {"gsm8k": 1319, "svamp": 1000, "nq-open": 3610, "ifeval": 541}
+
+
+@pytest.mark.parametrize(("name", "size"), PUBLISHED.items())
+@pytest.mark.filterwarnings("ignore:ifeval. sentences are split by")
+def test_the_published_files(task_data: Path, name: str, size: int) -> None:
+    """Each can be read, and what it says is right is right."""
+    task = find_task(locate_task(name, str(task_data)))
+    items = [item for s in get_args(Split) for item in task.items(s, chat=True)]
+    assert size - 1 <= len(items) <= size  # copies of ifeval lack an entry
+    for item in items if name != "ifeval" else ():
+        assert task.score(item, task.extract(item, (item.accepted or (item.answer,))[0])) == 1.0
