@@ -136,9 +136,13 @@ def _csv_rows(file: BinaryIO, address: str) -> _Rows:
     # The module's own limit, 128 KiB, is less than a model's context.
     csv.field_size_limit(max(csv.field_size_limit(), 2**24))
     # Bytes that are not UTF-8 become lone surrogates, so that only their record is refused.
-    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+    with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+        yield from _csv_lines(read_lines(address, text), address)
+
+
+def _csv_lines(lines: Iterator[str], address: str) -> _Rows:
     # Strict: a stray quote is an error of its line, instead of swallowing the lines after it.
-    reader = csv.reader(read_lines(address, text), strict=True)
+    reader = csv.reader(lines, strict=True)
     header: list[str] | None = None
     while True:
         line, problem = reader.line_num + 1, ""

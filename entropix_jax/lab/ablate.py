@@ -29,7 +29,7 @@ class Arguments:
     """Folder of the results. The same command resumes an interrupted study."""
     data: Folder = None
     """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
-    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, writing.jsonl (default: the environment variable
+    svamp.json, nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
     ENTROPIX_DATA)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import Note, UserError
 from entropix_jax.lab.tasks.gsm8k import EXEMPLARS
 from entropix_jax.lab.tasks.nq_open import normalize_answer
 from entropix_jax.lab.tasks.registry import find_task, locate_task
@@ -115,6 +115,13 @@ def test_writing(make: Callable[..., Any]) -> None:
     assert task.score(Item("", "", ""), None) != task.score(Item("", "", ""), None)  # NaN
 
 
+def test_writing_leaves_out_what_is_no_prompt(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    with pytest.warns(Note, match="own: line 2 is left out: neither 'prompt' nor"):
+        items = list(find_task(f"writing:{tmp_path}/own").items("test", chat=False))
+    assert [item.id for item in items] == ["1"]
+
+
 MEASURED = {
     "": ((0, 0), (0, 0)),
     "The dog and the cat": ((0, 5), (0, 2)),
@@ -153,7 +160,6 @@ def test_measures_of_writing(text: str, wanted: tuple[tuple[int, int], ...]) -> 
             for q, a in ((" ", ["x"]), ("q", []), ("q", "x"), ("q", ["x", 3]), (1, ["x"]))
         ),
         ("gsm8k", "", "bad: is empty"),
-        ("writing", '{"prompt": "a"}\n{"promt": "b"}\n', "bad: line 2: neither 'prompt' nor"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, kind: str, content: str, message: str) -> None:

@@ -448,13 +448,11 @@ def test_tasks_with_and_without_a_score(
     sweep, output = write_sweep(tmp_path, text), tmp_path / "out"
     command = (ablate, sweep, "--output", output, "--model", folder, "--slots", 4)
     monkeypatch.delenv("ENTROPIX_DATA", raising=False)
-    assert "task 'writing': no file: give writing:FILE.jsonl, or --data or" in refusal(
-        run(*command)
-    )
+    assert "task 'writing': no file: give writing:FILE.csv, or --data or" in refusal(run(*command))
     for name in ("one", "two"):
-        lines = "".join(f'{{"id": "p{n}", "prompt": "Rome and Bob"}}\n' for n in range(8))
+        lines = "id,prompt\n" + "".join(f"p{n},Rome and Bob\n" for n in range(8))
         (tmp_path / name).mkdir()
-        (tmp_path / name / "writing.jsonl").write_text(lines)
+        (tmp_path / name / "prompts.csv").write_text(lines)
     succeed(*command, "--data", tmp_path / "one")
     before = {name: (output / f"{name}.jsonl").read_bytes() for name in ("tuning", "test")}
     tuning, test = ([*map(json.loads, before[name].splitlines())] for name in before)

@@ -39,7 +39,7 @@ _OF_FILES = {
     Svamp.name: _OfFiles(Svamp, "svamp:FILE.json", "svamp.json"),
     NqOpen.name: _OfFiles(NqOpen, "nq-open:FILE.jsonl", "nq_open_dev.jsonl"),
     IfEval.name: _OfFiles(IfEval, "ifeval:FILE.jsonl", "ifeval.jsonl"),
-    Writing.name: _OfFiles(Writing, "writing:FILE.jsonl", "writing.jsonl"),
+    Writing.name: _OfFiles(Writing, "writing:FILE.csv", "prompts.csv"),
 }
 _DATA = "ENTROPIX_DATA"  # the environment variable
 _MEMBERS = (

@@ -5,11 +5,12 @@ The file is as for `batch`: JSON Lines or CSV with a `prompt` or `messages`, and
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from entropix_jax.batch.records import BadRecord, read_records
-from entropix_jax.errors import UserError, require
+from entropix_jax.batch.records import BadRecord, Record, read_records
+from entropix_jax.errors import Note, UserError, require
 from entropix_jax.lab.tasks.files import FileTask
 from entropix_jax.lab.tasks.task import Item
 
@@ -29,7 +30,12 @@ class Writing(FileTask):
         require("lab", "wordfreq")
 
     def read(self, *, chat: bool) -> Iterator[Item]:
-        return read_prompts(str(self.path))
+        for record in read_records(str(self.path)):
+            where = f"{self.path}: line {record.line}"
+            if isinstance(record, BadRecord):  # the published file has one
+                warnings.warn(f"{where} is left out: {record.error}", Note, stacklevel=2)
+            else:
+                yield to_item(record)
 
     def extract(self, item: Item, text: str) -> str | None:
         """None: there is no answer to find."""
@@ -64,4 +70,9 @@ def read_prompts(address: str) -> Iterator[Item]:
     for record in read_records(address):
         if isinstance(record, BadRecord):
             raise UserError(f"{address}: line {record.line}: {record.error}")
-        yield Item(record.id, record.prompt or tuple(record.messages or ()), "")
+        yield to_item(record)
+
+
+def to_item(record: Record) -> Item:
+    """A prompt without an answer."""
+    return Item(record.id, record.prompt or tuple(record.messages or ()), "")
