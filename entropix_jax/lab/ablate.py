@@ -1,7 +1,7 @@
 """`python -m entropix_jax.ablate`: compares settings of a sampler, in one compiled program."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from entropix_jax.cli.options import (
     parse,
     run_command,
 )
+from entropix_jax.errors import check_range
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Arguments:
     """Folder of the published files of tasks that are named without a file: gsm8k_test.jsonl,
     svamp.json, nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
     ENTROPIX_DATA)."""
+    items: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Most items of each task that are tested, for a part of a study: its rows are those of the
+    whole (default: as the sweep says)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
@@ -49,11 +53,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     from entropix_jax.lab.command import run_study
-    from entropix_jax.lab.sweep import find_sweep, read_sweep
+    from entropix_jax.lab.sweep import Calibrate, Sweep, find_sweep, read_sweep
 
+    check_range("--items", arguments.items, 1)
     path, own = find_sweep(arguments.sweep), own_mechanisms(arguments.plugin)
+
+    def plan(calibrate: Calibrate) -> Sweep:
+        sweep = read_sweep(path, calibrate, own, arguments.data)
+        most = arguments.items
+        return sweep if most is None else replace(sweep, items=sweep.items.at_most(most))
+
     return run_study(
-        lambda calibrate: read_sweep(path, calibrate, own, arguments.data),
+        plan,
         Path(arguments.output),
         model=arguments.model,
         slots=arguments.slots,

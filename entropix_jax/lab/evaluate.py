@@ -75,6 +75,7 @@ def _main(arguments: Arguments) -> int:
     check_range("--tune", arguments.tune, 0)
     check_range("--tune-items", arguments.tune_items, 1)
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
+    from entropix_jax.lab.by_task import ByTask
     from entropix_jax.lab.command import run_study
     from entropix_jax.lab.sweep import Calibrate, Setting, Sweep, list_names, make_tuning
     from entropix_jax.lab.tasks.registry import locate_task
@@ -95,7 +96,7 @@ def _main(arguments: Arguments) -> int:
             tuning = make_tuning(
                 names,
                 settings=arguments.tune,
-                items=arguments.tune_items,
+                items=ByTask(arguments.tune_items),
                 seeds=[0],
                 calibrate=calibrate,
                 mechanisms=own,
@@ -106,10 +107,10 @@ def _main(arguments: Arguments) -> int:
             description=f"{', '.join(names)} on {', '.join(tasks)}",
             tasks=located,
             prompts=None,
-            items=arguments.items,
+            items=ByTask(arguments.items),
             seeds=tuple(range(arguments.seeds)),
             split="test",
-            max_new_tokens=arguments.max_new_tokens,
+            max_new_tokens=ByTask(arguments.max_new_tokens),
             settings=settings,
             tuning=tuning,
             baseline=list_names(settings, tuning)[0],

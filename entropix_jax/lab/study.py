@@ -27,12 +27,13 @@ from entropix_jax.batch.records import content_hash
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
+from entropix_jax.lab.by_task import ByTask
 from entropix_jax.lab.digest import Digest, collect_digest
 from entropix_jax.lab.findings import Findings, Tuned, analyse_digest
 from entropix_jax.lab.record import record_findings
 from entropix_jax.lab.summary import format_summary
 from entropix_jax.lab.sweep import Setting, Sweep, name_tuned
-from entropix_jax.lab.tables import Results, write_tables
+from entropix_jax.lab.tables import Results, write_scores, write_tables
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.lab.tasks.task import Split, Task
 from entropix_jax.lab.trials import (
@@ -61,7 +62,7 @@ class _Phase:
 
     name: str
     split: Split
-    items: int
+    items: ByTask
     seeds: tuple[int, ...]
 
 
@@ -93,6 +94,10 @@ class Study:
         names = [task.name for task in self._tasks]
         if len(set(names)) < len(names):
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
+        sweep.items.check_tasks("items", names)
+        sweep.max_new_tokens.check_tasks("max_new_tokens", names)
+        if sweep.tuning is not None:
+            sweep.tuning.items.check_tasks("tuning.items", names)
         if sweep.tuning and not any(task.scored for task in self._tasks):
             raise UserError(f"tuning: no score to tune by: {', '.join(names)} has none")
         # Hashed now, as it was just imported: the file may change while the study runs.
@@ -154,9 +159,9 @@ class Study:
         return [task for task in self._tasks if task.scored or phase.name != TUNING]
 
     def _questions(self, phase: _Phase) -> Iterator[Question]:
-        most = self._sweep.max_new_tokens
         for task in self._tasks_of(phase):
-            yield from read_questions(self._model, task, phase.split, phase.items, most)
+            items, most = phase.items.of(task.name), self._sweep.max_new_tokens.of(task.name)
+            yield from read_questions(self._model, task, phase.split, items or 0, most)
 
     def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
         """The number of rows in parallel and their cache capacity, common to all phases, so that
@@ -205,9 +210,9 @@ class Study:
             "phase": phase.name,
             "tasks": [task.name for task in self._tasks_of(phase)],  # without paths
             "split": phase.split,
-            "items": phase.items,
+            "items": phase.items.to_json(),
             "seeds": list(phase.seeds),
-            "max_new_tokens": self._sweep.max_new_tokens,
+            "max_new_tokens": self._sweep.max_new_tokens.to_json(),
             "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
             "version": __version__,
             **({"task_code": self._codes} if self._codes else {}),
@@ -243,6 +248,7 @@ class Study:
         varied = sorted({key for setting in settings for key in setting.varied})
         measures = list(dict.fromkeys(chain.from_iterable(digest.own.values())))
         write_tables(results, varied, measures, folder, "results")
+        write_scores(results, folder / "scores.csv")
         about = self._about(settings, len(results))
         _write_json(folder / "study.json", about | {"settings": _parameters(settings, samplers)})
         _write_json(folder / "findings.json", record_findings(findings))
@@ -262,7 +268,7 @@ class Study:
             "precision": model.precision.to_json(),
             "tasks": list(sweep.tasks) or [sweep.prompts],
             "split": sweep.split,
-            "items of each task": sweep.items or "all",
+            "items of each task": sweep.items.to_json() or "all",
             "seeds": list(sweep.seeds),
             "settings": len(settings),
             "rows": rows,

@@ -4,10 +4,10 @@ A sweep file is TOML:
 
     description = "..."
     tasks = ["sums", "facts"]     # names that `tasks.registry` knows; or prompts = "FILE.jsonl"
-    items = 100                   # of each task; 0 for all
+    items = 100                   # of each task; 0 for all. Or { sums = 50, facts = 100 }
     seeds = [0, 1, 2]
     split = "test"
-    max_new_tokens = 64           # default: the task's own
+    max_new_tokens = 64           # default: the task's own. Or by task, as `items`
     base = "entropix"             # the sampler to change, itself a setting
     baseline = "entropix"         # the setting that the others are compared with
     baselines = ["greedy"]        # further ones
@@ -53,6 +53,7 @@ from typing import Any, get_args
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.by_task import ByTask
 from entropix_jax.lab.ranges import change_sampler, draw_samplers, flatten, is_list_of, name_setting
 from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
@@ -92,7 +93,7 @@ class Tuning:
     """Candidates of each sampler to tune, the same number for all; the first is unchanged."""
 
     candidates: Mapping[str, tuple[Setting, ...]]  # by the sampler's name
-    items: int
+    items: ByTask  # 0: all
     seeds: tuple[int, ...]
 
 
@@ -103,10 +104,10 @@ class Sweep:
     description: str
     tasks: tuple[str, ...]
     prompts: str | None  # a file of prompts instead of tasks
-    items: int  # of each task; 0 for all
+    items: ByTask  # 0: all
     seeds: tuple[int, ...]
     split: Split
-    max_new_tokens: int | None
+    max_new_tokens: ByTask
     settings: tuple[Setting, ...]
     tuning: Tuning | None
     baseline: str  # the name of a setting, tuned ones included
@@ -187,7 +188,7 @@ def make_tuning(
     samplers: Sequence[str],
     *,
     settings: int,
-    items: int,
+    items: ByTask,
     seeds: Sequence[int],
     over: Mapping[str, Mapping[str, Any]] | None = None,
     common: Mapping[str, Any] | None = None,
@@ -296,17 +297,14 @@ class _Reader:
             if name not in names:
                 key = "baseline" if name == baseline else "baselines"
                 raise UserError(f"{key} = '{name}': no such setting{nearest(name, names)}")
-        budget = None
-        if "max_new_tokens" in raw:
-            budget = self._count(raw, "max_new_tokens", "max_new_tokens", 1, 1)
         return Sweep(
             description=self._text("description") or "",
             tasks=tuple(map(self._task, tasks)),
             prompts=None if prompts is None else self._file(prompts),
-            items=self._count(raw, "items", "items", default=100, least=0),
+            items=self._by_task(raw, "items", "items", default=100, least=0),
             seeds=self._seeds(raw, ""),
             split="tuning" if split == "tuning" else "test",
-            max_new_tokens=budget,
+            max_new_tokens=self._by_task(raw, "max_new_tokens", "max_new_tokens", None, 1),
             settings=settings,
             tuning=tuning,
             baseline=baseline,
@@ -380,7 +378,7 @@ class _Reader:
         if not is_list_of(samplers, str) or not samplers:
             raise UserError("tuning.samplers: must be a list of samplers")
         settings = self._count(table, "settings", "tuning.settings", 8, 1, 1000)
-        items = self._count(table, "items", "tuning.items", 50, 0)
+        items = self._by_task(table, "items", "tuning.items", 50, 0)
         seeds = self._seeds(table, "tuning.")
         ranges = {name: self._values(over[name], f"tuning.over.{name}") for name in over}
         places = [self._place(name) for name in samplers]
@@ -438,6 +436,16 @@ class _Reader:
         if len(set(seeds)) < len(seeds):
             raise UserError(f"{within}seeds: has a value twice")
         return tuple(seeds)
+
+    def _by_task(
+        self, raw: Mapping[str, Any], key: str, where: str, default: int | None, least: int
+    ) -> ByTask:
+        if key not in raw:
+            return ByTask(default)
+        if not isinstance(raw[key], dict):
+            return ByTask(self._count(raw, key, where, 0, least))
+        own = {task: self._count(raw[key], task, f"{where}.{task}", 0, least) for task in raw[key]}
+        return ByTask(default, own)
 
     def _count(
         self,

@@ -159,3 +159,16 @@ def write_tables(
         while rows := list(islice(remaining, _GROUP)):
             writer.writerows(rows)
             table.write_table(pyarrow.Table.from_pylist(rows, schema))
+
+
+def write_scores(results: Results, path: Path) -> None:
+    """Writes a line of CSV per trial with its score, costs and measures, which a study that is run
+    again has, too: without times, and without texts, which may quote a task's."""
+    columns = ("task", "item", "setting", "seed", "score", "tokens", "forwards", "finish_reason")
+    with replacing(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow((*columns, "measures"))
+        for row in results:
+            own = row.get("measures", {}).items()
+            measures = " ".join(f"{name}={part:g}/{whole:g}" for name, (part, whole) in own)
+            writer.writerow((*(row[name] for name in columns), measures))

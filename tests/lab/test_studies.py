@@ -166,6 +166,17 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
     assert found == rows
 
 
+def test_a_part_of_a_study_has_its_lines(done: Path, tmp_path: Path) -> None:
+    """Fewer items leave the scores of the others as they are, so that a reader can check some."""
+    arguments = ("--output", tmp_path / "part", "--slots", 8, "--items", 1)
+    succeed(ablate, done.parent / "sweep.toml", *arguments)
+    whole, part = ((at / "scores.csv").read_text().splitlines() for at in (done, tmp_path / "part"))
+    assert part[0] == whole[0]
+    assert len(part) == 1 + 2 * len(SETTINGS) * len(SEEDS)
+    assert {*part} < {*whole}
+    assert len(whole) == len({*whole}) == 1 + 2 * (len(part) - 1)
+
+
 def test_each_row_equals_its_generation_alone(done: Path, tiny: LanguageModel) -> None:
     samplers = chosen_samplers(done)
     for row in read_rows(done)[::2]:

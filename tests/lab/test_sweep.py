@@ -14,6 +14,7 @@ import pytest
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
+from entropix_jax.lab.by_task import ByTask
 from entropix_jax.lab.sweep import Setting, Sweep, find_sweep, list_names, make_tuning, read_sweep
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import calibrated
@@ -112,7 +113,7 @@ def test_draws_are_repeated_until_they_fit(tmp_path: Path) -> None:
     thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
     write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
     of_model = partial(calibrated, folder=tmp_path)
-    tuning = make_tuning(["entropix"], settings=40, items=1, seeds=[0], calibrate=of_model)
+    tuning = make_tuning(["entropix"], settings=40, items=ByTask(1), seeds=[0], calibrate=of_model)
     own = [of_model(setting.sampler).values for setting in tuning.candidates["entropix"]]
     assert own[0]["thresholds.u1"] == 0.2
     assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
@@ -168,13 +169,31 @@ def test_files_are_named_from_the_sweeps_folder(tmp_path: Path) -> None:
         assert read_sweep(write(tmp_path, f"prompts = '{given}'")).prompts == meant
 
 
+def test_numbers_by_task(tmp_path: Path) -> None:
+    """The task's own number, else the default; a part of a study takes no more than it says."""
+    sweep = read(tmp_path, "items = { sums = 7, facts = 0 }\n[max_new_tokens]\nsums = 9\n")
+    assert [sweep.items.of(task) for task in ("sums", "facts", "forks")] == [7, 0, 100]
+    assert [sweep.max_new_tokens.of(task) for task in ("sums", "facts")] == [9, None]
+    part = sweep.items.at_most(3)
+    assert [part.of(task) for task in ("sums", "facts", "forks")] == [3, 3, 3]
+    assert [sweep.items.at_most(8).of(task) for task in ("sums", "facts", "forks")] == [7, 8, 8]
+    assert [ByTask(0).at_most(5), ByTask(5).to_json()] == [ByTask(5), 5]
+    assert sweep.items.to_json() == {"sums": 7, "facts": 0, "default": 100}
+    sweep.items.check_tasks("items", ["sums", "facts"])
+    with pytest.raises(UserError, match=r"items\.facts: no such task"):
+        sweep.items.check_tasks("items", ["sums", "forks"])
+    for key, number in (("items", "-1"), ("items", "true"), ("max_new_tokens", "0")):
+        with pytest.raises(UserError, match=rf"{key}\.sums = .*: must be an integer"):
+            read(tmp_path, f"{key} = {{ sums = {number} }}")
+
+
 # Tuning
 
 
 def test_candidates() -> None:
     """The same number of each sampler, the first unchanged; one without ranges is its only one."""
-    tuning = make_tuning(["greedy", "top-p", "entropix"], settings=5, items=7, seeds=[1, 2])
-    assert (tuning.items, tuning.seeds) == (7, (1, 2))
+    tuning = make_tuning(["greedy", "top-p", "entropix"], settings=5, items=ByTask(7), seeds=[1, 2])
+    assert (tuning.items, tuning.seeds) == (ByTask(7), (1, 2))
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
     for name, group in tuning.candidates.items():
@@ -187,7 +206,7 @@ def test_candidates() -> None:
         assert 0.2 <= setting.varied["base.temperature"] <= 1.2
         assert 0.5 <= setting.varied["base.top_p"] <= 0.99
     # A sampler's candidates do not depend on the others, nor on their number.
-    alone = make_tuning(["top-p"], settings=9, items=7, seeds=[0]).candidates["top-p"]
+    alone = make_tuning(["top-p"], settings=9, items=ByTask(7), seeds=[0]).candidates["top-p"]
     assert [one.varied for one in alone[:5]] == [one.varied for one in tuning.candidates["top-p"]]
 
 
@@ -203,7 +222,7 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"own": 3, "still": 1, "some": 3}
     for name, like in (("own", "min-p"), ("some", "entropix")):
-        (_, theirs) = make_tuning([like], settings=2, items=1, seeds=[0]).candidates[like]
+        (_, theirs) = make_tuning([like], settings=2, items=ByTask(1), seeds=[0]).candidates[like]
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
 
 
