@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from entropix_jax.errors import UserError, nearest
 
@@ -13,24 +13,24 @@ class ByTask:
     """A number for each task: its own in `own`, else the `default`."""
 
     default: int | None
-    own: Mapping[str, int] = field(default_factory=dict)
+    own: tuple[tuple[str, int], ...] = ()  # task and number; hashable
 
     def of(self, task: str) -> int | None:
         """The number of a task."""
-        return self.own.get(task, self.default)
+        return dict(self.own).get(task, self.default)
 
     def at_most(self, most: int) -> ByTask:
         """The same with no number above `most`; 0 and None are without a limit."""
-        own = {task: min(number or most, most) for task, number in self.own.items()}
+        own = tuple((task, min(number or most, most)) for task, number in self.own)
         return ByTask(min(self.default or most, most), own)
 
     def check_tasks(self, key: str, tasks: Iterable[str]) -> None:
         """Raises a UserError if a number is of none of these tasks."""
         tasks = list(tasks)
-        for task in self.own:
+        for task, _ in self.own:
             if task not in tasks:
                 raise UserError(f"{key}.{task}: no such task{nearest(task, tasks)}")
 
     def to_json(self) -> int | dict[str, int | None] | None:
         """One number, or one for each task and, as `default`, all others."""
-        return {**self.own, "default": self.default} if self.own else self.default
+        return {**dict(self.own), "default": self.default} if self.own else self.default

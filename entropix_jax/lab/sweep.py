@@ -445,7 +445,7 @@ class _Reader:
         if not isinstance(raw[key], dict):
             return ByTask(self._count(raw, key, where, 0, least))
         own = {task: self._count(raw[key], task, f"{where}.{task}", 0, least) for task in raw[key]}
-        return ByTask(default, own)
+        return ByTask(default, tuple(own.items()))
 
     def _count(
         self,

@@ -75,7 +75,7 @@ sampler = "entropix"
 [tuning]
 samplers = ["top-p"]
 settings = 3
-items = 1
+items = { sums = 1, facts = 1 }
 [tuning.over.top-p]
 "base.temperature" = { from = 1.0, to = 3.0 }
 """
