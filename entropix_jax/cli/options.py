@@ -245,7 +245,8 @@ def model_name(name: str | None) -> str:
 
 @contextlib.contextmanager
 def _print_notes() -> Iterator[None]:
-    """Prints each `Note` as a line of its own; other warnings stay as they are."""
+    """Prints each `Note` once, as a line of its own; other warnings stay as they are."""
+    told: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", Note)
         show = warnings.showwarning
@@ -254,8 +255,11 @@ def _print_notes() -> Iterator[None]:
             message: Warning | str, category: type[Warning], *rest: Any, **named: Any
         ) -> None:
             if issubclass(category, Note):
+                if (text := str(message)) in told:  # a file may be read again
+                    return
+                told.add(text)
                 with contextlib.suppress(OSError):  # standard error on a full disk
-                    print(f"note: {printable(str(message))}", file=sys.stderr)
+                    print(f"note: {printable(text)}", file=sys.stderr)
             else:
                 show(message, category, *rest, **named)
 

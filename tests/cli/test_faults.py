@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from jax._src.lru_cache import LRUCache
 from entropix_jax.batch.output import Store, check_output
 from entropix_jax.cli.options import run_command
 from entropix_jax.engine.trace import TraceWriter
-from entropix_jax.errors import UserError
+from entropix_jax.errors import Note, UserError
 from entropix_jax.host.compile_cache import drop_torn_programs
 from entropix_jax.host.files import is_standard_output, replacing
 from entropix_jax.lab.tables import write_tables
@@ -164,6 +165,16 @@ def test_errors_of_the_system_and_of_libraries(capsys: pytest.CaptureFixture[str
     ):
         assert run_command(Mock(side_effect=error)) == 2
         assert capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_a_note_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        for text in ("one", "two", "one"):
+            warnings.warn(text, Note, stacklevel=2)
+        return 0
+
+    assert run_command(command) == 0
+    assert capsys.readouterr().err == "note: one\nnote: two\n"
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
