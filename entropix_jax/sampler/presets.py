@@ -19,6 +19,7 @@ from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import THRESHOLDS
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.own import unguard
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
 
 
@@ -42,8 +43,9 @@ def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sam
     for key in values:
         check_key(key, str(path), sampler.mechanisms)
     if missing := sorted(required(sampler.mechanisms) - set(values)):
+        are = "is" if len(missing) == 1 else f"and {len(missing) - 1} more are"
         raise UserError(
-            f"{path}: '{missing[0]}' is missing; 'extends' takes it from another preset"
+            f"{path}: '{missing[0]}' {are} missing: extend a preset, extends = \"entropix\""
         )
     check_values(values, str(path), sampler.mechanisms)
     check_whole(values, str(path))
@@ -55,6 +57,13 @@ def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
     fails, or has no such list."""
     try:
         found = getattr(importlib.import_module(module), "MECHANISMS", None)
+    except ModuleNotFoundError as error:
+        # The missing module may also be one that this module imports.
+        if not error.name or not f"{module}.".startswith(f"{error.name}."):
+            raise UserError(f"{module}: cannot be imported: {error}") from None
+        raise UserError(
+            f"no module '{module}': give its name, without .py, and its folder by PYTHONPATH=FOLDER"
+        ) from None
     except Exception as error:
         raise UserError(f"{module}: cannot be imported: {type(error).__name__}: {error}") from None
     if not isinstance(found, list | tuple) or not all(isinstance(m, Mechanism) for m in found):
@@ -84,7 +93,7 @@ def code_identity(mechanisms: Sequence[Mechanism]) -> dict[str, str]:
     """What tells a run that is continued whether the user's own mechanisms are still the same: a
     hash of their source files, if there are any."""
     own = mechanisms[len(MECHANISMS) :]
-    parts = [getattr(part, "mask", part) for m in own for part in vars(m).values()]
+    parts = [unguard(part) for m in own for part in vars(m).values()]
     modules = {getattr(part, "__module__", None) for part in parts}
     files = {getattr(sys.modules.get(str(name)), "__file__", None) for name in modules}
     code = b"".join(Path(file).read_bytes() for file in sorted(filter(None, files)))

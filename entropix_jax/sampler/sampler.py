@@ -27,6 +27,7 @@ from entropix_jax.names import (
 )
 from entropix_jax.sampler.mechanism import Mechanism, Transform
 from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.own import guard
 from entropix_jax.sampler.proposal import Arm
 from entropix_jax.sampler.settings import (
     LAST,
@@ -134,7 +135,7 @@ class Sampler:
             raise UserError(f"{where}: there is a mechanism '{name}' already")
         if any(key.startswith(f"{name}.") for key in _rules(self.mechanisms)):
             raise UserError(f"{where}: there is a section '{name}' already")
-        more = (*self.mechanisms, mechanism)
+        more = (*self.mechanisms, guard(mechanism))
         defaults = {
             f"{name}.{field.name}": field.metadata.get("default")
             for field in (() if mechanism.settings is None else fields(mechanism.settings))

@@ -113,8 +113,8 @@ class Masked:
         row: RowView,
     ) -> Cut:
         keeps = self.mask(logits / proposal.temperature, metrics, settings, row)
-        name = getattr(self.mask, "__name__", repr(self.mask))
-        check_made(keeps, logits > -jnp.inf, f"truncation rule: `{name}`")
+        what = getattr(self.mask, "what", "the mask of a truncation rule")
+        check_made(keeps, logits > -jnp.inf, what)
         order = jnp.where(keeps, logits, -jnp.inf)
         number = jnp.where(jnp.any(order > -jnp.inf), logits.shape[-1], 1)
         return likeliest(jnp.where(number > 1, order, logits), proposal, number)
@@ -145,7 +145,10 @@ def everything(scores: jax.Array) -> Cut:
 
 def check_made(made: Any, like: jax.Array, what: str) -> None:
     """Raises a UserError if what a user's function made is not an array of that shape and type."""
-    made = jnp.asarray(made)
+    try:
+        made = jnp.asarray(made)
+    except (TypeError, ValueError):
+        raise UserError(f"{what} must return an array, not {type(made).__name__}") from None
     if (made.shape, made.dtype) != (like.shape, like.dtype):
         raise UserError(
             f"{what} must return {like.dtype} {list(like.shape)}, not {made.dtype} "

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import code_identity, import_mechanisms, load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
 
@@ -131,7 +133,7 @@ def test_from_the_command_line(
     capsys.readouterr()
     for plugin, problem in (
         ([], "no sampler key 'mirostat_2.target'"),
-        (["--plugin", "no_such_module"], "no_such_module: cannot be imported: ModuleNotFoundError"),
+        (["--plugin", "no_such_module"], "no module 'no_such_module': give its name, without .py"),
         (["--plugin", "json"], "json: has no MECHANISMS"),
     ):
         assert main([*arguments, "--sampler", str(file), *plugin]) == 2
@@ -199,22 +201,52 @@ def test_importing_needs_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         import_mechanisms("own_wrong")
 
 
-def test_wrong_shapes_are_one_line(tiny: LanguageModel) -> None:
-    """A function that returns something else than it should is told of by its name."""
+def test_mistakes_of_a_users_function_are_one_line(tiny: LanguageModel) -> None:
+    """One that fails, or returns something else than it should, is told of by its name, and where
+    it failed."""
 
     def kept(logits: jax.Array, *_: Any) -> jax.Array:
         return logits  # forgot to compare with anything
 
+    def nothing(*_: Any) -> Any:
+        return None
+
+    takes_two: Any = partial(lambda logits, row: logits)
     plain, vocab = load_sampler("temperature"), tiny.config.vocab_size
     wrong = {
         f"mechanism 'half': `logits` must return float32 [{vocab}], not float32 [{vocab // 2}]": (
             plain.with_logits("half", lambda logits, *_: logits[: vocab // 2])
         ),
-        f"truncation rule: `kept` must return bool [{vocab}], not float32 [{vocab}]": (
-            plain.with_truncation("kept", kept)
+        f"mechanism 'sure': `cut` must return bool [{vocab}], not float32 [{vocab}]": (
+            plain.with_truncation("sure", kept)
         ),
+        "mechanism 'none': `cut` must return an array, not NoneType": (
+            plain.with_truncation("none", nothing)
+        ),
+        "mechanism 'rule': `cut` must return a Cut, not NoneType": plain.with_mechanism(
+            Mechanism("rule", cut=nothing)
+        ).with_values({"truncation.rule": "rule"}),
+        "mechanism 'arm': `propose` must return a Proposal, not NoneType": (
+            plain.with_arm("arm", nothing).with_values({"arms.mid": "arm"})
+        ),
+        "mechanism 'two': `logits`: TypeError: ": plain.with_logits("two", takes_two),
     }
     for message, sampler in wrong.items():
-        request = Request([1, 2], calibrate_sampler(sampler, tiny), max_new_tokens=1)
         with pytest.raises(UserError, match=re.escape(message)):
-            list(Engine(tiny, slots=1, capacity=8).run([request]))
+            run_once(tiny, sampler)
+    # A branch on a traced value: its own line is told, and only the first line of JAX's reasons.
+    with pytest.raises(UserError) as told:
+        run_once(tiny, plain.with_logits("branches", branches))
+    assert str(told.value).startswith("mechanism 'branches': `logits`: TracerBoolConversionError: ")
+    assert str(told.value).endswith(f"({__file__}, line {branches.__code__.co_firstlineno + 3})")
+    assert "\n" not in str(told.value)
+
+
+def branches(
+    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
+) -> jax.Array:
+    return logits if metrics.entropy > 1 else -logits
+
+
+def run_once(model: LanguageModel, sampler: Sampler) -> None:
+    run(model, [Request([1, 2], calibrate_sampler(sampler, model), max_new_tokens=1)], slots=1)

@@ -288,7 +288,7 @@ def test_missing_keys(tmp_path: Path) -> None:
     for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n"):
         assert line in text
         message = refused(write(tmp_path, text.replace(line, "")))
-        assert f"{line.split(' =')[0]}' is missing; 'extends'" in message
+        assert f"{line.split(' =')[0]}' is missing: extend a preset" in message
     # A threshold is only needed where a condition names it.
     without = text.replace("h2 = 2.5\n", "")
     assert "thresholds.h2 is not given" in refused(write(tmp_path, without))
@@ -311,7 +311,7 @@ EXTENDS = 'extends = "entropix"\n'
         ("extends = 3", "'extends' must be the name of a preset, not 3"),
         ('extends = "entropics"', "no sampler preset 'entropics'"),
         ('extends = "other.toml"', "other.toml: no such file"),
-        ("", "is missing; 'extends'"),
+        ("", ' more are missing: extend a preset, extends = "entropix"'),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
