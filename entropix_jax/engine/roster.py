@@ -11,7 +11,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import NOTHING, Answer, RunningRow, check_place, check_request
+from entropix_jax.engine.running import (
+    NOTHING,
+    Answer,
+    RunningRow,
+    check_place,
+    check_request,
+    find_no_token,
+)
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 
@@ -83,8 +90,8 @@ class Roster:
         left = self._budget(row.request) - len(row.tokens)
         if len(tokens) > left:
             raise UserError(f"{name} has a budget of {left} left for {len(tokens)} forced tokens")
-        if strange := [i for i in tokens if not 0 <= i < self._model.config.vocab_size]:
-            raise UserError(f"the tokens forced on {name} hold {strange[0]}, which is no token")
+        if (strange := find_no_token(self._model, tokens)) is not None:
+            raise UserError(f"the tokens forced on {name} hold {strange!r}, which is no token")
         if action not in actions:
             raise UserError(f"no mechanism is named '{action}'{nearest(action, actions)}")
         self._move(row, Answer([*tokens], actions.index(action)))

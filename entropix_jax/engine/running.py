@@ -1,13 +1,14 @@
 """One running row on the host: step outcomes become tokens, text, and a finish reason."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.records import Joined, Outcome, differ, two_best
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.slots import fresh_tally, padded_ids
@@ -358,19 +359,28 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
     return kept
 
 
+def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:
+    """The first that is not the id of a token; None where all are."""
+    size = model.config.vocab_size
+    strange = (i for i in tokens if not isinstance(i, int | np.integer) or not 0 <= i < size)
+    return next(strange, None)
+
+
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
     """The tokens that a row may generate: `max_new_tokens`, within the model's positions and within
     `capacity`, the cache positions of a row, if given.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for a token or holds an id that is no
-            token, a budget below one, or too many end tokens.
+            token, a sampler that is not calibrated, a budget below one, or too many end tokens.
     """
     prompt, positions = len(request.prompt), model.config.max_positions
     if prompt == 0:
         raise UserError("the prompt is empty")
-    if strange := [i for i in request.prompt if not 0 <= i < model.config.vocab_size]:
-        raise UserError(f"the prompt holds {strange[0]}, which is no token")
+    if (strange := find_no_token(model, request.prompt)) is not None:
+        raise UserError(f"the prompt holds {strange!r}, which is no token")
+    if not isinstance(request.sampler, CalibratedSampler):
+        raise UserError("the sampler is not calibrated: see entropix_jax.calibrate_sampler")
     check_range("max_new_tokens", request.max_new_tokens, 1)
     padded_ids(request.eos_ids)
     room = positions if capacity is None else min(positions, capacity)

@@ -281,7 +281,7 @@ def make_result(trial: Trial, row: Row, seconds: float) -> dict[str, Any]:
         "seed": trial.seed,
         "score": None if math.isnan(score) else score,
         "answer": answer,
-        "expected": item.answer,
+        "expected": item.answer or " | ".join(item.accepted),
         "measures": measures,
         **fields,
         "regimes": regimes,

@@ -289,6 +289,7 @@ def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
         ([5], 0, 100, "max_new_tokens must be at least 1, not 0"),
         ([1, 10**6], 1, None, "holds 1000000, which is no token"),
         ([-3], 1, None, "holds -3, which is no token"),
+        ("Guests", 1, None, "holds 'G', which is no token"),
     ],
 )
 def test_budgets(
@@ -300,3 +301,9 @@ def test_budgets(
     else:
         with pytest.raises(UserError, match=expected):
             check_request(tiny, request, capacity)
+
+
+def test_a_sampler_must_be_calibrated(tiny: LanguageModel) -> None:
+    loaded: Any = load_sampler("greedy")
+    with pytest.raises(UserError, match="the sampler is not calibrated"):
+        check_request(tiny, replace(of(tiny, [5], "0", 1), sampler=loaded))
