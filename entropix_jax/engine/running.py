@@ -1,5 +1,6 @@
 """One running row on the host: step outcomes become tokens, text, and a finish reason."""
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -362,8 +363,14 @@ def check_place(row: Row, budget: int, position: int | None = None) -> int:
 def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:
     """The first that is not the id of a token; None where all are."""
     size = model.config.vocab_size
-    strange = (i for i in tokens if not isinstance(i, int | np.integer) or not 0 <= i < size)
-    return next(strange, None)
+
+    def is_token(one: Any) -> bool:
+        try:
+            return 0 <= operator.index(one) < size
+        except TypeError:
+            return False
+
+    return next((one for one in tokens if not is_token(one)), None)
 
 
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:

@@ -215,6 +215,7 @@ class Study:
             "max_new_tokens": self._sweep.max_new_tokens.to_json(),
             "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
             "version": __version__,
+            "judges": {task.name: dict(task.identity()) for task in self._tasks_of(phase)},
             **({"task_code": self._codes} if self._codes else {}),
             **code_identity(settings[0].sampler.mechanisms if settings else ()),
         }
@@ -266,7 +267,7 @@ class Study:
             "description": sweep.description,
             "model": f"{self._name} ({model.fingerprint})",
             "precision": model.precision.to_json(),
-            "tasks": list(sweep.tasks) or [sweep.prompts],
+            "tasks": [task.name for task in self._tasks],  # without paths
             "split": sweep.split,
             "items of each task": sweep.items.to_json() or "all",
             "seeds": list(sweep.seeds),
@@ -277,6 +278,7 @@ class Study:
                 **{name: version(name) for name in _PACKAGES},
                 "python": platform.python_version(),
             },
+            "judges": {task.name: dict(task.identity()) for task in self._tasks},
             "commit": checked_out_commit(),
             "hardware": (
                 f"{len(jax.devices())} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores, "

@@ -165,7 +165,10 @@ def write_scores(results: Results, path: Path) -> None:
     """Writes a line of CSV per trial with its score, costs and measures, which a study that is run
     again has, too: without times, and without texts, which may quote a task's."""
     columns = ("task", "item", "setting", "seed", "score", "tokens", "forwards", "finish_reason")
-    with replacing(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as file:
+    with (
+        replacing(path) as scratch,
+        scratch.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file,
+    ):
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*columns, "measures"))
         for row in results:

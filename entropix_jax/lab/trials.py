@@ -27,6 +27,7 @@ from entropix_jax.lab.votes import record_lows
 from entropix_jax.model.loading import LanguageModel
 
 TUNING = "tuning"  # the name of the phase that tunes samplers
+_TAKEN = ("score", "tokens", "forwards", "seconds")  # columns of every result
 _CAPACITY_STEP = 64  # tokens; cache capacities are multiples of it
 
 
@@ -302,4 +303,6 @@ def _measures(question: Question, text: str) -> dict[str, list[float]]:
     for name, pair in measures.items():
         if not isinstance(name, str) or not all(map(math.isfinite, pair)):
             raise UserError(f"{where} returned {name!r}: {given[name]!r}, not two finite numbers")
+        if name in _TAKEN:
+            raise UserError(f"{where}: '{name}' is a measure of every text: choose another name")
     return measures

@@ -18,7 +18,7 @@ from entropix_jax.lab.plots import draw_plots
 from entropix_jax.lab.record import record_findings
 from entropix_jax.lab.statistics import Bootstrap, joint_intervals
 from entropix_jax.lab.summary import format_summary
-from entropix_jax.lab.tables import flatten_row
+from entropix_jax.lab.tables import flatten_row, write_scores
 
 PREDICTORS = "mean_entropy max_entropy mean_varentropy max_varentropy perplexity".split()
 ABOUT = {"description": "", "seeds": "0"}
@@ -34,6 +34,15 @@ def digest_with(scores: dict[str, list[float]], **more: Any) -> Digest:
         one.predictors = {key: [1.0, 2.0, 3.0, 4.0] for key in PREDICTORS}
         settings[name] = one
     return Digest(["a", "b"], [0, 0, 0, 1], settings, {"a": [], "b": []})
+
+
+def test_ids_that_no_file_can_hold_are_escaped(tmp_path: Path) -> None:
+    """An item's id may be any text of JSON."""
+    row = dict.fromkeys(("setting", "seed", "score", "tokens", "forwards", "finish_reason"), 1)
+    rows: Any = [{**row, "task": "t", "item": "\ud800", "measures": {"a": (1.0, 3.0)}}]
+    write_scores(rows, tmp_path / "scores.csv")
+    written = (tmp_path / "scores.csv").read_text().splitlines()
+    assert written[1] == "t,\\ud800,1,1,1,1,1,1,a=1/3"
 
 
 def test_findings() -> None:

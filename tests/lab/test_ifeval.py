@@ -95,6 +95,14 @@ def test_verdicts(instruction: tuple[str, dict[str, Any]], right: str, wrong: st
     assert [check([instruction], ASKED, text)[0] for text in (right, wrong)] == [True, False]
 
 
+def test_what_verdicts_depend_on(tmp_path: Path) -> None:
+    """A study goes on with the checkers that it began with, or not at all."""
+    task, _ = task_of(tmp_path, entry())
+    identity = task.identity()
+    assert {*identity} == {"lm_eval", "nltk", "langdetect", "punkt"}
+    assert identity["nltk"] == nltk.__version__
+
+
 def test_verdicts_repeat() -> None:
     """Also where the original draws: the letter, where the wanted one is none; and in guesses of a
     language from little. Draws of others go on as if none had been."""

@@ -595,6 +595,7 @@ def failing(self: Task, split: str, *, chat: bool) -> Iterator[Item]:
         ({"measures": lambda *_: {"x": 2.0}}, "item 'a': measures failed: TypeError"),
         ({"measures": lambda *_: {"x": (1.0, float("inf"))}}, "returned 'x': (1.0, inf), not two"),
         ({"measures": lambda *_: {1: (1.0, 2.0)}}, "measures returned 1: (1.0, 2.0), not two"),
+        ({"measures": lambda *_: {"tokens": (1.0, 2.0)}}, "'tokens' is a measure of every text"),
     ],
 )
 def test_errors_of_a_users_task_are_one_line(

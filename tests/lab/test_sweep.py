@@ -16,6 +16,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.by_task import ByTask
 from entropix_jax.lab.sweep import Setting, Sweep, find_sweep, list_names, make_tuning, read_sweep
+from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import calibrated
 
@@ -59,6 +60,28 @@ def test_shipped_sweeps() -> None:
     assert (base.name, changed(base), base.base) == ("entropix", {}, None)
     assert all(changed(setting) for setting in others)
     assert {setting.base for setting in others} == {"entropix"}
+
+
+def test_the_sweeps_of_the_study_on_real_tasks() -> None:
+    """Each mechanism is the candidate with keys of its own; what is frozen is the same in both."""
+    real, wide = (
+        {one.name: one.sampler for one in read_sweep(find_sweep(name), data="data").settings}
+        for name in ("real", "real-wide")
+    )
+    candidate = wide["candidate"]
+    assert candidate.values["regimes.lelv"] == ["entropy < h1"]
+    assert [candidate.values[f"arms.{r}"] for r in REGIMES] == ["argmax", *4 * ["sample"]]
+    for name, sampler in wide.items():
+        if name.startswith("with"):
+            assert {key.partition(".")[0] for key in sampler.changes} <= {
+                *("arms", "branch", "inject", "loop")
+            }
+            assert sum(key.startswith("arms.") for key in sampler.changes) <= 1
+            assert {**candidate.values, **sampler.changes} == sampler.values
+    for name in ("candidate", "old-default", "greedy", "min-p"):
+        assert real[name].values == wide[name].values
+    changed = {k for k, v in real["candidate-unguarded"].values.items() if v != candidate.values[k]}
+    assert changed == {"loop.max_period"}
 
 
 # Settings

@@ -55,7 +55,7 @@ def _parse(text: bytes, where: str) -> Any:
 
 def split_items(items: Iterable[Item], split: Split) -> list[Item]:
     """The items of one split, a quarter for `tuning` and the rest for `test`, in the order of a
-    hash of their ids: it is the same wherever they stand, and every prefix is a fair sample."""
+    hash of their ids: every prefix is a fair sample."""
 
     def rank(item: Item) -> bytes:
         return blake2b(item.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

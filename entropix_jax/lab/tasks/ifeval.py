@@ -7,11 +7,18 @@ and an object of arguments for each of them, `kwargs`. The checkers are the offi
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 from entropix_jax.errors import UserError
 from entropix_jax.lab.tasks.files import Entry, FileTask, read_lines
-from entropix_jax.lab.tasks.instructions import Instruction, check, find_problem, load_checkers
+from entropix_jax.lab.tasks.instructions import (
+    Instruction,
+    check,
+    describe_checkers,
+    find_problem,
+    load_checkers,
+)
 from entropix_jax.lab.tasks.task import Item
 
 
@@ -30,17 +37,20 @@ class IfEval(FileTask):
     def read(self, *, chat: bool) -> Iterator[Item]:
         return map(_parse, read_lines(self.path))
 
+    def identity(self) -> Mapping[str, str]:
+        """The versions of the checkers and of what they use, and how sentences are split."""
+        return describe_checkers()
+
     def extract(self, item: Item, text: str) -> str | None:
         """The instructions that the text follows."""
         instructions = _instructions(item)
-        followed = check(instructions, _asked(item), text)
+        followed = _check(item, text)
         return _write([i for i, done in zip(instructions, followed, strict=True) if done])
 
     def measures(self, item: Item, text: str) -> Mapping[str, tuple[float, float]]:
         """The other three accuracies: of whole prompts, loose, and of instructions."""
-        instructions = _instructions(item)
-        strict = check(instructions, _asked(item), text)
-        loose = check(instructions, _asked(item), text, loose=True)
+        strict = _check(item, text)
+        loose = check(_instructions(item), _asked(item), text, loose=True)
         return {
             "prompt_loose": (float(all(loose)), 1.0),
             "instructions_strict": (float(sum(strict)), float(len(strict))),
@@ -63,13 +73,19 @@ def _parse(entry: Entry) -> Item:
                 if isinstance(name, str) and isinstance(given, dict)
             ]
             if len(instructions) == len(names):
-                if problem := find_problem(instructions, prompt):
+                item = Item(str(key), prompt, _write(instructions))
+                if problem := _find_problem(item):
                     raise UserError(f"{entry.where}: {problem}")
-                return Item(str(key), prompt, _write(instructions))
+                return item
     raise UserError(
         f"{entry.where}: an entry is an object with the integer 'key', the text 'prompt', the texts"
         " 'instruction_id_list', and as many objects 'kwargs'"
     )
+
+
+@cache  # a study reads its items several times
+def _find_problem(item: Item) -> str:
+    return find_problem(_instructions(item), _asked(item))
 
 
 def _write(instructions: Sequence[Instruction]) -> str:
@@ -78,6 +94,11 @@ def _write(instructions: Sequence[Instruction]) -> str:
 
 def _instructions(item: Item) -> list[Instruction]:
     return [(name, arguments) for name, arguments in json.loads(item.answer)]
+
+
+@lru_cache(maxsize=1)  # `measures` follows `extract`
+def _check(item: Item, text: str) -> list[bool]:
+    return check(_instructions(item), _asked(item), text)
 
 
 def _asked(item: Item) -> str:

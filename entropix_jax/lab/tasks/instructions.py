@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -71,14 +72,29 @@ def load_checkers() -> Any:
     langdetect.DetectorFactory.seed = 0
     # A text of no language is no error: the original lets it pass.
     logging.getLogger("lm_eval.tasks.ifeval.instructions").setLevel(logging.CRITICAL)
-    try:
-        nltk.data.find("tokenizers/punkt_tab/english/")
+    if _has_punkt():
         splitter = "nltk's data of Punkt, as in the original"
-    except LookupError:
+    else:
         _stand_in(helpers)
         splitter = "Punkt without its data, as nltk has none here: it knows no abbreviations"
     warnings.warn(f"ifeval: sentences are split by {splitter}", Note, stacklevel=2)
     return utils
+
+
+def describe_checkers() -> dict[str, str]:
+    """What verdicts depend on: versions, and whether sentences are split by nltk's data."""
+    versions = {name: version(name) for name in ("lm_eval", "nltk", "langdetect")}
+    return versions | {"punkt": "nltk's data" if _has_punkt() else "without data"}
+
+
+def _has_punkt() -> bool:
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab/english/")
+    except LookupError:
+        return False
+    return True
 
 
 def _stand_in(helpers: Any) -> None:

@@ -44,7 +44,7 @@ _OF_FILES = {
 _DATA = "ENTROPIX_DATA"  # the environment variable
 _MEMBERS = (
     *("name", "chat", "stop", "max_new_tokens", "votes", "scored"),
-    *("items", "extract", "score", "measures"),
+    *("items", "extract", "score", "measures", "identity"),
 )
 
 
@@ -82,7 +82,7 @@ def find_task(name: str) -> Task:
     Args:
         name: `sums`, `word-problems`, `facts`, `forks` or `documents`, of the tiny world;
             `gsm8k:TEST.jsonl[,TUNING.jsonl]`, `svamp:FILE.json`, `nq-open:FILE.jsonl`,
-            `ifeval:FILE.jsonl` or `writing:FILE.jsonl`, without a file see `locate_task`; or a
+            `ifeval:FILE.jsonl` or `writing:FILE.csv`, without a file see `locate_task`; or a
             user's task, `some.module:attribute` or `path/to/file.py:attribute`, whose code is run.
 
     Raises:

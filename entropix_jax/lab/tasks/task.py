@@ -80,6 +80,10 @@ class Task(Protocol):
         """The answer in a completion of the item's prompt; None if there is none."""
         ...
 
+    def identity(self) -> Mapping[str, str]:
+        """What scores and measures depend on besides this package, such as versions of others."""
+        return {}
+
     def score(self, item: Item, answer: str | None) -> float:
         """1 for the right answer, else 0."""
         return float(answer == item.answer)

@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from entropix_jax.batch.records import BadRecord, Record, read_records
@@ -37,6 +38,10 @@ class Writing(FileTask):
             else:
                 yield to_item(record)
 
+    def identity(self) -> Mapping[str, str]:
+        """The version of the word lists."""
+        return {"wordfreq": version("wordfreq")}
+
     def extract(self, item: Item, text: str) -> str | None:
         """None: there is no answer to find."""
         return None
@@ -58,7 +63,8 @@ class Writing(FileTask):
 
 
 def _is_unknown(word: str) -> bool:
-    """Whether no word list of English has it, below one in a hundred million words."""
+    """Whether no word list of English has it, below one in a hundred million words: so are most
+    words of other languages."""
     # Imported here, as it takes a while, and belongs to an extra.
     from wordfreq import zipf_frequency
 
