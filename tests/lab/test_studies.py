@@ -527,7 +527,8 @@ MISTAKES: list[tuple[ModuleType, dict[str, Any], str]] = [
     (evaluate, {"--output": "own.py"}, "own.py: the folder cannot be created: File exists"),
     (evaluate, {"--output": "taken"}, "taken/test.jsonl: "),
     (ablate, {"": "own"}, "no sweep 'own'"),
-    (ablate, {"--items": 3}, "--items"),
+    (ablate, {"--items": 0}, "--items must be at least 1, not 0"),
+    (ablate, {"--seeds": 3}, "--seeds"),
 ]
 
 
