@@ -34,3 +34,6 @@ class ByTask:
     def to_json(self) -> int | dict[str, int | None] | None:
         """One number, or one for each task and, as `default`, all others."""
         return {**dict(self.own), "default": self.default} if self.own else self.default
+
+
+NONE = ByTask(0)

@@ -75,7 +75,7 @@ def _main(arguments: Arguments) -> int:
     check_range("--tune", arguments.tune, 0)
     check_range("--tune-items", arguments.tune_items, 1)
     check_range("--max-new-tokens", arguments.max_new_tokens, 1)
-    from entropix_jax.lab.by_task import ByTask
+    from entropix_jax.lab.by_task import NONE, ByTask
     from entropix_jax.lab.command import run_study
     from entropix_jax.lab.sweep import Calibrate, Setting, Sweep, list_names, make_tuning
     from entropix_jax.lab.tasks.registry import locate_task
@@ -108,6 +108,7 @@ def _main(arguments: Arguments) -> int:
             tasks=located,
             prompts=None,
             items=ByTask(arguments.items),
+            skip=NONE,
             seeds=tuple(range(arguments.seeds)),
             split="test",
             max_new_tokens=ByTask(arguments.max_new_tokens),

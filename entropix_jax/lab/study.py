@@ -27,7 +27,7 @@ from entropix_jax.batch.records import content_hash
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import replacing
-from entropix_jax.lab.by_task import ByTask
+from entropix_jax.lab.by_task import NONE, ByTask
 from entropix_jax.lab.digest import Digest, collect_digest
 from entropix_jax.lab.findings import Findings, Tuned, analyse_digest
 from entropix_jax.lab.record import record_findings
@@ -64,6 +64,7 @@ class _Phase:
     split: Split
     items: ByTask
     seeds: tuple[int, ...]
+    skip: ByTask = NONE
 
 
 class Study:
@@ -95,6 +96,7 @@ class Study:
         if len(set(names)) < len(names):
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
         sweep.items.check_tasks("items", names)
+        sweep.skip.check_tasks("skip", names)
         sweep.max_new_tokens.check_tasks("max_new_tokens", names)
         if sweep.tuning is not None:
             sweep.tuning.items.check_tasks("tuning.items", names)
@@ -127,7 +129,7 @@ class Study:
             UserError: the folder has another study's results, or cannot be written.
         """
         sweep, tuning = self._sweep, self._sweep.tuning
-        test = _Phase("test", sweep.split, sweep.items, sweep.seeds)
+        test = _Phase("test", sweep.split, sweep.items, sweep.seeds, sweep.skip)
         settings, tuned = list(sweep.settings), []
         if tuning is None:
             slots, capacity = self._shape({test: len(settings)})
@@ -160,8 +162,9 @@ class Study:
 
     def _questions(self, phase: _Phase) -> Iterator[Question]:
         for task in self._tasks_of(phase):
-            items, most = phase.items.of(task.name), self._sweep.max_new_tokens.of(task.name)
-            yield from read_questions(self._model, task, phase.split, items or 0, most)
+            items, skip = phase.items.of(task.name) or 0, phase.skip.of(task.name) or 0
+            most = self._sweep.max_new_tokens.of(task.name)
+            yield from read_questions(self._model, task, phase.split, items, most, skip)
 
     def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
         """The number of rows in parallel and their cache capacity, common to all phases, so that
@@ -211,6 +214,7 @@ class Study:
             "tasks": [task.name for task in self._tasks_of(phase)],  # without paths
             "split": phase.split,
             "items": phase.items.to_json(),
+            **({"skip": phase.skip.to_json()} if phase.skip != NONE else {}),
             "seeds": list(phase.seeds),
             "max_new_tokens": self._sweep.max_new_tokens.to_json(),
             "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
@@ -270,6 +274,7 @@ class Study:
             "tasks": [task.name for task in self._tasks],  # without paths
             "split": sweep.split,
             "items of each task": sweep.items.to_json() or "all",
+            **({"items skipped": sweep.skip.to_json()} if sweep.skip != NONE else {}),
             "seeds": list(sweep.seeds),
             "settings": len(settings),
             "rows": rows,

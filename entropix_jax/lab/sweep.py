@@ -5,6 +5,7 @@ A sweep file is TOML:
     description = "..."
     tasks = ["sums", "facts"]     # names that `tasks.registry` knows; or prompts = "FILE.jsonl"
     items = 100                   # of each task; 0 for all. Or { sums = 50, facts = 100 }
+    skip = 0                      # items of each task that come before those, as in another study
     seeds = [0, 1, 2]
     split = "test"
     max_new_tokens = 64           # default: the task's own. Or by task, as `items`
@@ -67,8 +68,8 @@ _MAX_SETTINGS = 100_000
 _MAX_SEED = 2**63 - 1  # an int64 column
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
-    *("description", "tasks", "prompts", "items", "seeds", "split", "max_new_tokens", "base"),
-    *("baseline", "baselines", "set", "settings", "grid", "random", "tuning"),
+    *("description", "tasks", "prompts", "items", "skip", "seeds", "split", "max_new_tokens"),
+    *("base", "baseline", "baselines", "set", "settings", "grid", "random", "tuning"),
 )
 
 Calibrate = Callable[[Sampler], Sampler]  # adds a model's thresholds to a sampler
@@ -105,6 +106,7 @@ class Sweep:
     tasks: tuple[str, ...]
     prompts: str | None  # a file of prompts instead of tasks
     items: ByTask  # 0: all
+    skip: ByTask  # items before those
     seeds: tuple[int, ...]
     split: Split
     max_new_tokens: ByTask
@@ -302,6 +304,7 @@ class _Reader:
             tasks=tuple(map(self._task, tasks)),
             prompts=None if prompts is None else self._file(prompts),
             items=self._by_task(raw, "items", "items", default=100, least=0),
+            skip=self._by_task(raw, "skip", "skip", default=0, least=0),
             seeds=self._seeds(raw, ""),
             split="tuning" if split == "tuning" else "test",
             max_new_tokens=self._by_task(raw, "max_new_tokens", "max_new_tokens", None, 1),

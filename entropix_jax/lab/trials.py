@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from typing import Any, SupportsFloat
 
 from entropix_jax.batch.output import Store
@@ -97,9 +97,14 @@ class Prompts(Task):
 
 
 def read_questions(
-    model: LanguageModel, task: Task, split: Split, items: int, max_new_tokens: int | None = None
+    model: LanguageModel,
+    task: Task,
+    split: Split,
+    items: int,
+    max_new_tokens: int | None = None,
+    skip: int = 0,
 ) -> Iterator[Question]:
-    """Tokenizes the first `items` items of a split, or all if that is 0.
+    """Tokenizes `items` items of a split after the first `skip`, or all if that is 0.
 
     Raises:
         UserError: no items, an invalid item, two items of one id, or an error in the task's code.
@@ -112,7 +117,8 @@ def read_questions(
     chat = model.is_chat_model if task.chat is None else task.chat
     ends = model.end_ids(chat=chat)
     ids: set[str] = set()
-    for item in _items_of(task, split, items, chat=chat):
+    last = skip + items if items else 0
+    for item in islice(_items_of(task, split, last, chat=chat), skip, None):
         where = _where(task, item)
         if not isinstance(item.id, str) or item.id in ids:
             raise UserError(f"{where}: an item's id must be text and unique")
@@ -128,7 +134,8 @@ def read_questions(
             raise UserError(f"{where}: {error}") from None
         yield Question(task, item, prompt, ends, budget)
     if not ids:
-        raise UserError(f"task '{task.name}': no items in its split '{split}'")
+        after = f" after the first {skip}" if skip else ""
+        raise UserError(f"task '{task.name}': no items in its split '{split}'{after}")
 
 
 def _items_of(task: Task, split: Split, items: int, *, chat: bool) -> Iterator[Item]:

@@ -619,6 +619,18 @@ def test_errors_of_a_users_task_are_one_line(
         assert next(read_questions(tiny, task, "test", 0, 2)).max_new_tokens == 2
 
 
+def test_questions_of_a_part(tiny: LanguageModel) -> None:
+    task = find_task("sums")
+
+    def ids(*arguments: Any) -> list[str]:
+        return [one.item.id for one in read_questions(tiny, task, "test", *arguments)]
+
+    known = [item.id for item in task.items("test", chat=False)]
+    assert (ids(3, None, 2), ids(0, None, 5)) == (known[2:5], known[5:])
+    with pytest.raises(UserError, match=r"no items in its split 'test' after the first 9999"):
+        ids(1, None, 9999)
+
+
 # Resuming
 
 

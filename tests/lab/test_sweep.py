@@ -68,7 +68,7 @@ def test_the_sweeps_of_the_study_on_real_tasks() -> None:
         {one.name: one.sampler for one in read_sweep(find_sweep(name), data="data").settings}
         for name in ("real", "real-wide")
     )
-    candidate = wide["candidate"]
+    candidate = wide["candidate-tuned"]
     assert candidate.values["regimes.lelv"] == ["entropy < h1"]
     assert [candidate.values[f"arms.{r}"] for r in REGIMES] == ["argmax", *4 * ["sample"]]
     for name, sampler in wide.items():
@@ -78,7 +78,8 @@ def test_the_sweeps_of_the_study_on_real_tasks() -> None:
             }
             assert sum(key.startswith("arms.") for key in sampler.changes) <= 1
             assert {**candidate.values, **sampler.changes} == sampler.values
-    for name in ("candidate", "old-default", "greedy", "min-p"):
+    assert real["candidate"].values == candidate.values
+    for name in ("min-p (tuned)", "old-default", "greedy", "min-p"):
         assert real[name].values == wide[name].values
     changed = {k for k, v in real["candidate-unguarded"].values.items() if v != candidate.values[k]}
     assert changed == {"loop.max_period"}
@@ -203,6 +204,7 @@ def test_numbers_by_task(tmp_path: Path) -> None:
     assert [sweep.items.at_most(8).of(task) for task in ("sums", "facts", "forks")] == [7, 8, 8]
     assert [ByTask(0).at_most(5), ByTask(5).to_json()] == [ByTask(5), 5]
     assert sweep.items.to_json() == {"sums": 7, "facts": 0, "default": 100}
+    assert (sweep.skip.of("sums"), read(tmp_path, "skip = { sums = 2 }").skip.of("sums")) == (0, 2)
     sweep.items.check_tasks("items", ["sums", "facts"])
     with pytest.raises(UserError, match=r"items\.facts: no such task"):
         sweep.items.check_tasks("items", ["sums", "forks"])
