@@ -59,7 +59,7 @@ class Arguments:
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
-    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
+    sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "quadrants"
     """Preset, or sampler file (.toml), whose thresholds are solved for."""
     context: Count = 0
     """Context length in tokens; 0: 1024, or the model's positions."""

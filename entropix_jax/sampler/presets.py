@@ -45,7 +45,7 @@ def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sam
     if missing := sorted(required(sampler.mechanisms) - set(values)):
         are = "is" if len(missing) == 1 else f"and {len(missing) - 1} more are"
         raise UserError(
-            f"{path}: '{missing[0]}' {are} missing: extend a preset, extends = \"entropix\""
+            f"{path}: '{missing[0]}' {are} missing: extend a preset, extends = \"quadrants\""
         )
     check_values(values, str(path), sampler.mechanisms)
     check_whole(values, str(path))

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*never calibrated"),
     pytest.mark.usefixtures("own_environment"),
 ]
-ENTROPIX = load_sampler("entropix")
+QUADRANTS = load_sampler("quadrants")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_the_formulas(model: LanguageModel) -> None:
     """Every metric of every token in float64, from a pass over the whole text at once."""
     tokens = text_of(90)
     logits, attention = reference.forward(model.params, model.config, np.array(tokens))
-    found = list(scored(model, tokens, ENTROPIX))
+    found = list(scored(model, tokens, QUADRANTS))
     assert [token.position for token in found] == list(range(1, 90))
     entropies: list[float] = []
     for token in found:
@@ -115,23 +115,23 @@ def test_a_bound_on_the_variance_along_the_text(model: LanguageModel) -> None:
 def test_a_long_text_is_read_in_segments(model: LanguageModel, length: int, context: int) -> None:
     """Each token once, after at least half the context, and as a text of its own would say."""
     tokens = text_of(length)
-    found = list(scored(model, tokens, ENTROPIX, context=context))
+    found = list(scored(model, tokens, QUADRANTS, context=context))
     assert [token.position for token in found] == list(range(1, length))
     for token in found:
         assert token.context < context
         assert token.context >= min(token.position, context - context // 2)
     for token in found[:: max(len(found) // 6, 1)]:
         alone = tokens[token.position - token.context : token.position + 1]
-        again = list(scored(model, alone, ENTROPIX))[-1]
+        again = list(scored(model, alone, QUADRANTS))[-1]
         assert token.entropy == pytest.approx(again.entropy, abs=1e-4)
         assert token.logprob == pytest.approx(again.logprob, abs=1e-4)
         assert token.attn_entropy == pytest.approx(again.attn_entropy, abs=1e-4)
 
 
 def test_chunks_change_nothing(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [token.entropy for token in scored(model, text_of(100), ENTROPIX)]
+    expected = [token.entropy for token in scored(model, text_of(100), QUADRANTS)]
     monkeypatch.setattr(scoring, "chunk_size", lambda *arguments: 16)
-    found = [token.entropy for token in scored(model, text_of(100), ENTROPIX)]
+    found = [token.entropy for token in scored(model, text_of(100), QUADRANTS)]
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -148,29 +148,29 @@ def test_memory_does_not_grow_with_the_text(
         return new
 
     monkeypatch.setattr(scoring, "init_cache", record)
-    list(scored(model, text_of(700), ENTROPIX, context=64))
+    list(scored(model, text_of(700), QUADRANTS, context=64))
     assert len(made) > 10
     assert max(made) == PREFILL_WINDOW
-    entropies(model, [text_of(700)], ENTROPIX, context=64)
+    entropies(model, [text_of(700)], QUADRANTS, context=64)
     assert max(made) == PREFILL_WINDOW
 
 
 def test_texts_side_by_side(model: LanguageModel) -> None:
     """What calibration reads: the same numbers, text by text."""
     texts = [text_of(n, seed=n) for n in (30, 2, 75, 1, 12, 130, *range(20, 34))]
-    points = entropies(model, texts, ENTROPIX, context=50)
+    points = entropies(model, texts, QUADRANTS, context=50)
     expected = [
         (token.entropy, token.varentropy)
         for text in texts
         if len(text) > 1
-        for token in scored(model, text, ENTROPIX, context=50)
+        for token in scored(model, text, QUADRANTS, context=50)
     ]
     np.testing.assert_allclose(points, expected, atol=1e-4)
 
 
 def test_what_is_recorded(model: LanguageModel) -> None:
     recording = Recording(top=3, layers=True)
-    for token in scored(model, text_of(12), ENTROPIX, recording=recording):
+    for token in scored(model, text_of(12), QUADRANTS, recording=recording):
         assert token.top is not None
         probs = [p for *_, p in token.top]
         assert probs == sorted(probs, reverse=True)
@@ -186,13 +186,13 @@ def test_what_is_recorded(model: LanguageModel) -> None:
 
 def test_what_cannot_be_inspected(model: LanguageModel) -> None:
     with pytest.raises(UserError, match="too short"):
-        list(scored(model, text_of(1), ENTROPIX))
+        list(scored(model, text_of(1), QUADRANTS))
     with pytest.raises(UserError, match=f"2 to {MAX_POSITIONS} tokens, not 121"):
-        list(scored(model, text_of(5), ENTROPIX, context=MAX_POSITIONS + 1))
+        list(scored(model, text_of(5), QUADRANTS, context=MAX_POSITIONS + 1))
     with pytest.raises(UserError, match="likeliest tokens are asked for"):
-        list(scored(model, text_of(5), ENTROPIX, recording=Recording(top=10**6)))
+        list(scored(model, text_of(5), QUADRANTS, recording=Recording(top=10**6)))
     with pytest.raises(UserError, match="no text has two tokens"):
-        entropies(model, [[1], []], ENTROPIX)
+        entropies(model, [[1], []], QUADRANTS)
 
 
 def test_numbers_that_are_none(tmp_path: Path) -> None:
@@ -201,18 +201,18 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     first = tokens.index(tokens[12])
     found: list[ScoredToken] = []
     with pytest.raises(UserError, match=f"NaN or infinity in the embedding at position {first}"):
-        found.extend(scored(bad, tokens, ENTROPIX))
+        found.extend(scored(bad, tokens, QUADRANTS))
     sound = [token for token in tokens if token != tokens[12]]
     told = f"^text 2: NaN or infinity in the embedding at position {first}$"
     with pytest.raises(UserError, match=told):
-        entropies(bad, [sound, tokens], ENTROPIX)
+        entropies(bad, [sound, tokens], QUADRANTS)
 
 
 def test_positions_past_the_end_are_no_errors(model: LanguageModel, tmp_path: Path) -> None:
     """The weights of a padding token do not count."""
     tokens = [t for t in text_of(20) if t != 0]
     bad = load(str(write_model(tmp_path / "bad", poisoned(0))))
-    assert len(list(scored(bad, tokens, ENTROPIX))) == len(tokens) - 1
+    assert len(list(scored(bad, tokens, QUADRANTS))) == len(tokens) - 1
 
 
 # The command line

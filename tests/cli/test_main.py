@@ -255,7 +255,7 @@ def test_the_same_run_gives_the_same_bytes(
     assert trace() == expected
 
 
-@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+@pytest.mark.parametrize("sampler", ["quadrants", "document-001"])
 def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) -> None:
     path = tmp_path / "trace.jsonl"
     result = command(*short("--trace", path, "--samples", 3, *SEED, "--sampler", sampler))
@@ -483,7 +483,7 @@ def test_a_strangers_key_does_not_steer_the_terminal(
     assert "taken to change nothing: '\ufffd[2J'\n" in result.err
 
 
-@pytest.mark.parametrize("sampler", ["entropix", "document-001"])
+@pytest.mark.parametrize("sampler", ["quadrants", "document-001"])
 def test_an_interrupt_between_two_tokens(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sampler: str
 ) -> None:

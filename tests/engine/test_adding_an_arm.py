@@ -45,7 +45,7 @@ def give_up(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propos
 
 
 SAMPLER = (
-    load_sampler("entropix")
+    load_sampler("quadrants")
     .with_mechanism(load_example())
     .with_mechanism(Mechanism("give_up", give_up, apply=end))
     .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": "abc"})

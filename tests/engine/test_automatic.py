@@ -25,7 +25,7 @@ from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import PUBLISHED, poisoned, token_ids, write_model
 from tests.support.runs import Spec, run_specs
 
-ENTROPIX = load_sampler("entropix")
+QUADRANTS = load_sampler("quadrants")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def thresholds_of(sampler: Sampler) -> dict[str, float]:
 
 def test_made_on_first_use_and_kept(folder: str, kept: Path) -> None:
     """From the model's own text, in a file that is a calibration.json; the same each time."""
-    sampler = fit_thresholds(ENTROPIX, load(folder))
+    sampler = fit_thresholds(QUADRANTS, load(folder))
     (path,) = kept.iterdir()
     stored = json.loads(path.read_text())
     assert stored["thresholds"] == thresholds_of(sampler) != PUBLISHED
@@ -75,11 +75,11 @@ def test_made_on_first_use_and_kept(folder: str, kept: Path) -> None:
     assert note.startswith("the model has no calibration.json: thresholds were fitted to 4144")
     assert note.endswith(f"kept in {path}")
 
-    again = fit_thresholds(ENTROPIX, load(folder))
+    again = fit_thresholds(QUADRANTS, load(folder))
     assert (thresholds_of(again), again.notes) == (stored["thresholds"], ())
     for damaged in ("{", "[]", '{"thresholds": {"h1": 1}}', json.dumps({"too_slow_on": "another"})):
         path.write_text(damaged)
-        anew = fit_thresholds(ENTROPIX, load(folder))
+        anew = fit_thresholds(QUADRANTS, load(folder))
         assert thresholds_of(anew) == stored["thresholds"]
         assert len(anew.notes) == 1
         assert json.loads(path.read_text()) == stored
@@ -112,11 +112,11 @@ def test_they_are_made_once_for_a_model_and_a_type(
     assert measured == [model]
     other = write_model(tmp_path / "other", lambda p: replace(p, head=2 * p.head), calibrated=False)
     for place, dtype in ((folder, None), (folder, "bfloat16"), (other, None), (folder, "float32")):
-        fit_thresholds(ENTROPIX, load(str(place), dtype))
+        fit_thresholds(QUADRANTS, load(str(place), dtype))
     assert len(measured) == len([*kept.iterdir()]) == 3
     # A folder that others could write to is not read.
     kept.chmod(0o777)
-    (note,) = fit_thresholds(ENTROPIX, load(folder)).notes
+    (note,) = fit_thresholds(QUADRANTS, load(folder)).notes
     assert note.endswith("are not kept")
     assert len(measured) == 4
 
@@ -130,7 +130,7 @@ def test_without_a_cache_folder_they_last_as_long_as_the_model(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for _ in range(2):
-        (note,) = fit_thresholds(ENTROPIX, model).notes
+        (note,) = fit_thresholds(QUADRANTS, model).notes
         assert note.endswith("are not kept")
     assert len(measured) == 1
 
@@ -149,19 +149,19 @@ def test_too_slow_is_remembered_on_that_machine_alone(
     tried = []
     monkeypatch.setattr(automatic, "measure_own_text", lambda *_: tried.append(0))
     for _ in range(3):
-        sampler = fit_thresholds(ENTROPIX, load(folder))
+        sampler = fit_thresholds(QUADRANTS, load(folder))
         assert thresholds_of(sampler) == PUBLISHED
         assert "never calibrated, the published thresholds are used" in sampler.notes[0]
     assert len(tried) == 1
     monkeypatch.setattr(automatic, "_machine", lambda: "another")
-    fit_thresholds(ENTROPIX, load(folder))
+    fit_thresholds(QUADRANTS, load(folder))
     assert len(tried) == 2
 
 
 def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:
     start = token_ids()["<|begin_of_text|>"]
     model = load(str(write_model(tmp_path / "model", poisoned(start), calibrated=False)))
-    sampler = fit_thresholds(ENTROPIX, model)
+    sampler = fit_thresholds(QUADRANTS, model)
     assert thresholds_of(sampler) == PUBLISHED
     assert [*kept.iterdir()] == []
 
@@ -172,16 +172,16 @@ def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:
 def test_who_follows_thresholds() -> None:
     """What has one arm for all regimes does not, unless that arm looks at the regimes itself."""
     following = {name for name in preset_names() if load_sampler(name).follows_thresholds}
-    assert following == {"entropix", "document-002", "document-004"}
+    assert following == {"entropix", "quadrants", "document-002", "document-004"}
     greedy = load_sampler("greedy")
     assert greedy.with_values({"arms.hehv": "resample"}).follows_thresholds
     for arm, follows in (("sample", False), ("inject", True), ("branch", True)):
-        all_alike = ENTROPIX.with_values({f"arms.{regime}": arm for regime in REGIMES})
+        all_alike = QUADRANTS.with_values({f"arms.{regime}": arm for regime in REGIMES})
         assert all_alike.follows_thresholds is follows
     bounds = {f"thresholds.{name}": value for name, value in PUBLISHED.items()}
-    assert not ENTROPIX.with_values(bounds).follows_thresholds
+    assert not QUADRANTS.with_values(bounds).follows_thresholds
     numbers = {f"regimes.{regime}": ["entropy < 1"] for regime in REGIMES[:-1]}
-    assert not ENTROPIX.with_values(numbers).follows_thresholds
+    assert not QUADRANTS.with_values(numbers).follows_thresholds
 
 
 def test_a_baseline_takes_what_is_there_and_makes_nothing(
@@ -191,12 +191,12 @@ def test_a_baseline_takes_what_is_there_and_makes_nothing(
     baseline = load_sampler("min-p")
     sampler = fit_thresholds(baseline, model)
     assert (thresholds_of(sampler), sampler.notes, measured) == (PUBLISHED, (), [])
-    made = thresholds_of(fit_thresholds(ENTROPIX, model))
+    made = thresholds_of(fit_thresholds(QUADRANTS, model))
     for one in (model, load(folder)):
         sampler = fit_thresholds(baseline, one)
         assert (thresholds_of(sampler), sampler.notes) == (made, ())
     # Processes of one run read the model's own file alone.
-    assert thresholds_of(fit_thresholds(ENTROPIX, model, "read")) == PUBLISHED
+    assert thresholds_of(fit_thresholds(QUADRANTS, model, "read")) == PUBLISHED
 
 
 def test_processes_of_one_run_make_none(
@@ -215,7 +215,7 @@ def test_processes_of_one_run_make_none(
 
 def test_the_models_own_file_comes_first(measured: list[LanguageModel], tmp_path: Path) -> None:
     model = load(str(write_model(tmp_path / "own", calibrated=False)))
-    made = fit_thresholds(ENTROPIX, model)
+    made = fit_thresholds(QUADRANTS, model)
     own = {"h1": 0.5, "h2": 1.5, "u1": 0.25, "u2": 2.0}
     model.calibration_file.write_text(json.dumps({"thresholds": own}))
     assert thresholds_of(fit_thresholds(made, model)) == own
@@ -224,10 +224,10 @@ def test_the_models_own_file_comes_first(measured: list[LanguageModel], tmp_path
 def test_thresholds_that_nobody_asked_for_stand_in_nobodys_way(
     model: LanguageModel, measured: list[LanguageModel]
 ) -> None:
-    made = thresholds_of(fit_thresholds(ENTROPIX, model))
+    made = thresholds_of(fit_thresholds(QUADRANTS, model))
     own = (made["h2"] + PUBLISHED["h2"]) / 2
     assert made["h2"] < own
-    sampler = fit_thresholds(ENTROPIX.with_values({"thresholds.h1": own}), model)
+    sampler = fit_thresholds(QUADRANTS.with_values({"thresholds.h1": own}), model)
     assert thresholds_of(sampler) == {**PUBLISHED, "h1": own}
     (note,) = sampler.notes
     assert "is above thresholds.h2" in note

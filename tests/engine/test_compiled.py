@@ -62,7 +62,7 @@ def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
         [[1, 2, 3]] * batch,
         [100] * batch,
         np.stack([row_key(0, str(row)) for row in range(batch)]),
-        batch_of(*[params_of("entropix", num_layers=CONFIG.num_layers)] * batch),
+        batch_of(*[params_of("quadrants", num_layers=CONFIG.num_layers)] * batch),
         np.full(1, -1, np.int32),
         capacity=capacity,
         dtype=jnp.dtype("float32"),

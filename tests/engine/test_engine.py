@@ -85,13 +85,13 @@ def texts(model: LanguageModel) -> list[list[int]]:
     return [model.tokenizer.encode(text, add_bos=True) for text in world]
 
 
-PRESETS = ("entropix", "greedy", "document-001", "top-p", "mirostat")
+PRESETS = ("quadrants", "greedy", "document-001", "top-p", "mirostat")
 
 
 def mixed(model: LanguageModel, number: int, forks: bool = True) -> list[Request]:
     """Requests of all sorts: lengths, budgets, samplers, seeds."""
     prompts, budgets = texts(model), np.random.default_rng(5).integers(1, 60, number).tolist()
-    names = [PRESETS[i % len(PRESETS)] if i % 3 else "entropix" for i in range(number)]
+    names = [PRESETS[i % len(PRESETS)] if i % 3 else "quadrants" for i in range(number)]
     samplers = [load_sampler(name) for name in names]
     if not forks:
         samplers = [

@@ -353,7 +353,7 @@ def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> N
 
 
 # A thought is due in about every other step.
-ASKING = load_sampler("entropix").with_values(
+ASKING = load_sampler("quadrants").with_values(
     {
         "regimes.helv": ["entropy > 1.5"],
         "arms.lehv": "explore",
@@ -544,7 +544,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
 
 
 # Branches nearly everywhere, whose scores are always too close to call.
-FORKING = load_sampler("entropix").with_values(
+FORKING = load_sampler("quadrants").with_values(
     {
         "regimes.lelv": ["entropy < -1"],
         "regimes.helv": ["entropy < -1"],
@@ -679,7 +679,7 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
     """The token was held back, as it might have been taken back; the logits after it are bad."""
     # Nearly all is MID: drawn at once, but not for good.
     bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
-    sampler = load_sampler("entropix").with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
+    sampler = load_sampler("quadrants").with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
     generation = run_specs(model, requests([ids(20)]), sampler, ignore_eos=True)
     met = [event.token.token_id for event in generation if event.token is not None]
     (whole,) = generation.rows

@@ -33,7 +33,7 @@ SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 RECORDING = Recording(top=2, state=True)
 LONGEST = 96  # tokens of a text
 # On `tiny` it draws, thinks with a cooldown, goes back, and follows branches of several tokens.
-FULL = load_sampler("entropix").with_values(
+FULL = load_sampler("quadrants").with_values(
     {
         "thresholds.calibrated": False,
         "regimes.lelv": ["entropy < 0.2"],

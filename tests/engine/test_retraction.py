@@ -17,7 +17,7 @@ from entropix_jax.sampler.presets import load_sampler
 from tests.support.model_folders import token_ids
 from tests.support.runs import Spec, run_specs
 
-RETRACTING = load_sampler("entropix").with_values(
+RETRACTING = load_sampler("quadrants").with_values(
     {
         "thresholds.calibrated": False,
         "regimes.lelv": ["entropy < 0.5"],

@@ -88,7 +88,7 @@ def full(mesh: str | None) -> DecodeState:
     return state if mesh is None else place(state, rules_for(two(mesh), CONFIG).rows(state))
 
 
-def arrival(preset: str = "entropix", cached: int = 0) -> Arrival:
+def arrival(preset: str = "quadrants", cached: int = 0) -> Arrival:
     return Arrival(
         history=np.arange(60, 60 + CAPACITY, dtype=np.int32),
         confidences=np.arange(CAPACITY, dtype=np.float32),
@@ -304,13 +304,13 @@ class House:
 
 
 MODEL = tiny_model()
-JOBS = [Job([5, 6, 7 + i], params_of("entropix", FORKING), row_id=str(i)) for i in range(2)]
+JOBS = [Job([5, 6, 7 + i], params_of("quadrants", FORKING), row_id=str(i)) for i in range(2)]
 
 
 def test_what_lanes_a_row_may_need(tiny: Any) -> None:
     def lanes(**changes: Any) -> int:
         values = {key.replace("__", "."): value for key, value in changes.items()}
-        return lanes_for(calibrated(tiny, load_sampler("entropix").with_values(values)))
+        return lanes_for(calibrated(tiny, load_sampler("quadrants").with_values(values)))
 
     assert (
         lanes(branch__width=5)
@@ -336,7 +336,7 @@ def check_same(lines: list[Line], expected: list[Line]) -> None:
 def test_a_later_row_has_more_branches_than_there_were_lanes(alone: list[list[Line]]) -> None:
     """It waits until there are enough, and both rows are what they are alone."""
     house = House(1)
-    narrow = replace(JOBS[0], sampler=params_of("entropix", {**FORKING, "branch.width": 2}))
+    narrow = replace(JOBS[0], sampler=params_of("quadrants", {**FORKING, "branch.width": 2}))
     house.insert(0, narrow)
     house.run(2)
     house.state = widen(house.state, house.layout, 3)

@@ -168,7 +168,7 @@ def traces(draw: st.DrawFn) -> list[Json]:
     model: Any = SimpleNamespace(
         config=TINY, precision=choose_precision("float32"), tokenizer=tokenizer
     )
-    sampler: Any = SimpleNamespace(name=draw(texts), values=load_sampler("entropix").values)
+    sampler: Any = SimpleNamespace(name=draw(texts), values=load_sampler("quadrants").values)
     prompt_ids = draw(st.lists(tokens_ids, max_size=3))
     seed, name = draw(st.none() | st.integers(0, 2**63)), draw(texts)
     start = header(model, sampler, prompt_ids, seed=seed, name=name)

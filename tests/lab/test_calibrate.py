@@ -51,7 +51,7 @@ def command(*arguments: object) -> Result:
 @pytest.mark.parametrize(
     ("base", "wanted"),
     [
-        ("entropix", WANTED),
+        ("quadrants", WANTED),
         ("document-004", {"lelv": 0.53, "helv": 0.09, "lehv": 0.05, "hehv": 0.03}),
     ],
 )
@@ -148,7 +148,7 @@ def test_sources_are_not_overwritten(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.json").write_text("Once upon a time")
-    Path("base.toml").write_text('extends = "entropix"\n')
+    Path("base.toml").write_text('extends = "quadrants"\n')
     Path("own.toml").write_text('extends = "base.toml"\n[base]\ntop_k = 3\n')
     Path("link.toml").symlink_to("own.toml")
     before = {path: path.read_text() for path in tmp_path.iterdir()}

@@ -17,12 +17,12 @@ from entropix_jax.sampler.regimes import classify
 from tests.support.sampler_strategies import around
 from tests.support.samplers import metrics_of, params_of
 
-ENTROPIX = load_sampler("entropix")
+QUADRANTS = load_sampler("quadrants")
 BOUNDS = {"h1": 0.5, "h2": 2.0, "u1": 1.0, "u2": 3.0}
 
 # Boxes that touch, boxes that overlap, and boxes with bounds of their own.
 CHANGES: dict[str, dict[str, Any]] = {
-    "entropix": {},
+    "quadrants": {},
     "document-004": {"regimes.helv": ["entropy > h1", "varentropy < u2"]},
     "overlapping": {
         "regimes.lelv": ["entropy < h2", "varentropy < u1"],
@@ -37,8 +37,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 SOME = {"lelv": 0.5, "helv": 0.1, "lehv": 0.1, "hehv": 0.1}
 
 
-def boxes(kind: str = "entropix") -> Boxes:
-    return read_boxes(ENTROPIX.with_values(CHANGES[kind]))
+def boxes(kind: str = "quadrants") -> Boxes:
+    return read_boxes(QUADRANTS.with_values(CHANGES[kind]))
 
 
 def shares(*values: float) -> dict[str, float]:
@@ -86,7 +86,7 @@ def test_points_have_the_samplers_regime(kind: str) -> None:
     points = np.concatenate([text(0, 500), [(x, y) for x in h for y in u]])
     changes = {**CHANGES[kind], **{f"thresholds.{name}": x for name, x in bounds.items()}}
     rows = metrics_of(entropy=points[:, 0], varentropy=points[:, 1])
-    found = jax.jit(jax.vmap(classify, in_axes=(0, None)))(rows, params_of("entropix", changes))
+    found = jax.jit(jax.vmap(classify, in_axes=(0, None)))(rows, params_of("quadrants", changes))
     assert classify_points(points, bounds, boxes(kind)).tolist() == found.tolist()
     assert len(set(found.tolist())) >= 3
     counts = np.bincount(found, minlength=len(REGIMES)) / len(points)
@@ -104,7 +104,7 @@ def test_points_have_the_samplers_regime(kind: str) -> None:
 )
 def test_samplers_that_cannot_be_calibrated(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_boxes(ENTROPIX.with_values(changes))
+        read_boxes(QUADRANTS.with_values(changes))
     assert words in str(caught.value)
     assert str(caught.value).startswith("entropix: ")
 
@@ -126,14 +126,14 @@ def test_nothing_is_nearer_than_the_solution(kind: str, ties: bool) -> None:
             solution = solve(points, wanted, boxes(kind), tolerance=1.0)
             assert solution.occupancy == occupancy(points, solution.thresholds, boxes(kind))
             found = {f"thresholds.{k}": v for k, v in solution.thresholds.items()}
-            ENTROPIX.with_values({**CHANGES[kind], **found})  # does not refuse them
+            QUADRANTS.with_values({**CHANGES[kind], **found})  # does not refuse them
             best = min(largest_deviation(reached, wanted) for reached in all_of)
             # Half a token, a tenth of the standard error, and what may go to the other regimes.
             slack = 0.5 / count + 0.05 / np.sqrt(count) + 0.0224 * best
             assert largest_deviation(solution.occupancy, wanted) <= best + slack
 
 
-@pytest.mark.parametrize("kind", ["entropix", "document-004"])
+@pytest.mark.parametrize("kind", ["quadrants", "document-004"])
 def test_held_out_text_has_the_wanted_occupancy(kind: str) -> None:
     there = occupancy(text(99, 20_000), BOUNDS, boxes(kind))
     wanted = {box: round(there[box], 2) for box in BOXES}

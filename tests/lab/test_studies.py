@@ -68,8 +68,8 @@ baseline = "hot"
 [settings.hot]
 sampler = "temperature"
 "base.temperature" = 1.8
-[settings.entropix]
-sampler = "entropix"
+[settings.quadrants]
+sampler = "quadrants"
 "base.temperature" = 1.8
 "adaptive.temperature_logits" = 1.0
 [tuning]
@@ -79,7 +79,7 @@ items = { sums = 1, facts = 1 }
 [tuning.over.top-p]
 "base.temperature" = { from = 1.0, to = 3.0 }
 """
-SETTINGS = ("hot", "entropix", "top-p (tuned)")
+SETTINGS = ("hot", "quadrants", "top-p (tuned)")
 SEEDS = (0, 1, 5)
 
 
@@ -157,7 +157,7 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
         for setting in SETTINGS
         for seed in SEEDS
     ]
-    assert {row["sampler"] for row in rows} == {"temperature", "entropix", "top-p"}
+    assert {row["sampler"] for row in rows} == {"temperature", "quadrants", "top-p"}
     assert {float(row["score"]) for row in rows} == {0.0, 1.0}
     table = parquet.read_table(done / "results.parquet")
     types = {name: str(table.schema.field(name).type) for name in table.column_names}
@@ -366,7 +366,7 @@ GRID = """tasks = ["own.py:WORDS"]
 items = 3
 seeds = [0, 4]
 max_new_tokens = 6
-base = "entropix"
+base = "quadrants"
 [settings."$a_{$ | b"]
 sampler = "greedy"
 [grid]
@@ -393,7 +393,7 @@ def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: P
     assert [*rows[0]] == [*COLUMNS, "arms.mid", "base.temperature"]
     varied = {row["setting"]: (row["base.temperature"], row["arms.mid"]) for row in rows}
     assert varied["base.temperature=1.5 arms.mid=sample"] == ("1.5", "sample")
-    assert varied["entropix"] == ("", "")
+    assert varied["quadrants"] == ("", "")
     plots = {path.stem for path in (output / "plots").glob("*.png")}
     assert {"response-base.temperature", "response-arms.mid", "scores"} <= plots
     assert "truth" not in plots  # the task is not of the tiny world
@@ -639,7 +639,7 @@ def test_an_interrupted_study_continues(
 ) -> None:
     """Interrupted once in each phase, it ends with the results of an uninterrupted one."""
     text = "tasks = ['own.py:WORDS']\nitems = 0\nseeds = [0, 1]\nmax_new_tokens = 6\n"
-    text += "[settings.entropix]\nsampler = 'entropix'\n[settings.greedy]\nsampler = 'greedy'\n"
+    text += "[settings.quadrants]\nsampler = 'quadrants'\n[settings.greedy]\nsampler = 'greedy'\n"
     text += "[tuning]\nsamplers = ['top-p']\nsettings = 2\nitems = 8\n"
     sweep, whole, output = write_sweep(tmp_path, text), tmp_path / "whole", tmp_path / "out"
     options = ("--model", folder, "--slots", 4)

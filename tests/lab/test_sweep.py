@@ -21,7 +21,7 @@ from entropix_jax.sampler.presets import load_sampler
 from tests.support.samplers import calibrated
 
 SHIPPED = sorted((resource_folder("configs") / "ablations").glob("*.toml"))
-OWN = 'extends = "entropix"\n[base]\ntop_k = 3\n'
+OWN = 'extends = "quadrants"\n[base]\ntop_k = 3\n'
 
 
 def write(folder: Path, text: str, name: str = "mine.toml") -> Path:
@@ -38,7 +38,7 @@ def varied(sweep: Sweep) -> list[Mapping[str, Any]]:
     return [setting.varied for setting in sweep.settings if setting.varied]
 
 
-def changed(setting: Setting, base: str = "entropix") -> dict[str, Any]:
+def changed(setting: Setting, base: str = "quadrants") -> dict[str, Any]:
     """The values of a setting's sampler that differ from a preset."""
     values, own = setting.sampler.values, load_sampler(base).values
     return {key: value for key, value in values.items() if value != own.get(key)}
@@ -57,9 +57,9 @@ def test_shipped_sweeps() -> None:
             assert len(names) > 1
     # Each mechanism is switched off alone, and every setting differs from the base.
     base, *others = read_sweep(find_sweep("mechanisms")).settings
-    assert (base.name, changed(base), base.base) == ("entropix", {}, None)
+    assert (base.name, changed(base), base.base) == ("quadrants", {}, None)
     assert all(changed(setting) for setting in others)
-    assert {setting.base for setting in others} == {"entropix"}
+    assert {setting.base for setting in others} == {"quadrants"}
 
 
 def test_the_sweeps_of_the_study_on_real_tasks() -> None:
@@ -138,8 +138,8 @@ def test_draws_are_repeated_until_they_fit(tmp_path: Path) -> None:
     thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
     write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
     of_model = partial(calibrated, folder=tmp_path)
-    tuning = make_tuning(["entropix"], settings=40, items=ByTask(1), seeds=[0], calibrate=of_model)
-    own = [of_model(setting.sampler).values for setting in tuning.candidates["entropix"]]
+    tuning = make_tuning(["quadrants"], settings=40, items=ByTask(1), seeds=[0], calibrate=of_model)
+    own = [of_model(setting.sampler).values for setting in tuning.candidates["quadrants"]]
     assert own[0]["thresholds.u1"] == 0.2
     assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
     # All draws of a small space.
@@ -218,10 +218,12 @@ def test_numbers_by_task(tmp_path: Path) -> None:
 
 def test_candidates() -> None:
     """The same number of each sampler, the first unchanged; one without ranges is its only one."""
-    tuning = make_tuning(["greedy", "top-p", "entropix"], settings=5, items=ByTask(7), seeds=[1, 2])
+    tuning = make_tuning(
+        ["greedy", "top-p", "quadrants"], settings=5, items=ByTask(7), seeds=[1, 2]
+    )
     assert (tuning.items, tuning.seeds) == (ByTask(7), (1, 2))
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
-    assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
+    assert numbers == {"greedy": 1, "top-p": 5, "quadrants": 5}
     for name, group in tuning.candidates.items():
         names = [f"{name} #{number}" for number in range(1, len(group) + 1)]
         assert [setting.name for setting in group] == names
@@ -247,7 +249,7 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     assert tuning is not None
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"own": 3, "still": 1, "some": 3}
-    for name, like in (("own", "min-p"), ("some", "entropix")):
+    for name, like in (("own", "min-p"), ("some", "quadrants")):
         (_, theirs) = make_tuning([like], settings=2, items=ByTask(1), seeds=[0]).candidates[like]
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
 

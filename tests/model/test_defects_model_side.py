@@ -274,7 +274,7 @@ def test_defect_17_a_step_never_asks_the_host(params) -> None:
     found = on_host(primitives(jax.make_jaxpr(jax.jit(planted))(1.0).jaxpr))
     assert len(found) >= 2  # the search finds what it looks for, in inner functions too
 
-    job = Job([1, 2, 3], params_of("entropix", num_layers=TINY.num_layers))
+    job = Job([1, 2, 3], params_of("quadrants", num_layers=TINY.num_layers))
     state = start_jobs(TINY, params, [job, replace(job, prompt=[4])], 16)
     options = {**STATIC, "max_steps": 5, "recording": Recording(top=2, layers=True)}
     for lanes in (False, True):
@@ -307,6 +307,6 @@ def test_defect_17_other_values_compile_nothing(params) -> None:
 
     once([[1, 2, 3], [4]], 5, "greedy", 0)
     before = programs()
-    once([[4, 5], [1, 2, 3, 4, 5, 6]], 8, "entropix", 1)
+    once([[4, 5], [1, 2, 3, 4, 5, 6]], 8, "quadrants", 1)
     once([[9], [9, 9]], 1, "temperature", 2)
     assert programs() == before

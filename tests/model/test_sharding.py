@@ -140,7 +140,7 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
 
 def test_on_one_device_nothing_is_split() -> None:
     config, params = tiny_model()
-    job = Job([1, 2], params_of("entropix"))
+    job = Job([1, 2], params_of("quadrants"))
     state = start(config, params, [job] * 2, 16)
     options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
     for lanes in (False, True):

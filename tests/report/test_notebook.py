@@ -207,7 +207,7 @@ def test_every_rule_keeps_to_its_own_cell() -> None:
 # Runs.
 
 
-@pytest.mark.filterwarnings("ignore:'entropix':UserWarning")
+@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) -> None:
     # Numbers may be NumPy's.
     numbers: Any = {"max_new_tokens": np.int64(20), "samples": np.int64(2), "seed": np.int64(3)}

@@ -84,7 +84,7 @@ def ended(**changes: Any) -> Json:
 
 
 def conditions(**changes: Any) -> Json:
-    values = {**load_sampler("entropix").values, **changes}
+    values = {**load_sampler("quadrants").values, **changes}
     return header(sampler_parameters={k: v for k, v in values.items() if v is not None})
 
 

@@ -27,7 +27,7 @@ from tests.support.traces import Trace, load_trace
 
 Json = dict[str, Any]
 Runs = tuple[Path, list[Trace]]
-SAMPLERS = {"greedy": "0", "temperature": "1", "entropix": "0"}
+SAMPLERS = {"greedy": "0", "temperature": "1", "quadrants": "0"}
 
 
 def trace_at(path: Path, records: list[Json], **changes: Any) -> Path:
@@ -170,7 +170,7 @@ def test_the_table_of_differences(page: Any, runs: Runs) -> None:
 
 def test_hostile_names_and_no_tokens(watched: Callable[..., Watched], tmp_path: Path) -> None:
     records = [token(3 + i, text=NASTY, action=NASTY) for i in range(3)]
-    values = {**load_sampler("entropix").values, NASTY: NASTY}
+    values = {**load_sampler("quadrants").values, NASTY: NASTY}
     names: Json = {"prompt": NASTY, "model": NASTY, "backend": NASTY, "versions": {NASTY: NASTY}}
     start = header(sampler=NASTY, sampler_parameters=values, **names)
     one = write(tmp_path / "<img src=x onerror=alert(1)>", start, *records)

@@ -295,7 +295,7 @@ def test_other_thresholds_reclassify_the_run(
 def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:
     """And valid TOML whatever the settings contain."""
     changes = {"inject.thought": [NASTY, '\\ \x7f\t"'], "metrics.layers": [1e-7, 1.0, 0.0, 1e6]}
-    values = dict(load_sampler("entropix").with_values(changes).values)
+    values = dict(load_sampler("quadrants").with_values(changes).values)
     page = opened(header(sampler="mine", sampler_parameters=values), *run_of())
     assert sampler_of(page, tmp_path) == values | {"thresholds.calibrated": False}
 
@@ -320,10 +320,10 @@ def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
-        ("entropix", {}),
+        ("quadrants", {}),
         ("document-001", {}),
         (
-            "entropix",
+            "quadrants",
             {
                 "regimes.lelv": ["entropy < h1", "agreement > 0.4", "attn_entropy_norm < 0.6"],
                 "regimes.helv": ["entropy > 1", "entropy > h2", "varentropy < u1"],

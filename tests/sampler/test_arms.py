@@ -229,7 +229,7 @@ def test_random_points() -> None:
     """Every arm, each row of a batch by its own arm, settings and metrics. What the row may do of
     another arm's actions does not concern it."""
     rng = np.random.default_rng(0)
-    base = load_sampler("entropix")
+    base = load_sampler("quadrants")
     arms = [arm for arm in ARMS for _ in range(40)]
     samplers = [base.with_values(random_values(rng)) for _ in arms]
     points = [random_point(rng) for _ in arms]
@@ -237,7 +237,7 @@ def test_random_points() -> None:
         points[row]["entropy"] = 0.0
     actions = ("inject", "branch", "backspace")
     may = [{action: bool(rng.random() < 0.5) for action in actions} for _ in arms]
-    params = batch_of(*(params_of("entropix", s.values) for s in samplers))
+    params = batch_of(*(params_of("quadrants", s.values) for s in samplers))
     indices = jnp.asarray([ARMS.index(arm) for arm in arms], jnp.int32)
     views = jax.tree.map(lambda *x: jnp.stack(x), *(view(**each) for each in may))
     proposal, reported = propose_each(indices, metrics_at(points), params, views)
@@ -253,8 +253,8 @@ def test_random_points() -> None:
 
 def test_extreme_metrics_stay_within_the_types() -> None:
     """No widening overflows the integer, no cooling makes a temperature negative."""
-    params = params_of("entropix", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
+    params = params_of("quadrants", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
     proposal = proposal_at("adaptive", metrics_of(interaction_strength=1e30), params)
     assert int(proposal.top_k) == 2**30  # more than any vocabulary has, and a float32, too
-    cold = params_of("entropix", {"adaptive.temperature_agreement": 100.0})
+    cold = params_of("quadrants", {"adaptive.temperature_agreement": 100.0})
     assert float(proposal_at("adaptive", metrics_of(agreement=1.0), cold).temperature) == 0

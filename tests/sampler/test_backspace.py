@@ -382,7 +382,7 @@ def job_of(name: str, **changes: Any) -> Job:
     index = CASES.index(name)
     prompt = [*range(9, 9 + index % 3), KINDS.index("mid" if index % 2 else "hehv")]
     sampler = params_of(
-        "entropix",
+        "quadrants",
         {**PLAIN, **SETTINGS[name], **changes},
         encode=encode_numbers,
         epsilon=LOUD if name == "noise" else EPSILON,
@@ -425,7 +425,7 @@ def test_rows_against_plain_python(runs: dict[str, list[Taken]]) -> None:
     """It would prove little where nothing happens."""
     happened: Counter = Counter()
     for job, (name, steps) in zip(JOBS, runs.items(), strict=True):
-        values = load_sampler("entropix").with_values({**PLAIN, **SETTINGS[name]}).values
+        values = load_sampler("quadrants").with_values({**PLAIN, **SETTINGS[name]}).values
         happened += audit(MODEL, job, values, steps)
     missing = {what: happened[what] for what, n in EVERYTHING.items() if happened[what] < n}
     assert not missing
@@ -493,7 +493,7 @@ SMALL = {
 def test_some_token_is_left_to_draw() -> None:
     """Bans never take the last one, the sampler's own bans included."""
     bans: list[list[int]] = [[], [1], [0, 2]]
-    settings = batch_of(*(params_of("entropix", {**SMALL, "draw.bans": ids}) for ids in bans))
+    settings = batch_of(*(params_of("quadrants", {**SMALL, "draw.bans": ids}) for ids in bans))
     state, actions = fresh_state(3), ["", "", ""]
     texts: list[list[int]] = [[0], [0], [0]]
     drawn: list[dict[int, list[int]]] = [{}, {}, {}]  # the tokens at each position

@@ -106,7 +106,7 @@ def test_draws(name: str) -> None:
 
     assert [other for other, oracle in ORACLES.items() if fits(oracle)] == [name]
     # Its regimes are those of `entropix`, and nothing else interferes.
-    entropix = params_of("entropix")
+    entropix = params_of("quadrants")
     np.testing.assert_array_equal(params.low[0], entropix.low)
     np.testing.assert_array_equal(params.high[0], entropix.high)
     assert load_sampler(name).values["thresholds.calibrated"] is True

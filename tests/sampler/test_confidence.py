@@ -89,7 +89,7 @@ def groups(lines: list[Line], window: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("preset", ["temperature", "entropix", "document-004"])
+@pytest.mark.parametrize("preset", ["temperature", "quadrants", "document-004"])
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_row_ends_with_the_first_low_group(preset: str, window: int) -> None:
     """At exactly that token, each row of a batch at its own, and as alone; what it wrote before is

@@ -33,10 +33,10 @@ def jobs_of(branches: int) -> list[Job]:
     # At a high temperature each step draws from the whole vocabulary.
     hot = sampler("temperature", {"base.temperature": 3.0})
     return [
-        Job([5, 6, 7], sampler("entropix", FORKED), budget=12, row_id="a"),
+        Job([5, 6, 7], sampler("quadrants", FORKED), budget=12, row_id="a"),
         Job([9] * 6 + [200, 3], hot, budget=16, seed=7, row_id="b"),
         Job([250], sampler("document-001", {}), budget=9, row_id="c"),
-        Job([1, 2, 3, 4, 5], sampler("entropix", THINKING), budget=14, row_id="d"),
+        Job([1, 2, 3, 4, 5], sampler("quadrants", THINKING), budget=14, row_id="d"),
     ]
 
 

@@ -174,9 +174,9 @@ def test_an_arm_that_learns(tiny: LanguageModel) -> None:
 
 def test_a_run_that_is_continued_knows_its_mechanisms() -> None:
     """By the source files that they are from; without any there is nothing to know."""
-    assert code_identity(load_sampler("entropix").mechanisms) == {}
-    one = code_identity(load_sampler("entropix").with_logits("no_echo", no_echo).mechanisms)
-    other = code_identity(load_sampler("entropix").with_mechanism(Mechanism("x")).mechanisms)
+    assert code_identity(load_sampler("quadrants").mechanisms) == {}
+    one = code_identity(load_sampler("quadrants").with_logits("no_echo", no_echo).mechanisms)
+    other = code_identity(load_sampler("quadrants").with_mechanism(Mechanism("x")).mechanisms)
     assert one.keys() == other.keys() == {"mechanisms"}
     assert one != other
 
@@ -184,7 +184,7 @@ def test_a_run_that_is_continued_knows_its_mechanisms() -> None:
 def test_names_that_are_taken() -> None:
     for name, problem in (("eta", "a mechanism 'eta'"), ("base", "a section 'base'")):
         with pytest.raises(UserError, match=f"there is {problem} already"):
-            load_sampler("entropix").with_logits(name, no_echo)
+            load_sampler("quadrants").with_logits(name, no_echo)
     with pytest.raises(UserError, match=r"truncation\.rule = 'no_echo': must be one of"):
         PLAIN.with_values({"truncation.rule": "no_echo"})
     with pytest.raises(UserError, match=r"arms\.mid = 'even': must be one of"):

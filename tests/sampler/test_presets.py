@@ -48,7 +48,7 @@ from tests.support.samplers import (
     view,
 )
 
-ENTROPIX = load_sampler("entropix")
+QUADRANTS = load_sampler("quadrants")
 
 
 def write(folder: Path, text: str, name: str = "mine.toml") -> str:
@@ -116,7 +116,7 @@ def test_the_bounds_and_arms_of_the_presets() -> None:
         ("document-002", QUARTERS, ["argmax", "inject", "branch", "branch", "sample"]),
         ("document-003", PRINTED, DRAWING),
         ("document-004", OVERLAPPING, [*BRANCHING, "sample"]),
-        ("entropix", CALIBRATED, [*BRANCHING, "adaptive"]),
+        ("quadrants", CALIBRATED, [*BRANCHING, "adaptive"]),
     ):
         values = load_sampler(preset).values
         assert {box: values[f"regimes.{box}"] for box in BOXES} == boxes
@@ -127,7 +127,7 @@ def test_the_bounds_and_arms_of_the_presets() -> None:
 
 
 def test_entropix_corrects_what_the_documents_print() -> None:
-    values, document = ENTROPIX.values, load_sampler("document-001").values
+    values, document = QUADRANTS.values, load_sampler("document-001").values
     keys = ("metrics.attn_entropy", "metrics.agreement")
     assert [values[key] for key in keys] == ["normalised", "corrected"]
     assert [document[key] for key in keys] == ["raw", "published"]
@@ -166,7 +166,7 @@ def test_values_reach_their_places() -> None:
         "draw.bans": [4, 0],
         "thresholds.h1": 0.5,
     }
-    params, plain = params_of("entropix", changes), params_of("entropix")
+    params, plain = params_of("quadrants", changes), params_of("quadrants")
     inf = np.inf
     assert params.low[:2].tolist() == [
         [-inf, -inf, -inf, 0.25, -inf],
@@ -176,7 +176,7 @@ def test_values_reach_their_places() -> None:
     names = ["sample", "inject", "branch", "backspace", "explore", "argmax"]
     assert [ARMS[i] for i in params.arms] == names
     assert params.layer_weights.tolist() == [0, 2.5]
-    assert params_of("entropix", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
+    assert params_of("quadrants", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
     assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
     for settings, rule, noise, published in (
         (params, "eta", EPSILON, True),
@@ -200,7 +200,7 @@ def test_values_reach_their_places() -> None:
 )
 def test_thoughts_reach_their_places(thought: Any, encoded: list[bytes]) -> None:
     changes = {"inject.thought": thought}
-    params = params_of("entropix", changes, encode=lambda text: encode(text.replace("x", "")))
+    params = params_of("quadrants", changes, encode=lambda text: encode(text.replace("x", "")))
     placed = params.own["inject"].thought
     assert (placed.shape, placed.dtype) == ((MAX_THOUGHTS, MAX_THOUGHT), np.int32)
     padded = [*encoded, *[b""] * (MAX_THOUGHTS - len(encoded))]
@@ -245,7 +245,7 @@ PROBLEMS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("key", "value", "words"), PROBLEMS)
 def test_wrong_values(key: str, value: Any, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        ENTROPIX.with_values({"thresholds.calibrated": False, key: value})
+        QUADRANTS.with_values({"thresholds.calibrated": False, key: value})
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -256,7 +256,7 @@ def test_a_range_is_what_it_is(key: str) -> None:
     low, high, kind = (scalars()[key][name] for name in ("low", "high", "type"))
     # The guard looks 256 tokens back: so many repeats are of single tokens.
     beside = {"loop.repeats": {"loop.max_period": 1}, "loop.max_period": {"loop.repeats": 8}}
-    sampler = ENTROPIX.with_values(beside.get(key, {}))
+    sampler = QUADRANTS.with_values(beside.get(key, {}))
     for end in (low, high):
         assert sampler.with_values({key: end}).values[key] == end
     beyond = {
@@ -274,16 +274,16 @@ def test_a_range_is_what_it_is(key: str) -> None:
 
 def test_the_model_decides_about_layers_and_thoughts() -> None:
     with pytest.raises(UserError, match="has 3 weights, the model has 2 layers"):
-        params_of("entropix", {"metrics.layers": [1, 1, 1]})
-    longest = params_of("entropix", {"inject.thought": "x" * 64}).own["inject"].thought
+        params_of("quadrants", {"metrics.layers": [1, 1, 1]})
+    longest = params_of("quadrants", {"inject.thought": "x" * 64}).own["inject"].thought
     assert (longest[0] == ord("x")).all()
     for thought in ("x" * 65, ["a", "x" * 65, "x" * 66]):  # the first one that is too long
         with pytest.raises(UserError, match=r"inject\.thought is 65 tokens long, at most 64"):
-            params_of("entropix", {"inject.thought": thought})
+            params_of("quadrants", {"inject.thought": thought})
 
 
 def test_missing_keys(tmp_path: Path) -> None:
-    file = resource_folder("configs") / "entropix.toml"
+    file = resource_folder("configs") / "quadrants.toml"
     text = re.sub(r" *#.*", "", file.read_text(encoding="utf-8"))
     for line in ("top_k = 27\n", 'mid = "adaptive"\n', "bans = []\n"):
         assert line in text
@@ -296,7 +296,7 @@ def test_missing_keys(tmp_path: Path) -> None:
     assert settings_of(sampler).high[BOXES.index("lehv"), 0] == 2.75
 
 
-EXTENDS = 'extends = "entropix"\n'
+EXTENDS = 'extends = "quadrants"\n'
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ EXTENDS = 'extends = "entropix"\n'
         ("extends = 3", "'extends' must be the name of a preset, not 3"),
         ('extends = "entropics"', "no sampler preset 'entropics'"),
         ('extends = "other.toml"', "other.toml: no such file"),
-        ("", ' more are missing: extend a preset, extends = "entropix"'),
+        ("", ' more are missing: extend a preset, extends = "quadrants"'),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
@@ -336,10 +336,10 @@ def cautious(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propo
 
 def test_an_arm_of_ones_own() -> None:
     """It stands beside the others, under its name, through all that makes a sampler."""
-    sampler = ENTROPIX.with_arm("cautious", cautious).with_values({"arms.mid": "cautious"})
+    sampler = QUADRANTS.with_arm("cautious", cautious).with_values({"arms.mid": "cautious"})
     assert [mechanism.name for mechanism in sampler.mechanisms] == [*NAMES, "cautious"]
     assert calibrated(sampler, Path("nowhere")).mechanisms == sampler.mechanisms
-    settings, plain = settings_of(sampler), params_of("entropix")
+    settings, plain = settings_of(sampler), params_of("quadrants")
     assert settings.arms.tolist() == [*plain.arms[:4], len(NAMES), plain.arms[5]]
     point = metrics_of(entropy=3.0)
     own = propose(settings.arms[4], point, settings, view())
@@ -348,13 +348,13 @@ def test_an_arm_of_ones_own() -> None:
         one, other = (propose(arm, point, given, view()) for given in (plain, settings))
         assert jax.tree.leaves(one) == jax.tree.leaves(other)
     for name in ("argmax", "cautious"):
-        with pytest.raises(UserError, match=f"'entropix': there is a mechanism '{name}' already"):
+        with pytest.raises(UserError, match=f"'quadrants': there is a mechanism '{name}' already"):
             sampler.with_arm(name, cautious)
     # A sampler knows its own arms, and nobody else's.
     with pytest.raises(UserError, match=r"arms.mid = 'cautious': must be one of argmax.*forking$"):
-        ENTROPIX.with_values({"arms.mid": "cautious"})
+        QUADRANTS.with_values({"arms.mid": "cautious"})
     with pytest.raises(TypeError):  # it cannot be changed behind its checks
-        ENTROPIX.values["base.temperature"] = 50.0  # type: ignore[index]
+        QUADRANTS.values["base.temperature"] = 50.0  # type: ignore[index]
 
 
 # Files that extend others
@@ -555,8 +555,8 @@ def with_calibration(folder: Path, content: Any = None) -> Path:
 
 
 def test_calibrated_thresholds(tmp_path: Path) -> None:
-    assert calibrated(ENTROPIX, tmp_path).notes != ()
-    sampler = calibrated(ENTROPIX, with_calibration(tmp_path))
+    assert calibrated(QUADRANTS, tmp_path).notes != ()
+    sampler = calibrated(QUADRANTS, with_calibration(tmp_path))
     assert sampler.notes == ()
     assert {name: sampler.values[f"thresholds.{name}"] for name in THRESHOLDS} == CALIBRATION
     params, inf = settings_of(sampler), np.inf
@@ -579,7 +579,7 @@ def test_calibrated_thresholds(tmp_path: Path) -> None:
 )
 def test_damaged_calibrations(tmp_path: Path, content: Any) -> None:
     with pytest.raises(UserError) as caught:
-        calibrated(ENTROPIX, with_calibration(tmp_path, content))
+        calibrated(QUADRANTS, with_calibration(tmp_path, content))
     assert str(tmp_path / CALIBRATION_FILE) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -587,19 +587,19 @@ def test_damaged_calibrations(tmp_path: Path, content: Any) -> None:
 def test_what_a_user_changed_stands_above_the_calibration(tmp_path: Path) -> None:
     """Whether it was changed before or after, and even where it fits beside no published bound."""
     folder = with_calibration(tmp_path)
-    before = calibrated(ENTROPIX.with_values({"thresholds.h1": 3.0}), folder)
-    after = calibrated(ENTROPIX, folder).with_values({"thresholds.h1": 3.0})
+    before = calibrated(QUADRANTS.with_values({"thresholds.h1": 3.0}), folder)
+    after = calibrated(QUADRANTS, folder).with_values({"thresholds.h1": 3.0})
     for sampler in (before, after, calibrated(after, folder)):
         assert sampler.values["thresholds.h1"] == 3.0
         assert sampler.values["thresholds.h2"] == 3.5
     with pytest.raises(UserError, match=r"thresholds.h1 = 4.0 is above thresholds.h2 = 3.5"):
-        calibrated(ENTROPIX.with_values({"thresholds.h1": 4.0}), folder)
+        calibrated(QUADRANTS.with_values({"thresholds.h1": 4.0}), folder)
 
 
 def test_who_asks_for_no_calibration_gets_none(tmp_path: Path) -> None:
     """A file with thresholds or bounds of its own, and a user who switches it off."""
     folder = with_calibration(tmp_path)
-    off = ENTROPIX.with_values({"thresholds.calibrated": False})
+    off = QUADRANTS.with_values({"thresholds.calibrated": False})
     own = load_sampler(write(tmp_path, EXTENDS + "[thresholds]\nh1 = 0.2\n"))
     document = load_sampler("document-001")
     for sampler in (off, own, document):

@@ -158,7 +158,7 @@ def test_rows_that_loop_leave_the_loop() -> None:
 
     def run(**changes: int) -> list[list[Line]]:
         values = {f"loop.{key}": value for key, value in changes.items()}
-        sampler = params_of("entropix", {**BOUNDS, **likeliest, **values})
+        sampler = params_of("quadrants", {**BOUNDS, **likeliest, **values})
         jobs = [Job([i], sampler, budget=60, row_id=str(i)) for i in range(8)]
         return generate((CONFIG, chain(kinds).params), jobs)
 

@@ -23,7 +23,7 @@ from tests.support.samplers import (
 )
 
 MODEL = tiny_model()
-BASE = Job([5, 6, 7], params_of("entropix"), budget=12)
+BASE = Job([5, 6, 7], params_of("quadrants"), budget=12)
 
 
 def programs(*functions: Any) -> list[int]:
@@ -45,8 +45,8 @@ def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
     ends = {"confidence.threshold": 5.0, "confidence.window": 3, "confidence.likeliest": 7}
     for job in (
         *(replace(BASE, sampler=params_of(name)) for name in ("document-001", "mirostat")),
-        replace(BASE, sampler=params_of("entropix", deep)),
-        replace(BASE, sampler=params_of("entropix", ends)),
+        replace(BASE, sampler=params_of("quadrants", deep)),
+        replace(BASE, sampler=params_of("quadrants", ends)),
         replace(BASE, sampler=params_of("temperature", {"base.temperature": 9.0})),
         replace(BASE, seed=99, row_id="a longer name", prompt=[1] * 20, budget=3),
     ):
@@ -56,13 +56,13 @@ def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
     assert programs() == [compiled[0], compiled[1] + 1]
 
 
-ENTROPIX = load_sampler("entropix").values
+QUADRANTS = load_sampler("quadrants").values
 
 TEXTS = ("think_end.text", "budget_forcing.end", "budget_forcing.wait")
 
 # Every key of a sampler with another value than the default's.
 OTHER: dict[str, list[Any]] = {
-    **{key: [other_value(key, ENTROPIX[key])] for key in scalars()},
+    **{key: [other_value(key, QUADRANTS[key])] for key in scalars()},
     **{f"arms.{served}": [*ARMS] for served in SERVED},
     **{
         f"regimes.{box}": [[], [f"{quantity} > 0.5" for quantity in QUANTITIES]]
@@ -89,10 +89,10 @@ def kinds_of(tree: Any) -> Any:
 
 def test_no_setting_has_a_shape_or_type_of_its_own() -> None:
     """Every key that a sampler has: so none of them needs another program."""
-    assert set(OTHER) == set(ENTROPIX)
+    assert set(OTHER) == set(QUADRANTS)
     for key, values in OTHER.items():
         for value in values:
-            sampler = params_of("entropix", {key: value})
+            sampler = params_of("quadrants", {key: value})
             assert kinds_of(sampler) == kinds_of(BASE.sampler), (key, value)
 
 

@@ -110,7 +110,7 @@ def test_beside_branches_and_retractions() -> None:
         "think_end.text": "xyz",
         "think_end.patience": 1,
     }
-    sampler = params_of("entropix", {**BOUNDS, "loop.max_period": 0, **changes})
+    sampler = params_of("quadrants", {**BOUNDS, "loop.max_period": 0, **changes})
     jobs = [Job([i], sampler, budget=BUDGET, row_id=str(i)) for i in range(BATCH)]
     found = generate((CONFIG, model.params), jobs, eos_ids=ends_of(model))
     actions = [line.action for lines in found for line in lines]

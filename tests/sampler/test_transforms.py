@@ -269,7 +269,7 @@ def test_the_coldest_temperature_beside_a_transform() -> None:
 def test_only_what_is_used_is_compiled() -> None:
     for preset, used in (
         ("min-p", set()),
-        ("entropix", set()),
+        ("quadrants", set()),
         ("xtc", {"xtc"}),
         ("dry", {"dry"}),
         ("adaptive-p", {"adaptive_p"}),

@@ -88,7 +88,7 @@ def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
     rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
 
     settings = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (rules.size, *np.shape(x))), params_of("entropix")
+        lambda x: jnp.broadcast_to(x, (rules.size, *np.shape(x))), params_of("quadrants")
     )
     own = dict(settings.own)
     for rule, field in NUMBER.items():

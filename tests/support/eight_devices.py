@@ -33,7 +33,7 @@ from tests.support.samplers import ARMS, LANES, Line, Told, batch_of, params_of
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
 PROMPTS = 9  # are read at a time: the last call has room for nobody, too
-PRESETS = ("entropix", "greedy", "document-000", "entropix")
+PRESETS = ("quadrants", "greedy", "document-000", "quadrants")
 CONFIG = tiny_config(
     vocab_size=304, num_layers=2, num_heads=16, num_kv_heads=8, mlp_width=48, tied_head=False
 )

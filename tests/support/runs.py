@@ -27,7 +27,7 @@ class Spec(NamedTuple):
     max_new_tokens: int = 1
 
 
-def calibrated(model: LanguageModel, sampler: Sampler | str = "entropix") -> CalibratedSampler:
+def calibrated(model: LanguageModel, sampler: Sampler | str = "quadrants") -> CalibratedSampler:
     loaded = load_sampler(sampler) if isinstance(sampler, str) else sampler
     return calibrate_sampler(loaded, model)
 
@@ -35,7 +35,7 @@ def calibrated(model: LanguageModel, sampler: Sampler | str = "entropix") -> Cal
 def requests(
     model: LanguageModel,
     specs: Sequence[Spec],
-    sampler: Sampler | str = "entropix",
+    sampler: Sampler | str = "quadrants",
     *,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
@@ -60,7 +60,7 @@ def requests(
 def run_specs(
     model: LanguageModel,
     specs: Sequence[Spec],
-    sampler: Sampler | str = "entropix",
+    sampler: Sampler | str = "quadrants",
     *,
     recording: Recording | None = None,
     **options: Any,

@@ -13,7 +13,7 @@ from entropix_jax.names import BOXES, QUANTITIES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
-ENTROPIX = load_sampler("entropix").with_values({"thresholds.calibrated": False})
+QUADRANTS = load_sampler("quadrants").with_values({"thresholds.calibrated": False})
 
 
 def numbers(low: float, high: float) -> st.SearchStrategy[float]:
@@ -40,7 +40,7 @@ def samplers(draw: st.DrawFn) -> Sampler:
     for low, high in (("h1", "h2"), ("u1", "u2")):
         values = sorted(draw(st.tuples(numbers(0, 16), numbers(0, 16))))
         changes |= {f"thresholds.{low}": values[0], f"thresholds.{high}": values[1]}
-    sampler = ENTROPIX.with_values({**changes, **{f"regimes.{box}": [] for box in BOXES}})
+    sampler = QUADRANTS.with_values({**changes, **{f"regimes.{box}": [] for box in BOXES}})
     for box in BOXES:
         for condition in draw(st.lists(conditions, max_size=4)):
             # What would leave nothing between two bounds is refused.

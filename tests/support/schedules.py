@@ -21,7 +21,7 @@ def random_job(rng: np.random.Generator, row_id: str) -> Job:
     longest = CAPACITY - len(prompt)
     budget = longest if rng.random() < 0.1 else int(rng.integers(1, min(longest, 32) + 1))
     changes = {**random_bounds(rng), **random_settings(rng)}
-    sampler = params_of("entropix", changes, encode=encode_numbers)
+    sampler = params_of("quadrants", changes, encode=encode_numbers)
     return Job(prompt, sampler, budget=budget, seed=int(rng.integers(3)), row_id=row_id)
 
 

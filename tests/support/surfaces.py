@@ -203,7 +203,7 @@ def read_preset(path: Path) -> None:
 
 def read_calibration(path: Path) -> None:
     thresholds = read_thresholds(path)
-    check_settings(load_sampler("entropix").with_thresholds(thresholds, str(path)))
+    check_settings(load_sampler("quadrants").with_thresholds(thresholds, str(path)))
 
 
 # Batches
