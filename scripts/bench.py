@@ -60,7 +60,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 RANDOM_1B = "1b"
-FULL, GREEDY, BARE = "entropix", "greedy", "forward + argmax"
+FULL, GREEDY, BARE = "quadrants", "greedy", "forward + argmax"
 TYPES = ("bfloat16", "float32", INT8)
 NOBODY = np.full(1, -1, np.int32)  # no token ends a row
 

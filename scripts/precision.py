@@ -4,7 +4,7 @@
 
 Reads texts with each type of weights, teacher-forced, and compares at every position: the
 Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely token, and the regime
-that the sampler `entropix` would be in, its loop guard aside. Then generates with each at the same
+that the sampler `quadrants` would be in, its loop guard aside. Then generates with each at the same
 seed, and counts the tokens until the first that differs. Without --text the model itself writes the
 text, at temperature 1; without --model it is `tiny`.
 """
@@ -61,7 +61,7 @@ def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, 
     """Of one text after the other: log-probabilities float32 [ROW, V], and the regimes int32
     [ROW]."""
     config = model.config
-    one = calibrate_sampler(load_sampler("entropix"), model).settings
+    one = calibrate_sampler(load_sampler("quadrants"), model).settings
     params = for_rows(one, ROW)
 
     @jax.jit
@@ -123,7 +123,7 @@ def main() -> int:
     models = {name: load(args.model, name) for name in TYPES}
     exact = models["float32"]
     texts = texts_of(exact, args)
-    written = {name: parting(exact, texts, name) for name in ("greedy", "entropix")}
+    written = {name: parting(exact, texts, name) for name in ("greedy", "quadrants")}
     title = f"{exact.folder}: {texts.size} tokens, {len(texts)} texts"
     table = Table("against float32", "bfloat16", "int8", title=title)
     columns = []

@@ -157,7 +157,7 @@ def test_each_record_is_its_row_alone(place: Place, model: LanguageModel) -> Non
         request = Spec(
             model.tokenizer.apply_chat(messages), record["id"], record.get("max_new_tokens", 12)
         )
-        sampler, seed = record.get("sampler", "quadrants"), record.get("seed", 0)
+        sampler, seed = record.get("sampler", "entropix"), record.get("seed", 0)
         (row,) = run_specs(model, [request], sampler, seed=seed, turn_end=True).run()
         one = found[record["id"]]
         mean = sum(token.entropy for token in row.tokens) / len(row.tokens)

@@ -59,7 +59,8 @@ def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_text_and_json(command: Command, tmp_path: Path) -> None:
     """Samples come one after the other; both forms, and the trace, hold the same."""
     trace = tmp_path / "trace.jsonl"
-    rows = command_rows(command, *short("--trace", trace, "--samples", 3, *SEED))
+    options = ("--samples", 3, "--sampler", "quadrants", *SEED)
+    rows = command_rows(command, *short("--trace", trace, *options))
     assert [row["row"] for row in rows] == [0, 1, 2]
     assert len({row["text"] for row in rows}) > 1
     header, *objects, footer = read_trace(trace)
@@ -71,7 +72,7 @@ def test_text_and_json(command: Command, tmp_path: Path) -> None:
         assert row == ended
         assert (row["finish_reason"], row["tokens"]) == ("length", len(tokens))
         assert row["retracted"] == len(own) - len(tokens) > 0
-    result = command(*short("--samples", 3, *SEED))
+    result = command(*short(*options))
     assert result.out == "".join(row["text"].removesuffix("\n") + "\n" for row in rows)
     (summary,) = result.err.splitlines()
     assert summary.startswith("36 tokens (")
@@ -105,7 +106,8 @@ def test_a_terminal(
     command: Command, folder: str, monkeypatch: pytest.MonkeyPatch, option: list[object]
 ) -> None:
     """The text is the same, with or without colours and status lines."""
-    arguments = [str(a) for a in short(*option, "--model", folder, tokens=40)]
+    options = (*option, "--sampler", "quadrants", "--model", folder)
+    arguments = [str(a) for a in short(*options, tokens=40)]
     plain = command(*arguments[:-2]).out
     for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
         screen = Screen(monkeypatch, **environment)
@@ -312,7 +314,8 @@ def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
 def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is shown the text so far, then the question; the answer decides how it goes on."""
     settings = ["sampler.branch.margin=1000", "sampler.branch.min_p=0", "sampler.branch.top_p=1"]
-    arguments = [str(a) for a in short("--model", folder, "--set", *settings, tokens=20)]
+    options = ("--model", folder, "--sampler", "quadrants", "--set", *settings)
+    arguments = [str(a) for a in short(*options, tokens=20)]
     shown = {}
     for typed in ("", "1\n" * 99, "2\n" * 99):
         screen = Screen(monkeypatch, TERM="dumb")  # which has no status line
@@ -422,7 +425,7 @@ def test_what_goes_with_a_file(
 
 
 def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: Path) -> None:
-    options = ("--samples", 3, *SEED)
+    options = ("--samples", 3, "--sampler", "quadrants", *SEED)
     whole = command_rows(command, *short(*options))
     ids = [[record["token_id"] for record in row["token_records"]] for row in whole]
     tried = {

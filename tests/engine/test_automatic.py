@@ -105,7 +105,7 @@ def test_they_are_made_once_for_a_model_and_a_type(
     model: LanguageModel, measured: list[LanguageModel], kept: Path, folder: str, tmp_path: Path
 ) -> None:
     with pytest.warns(UserWarning, match="thresholds were fitted"):
-        (row,) = api.stream(model, "Once", max_new_tokens=1).rows
+        (row,) = api.stream(model, "Once", "quadrants", max_new_tokens=1).rows
     sampler = row.request.sampler.sampler
     assert thresholds_of(fit_thresholds(sampler, model)) == thresholds_of(sampler) != PUBLISHED
     fit_thresholds(load_sampler("document-004"), model)

@@ -331,7 +331,7 @@ def test_prompts(model: LanguageModel) -> None:
 
 def test_generate(model: LanguageModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
-    rows = generate(model, "Once", samples=3, **options)
+    rows = generate(model, "Once", "quadrants", samples=3, **options)
     prompt = encode_prompt(model, "Once", chat=True)
     assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
     assert all(map(same, rows, run(model, requests([prompt] * 3, 8), seed=3)))

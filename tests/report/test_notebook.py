@@ -212,12 +212,12 @@ def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) 
     # Numbers may be NumPy's.
     numbers: Any = {"max_new_tokens": np.int64(20), "samples": np.int64(2), "seed": np.int64(3)}
     options: Any = {"chat": False, "ignore_eos": True, "recording": Recording(top=2)}
-    run = entropix_jax.stream(model, "Once upon a time", **numbers, **options)
+    run = entropix_jax.stream(model, "Once upon a time", "quadrants", **numbers, **options)
     events = list(run)
     path = tmp_path / "run.jsonl"
     run.rows.save_trace(path)
     header, *lines, footer = read_trace(path)
-    assert (header["seed"], header["sampler"]) == (3, "entropix")
+    assert (header["seed"], header["sampler"]) == (3, "quadrants")
     assert header["prompt"] == "<|begin_of_text|>Once upon a time"
     for row in (0, 1):
         wanted = [
