@@ -27,7 +27,7 @@ LAYERS = (
     ("engine",),
     ("batch",),
     ("cli",),
-    ("lab",),
+    ("lab", "serve"),
 )
 FLOOR = {folder: floor for floor, folders in enumerate(LAYERS) for folder in folders}
 # `python -m entropix_jax.NAME` and the public names: they open onto any layer, and nothing but
