@@ -25,7 +25,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(" ".join(message.splitlines()))
         self.status = status
         self.param = param
         self.code = code
@@ -157,7 +157,9 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate(_without_nulls(values))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # What is not supported first; of the forms that a value may have, the one it is most like.
+        first = min(errors, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
         param = str(first["loc"][0])
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":

@@ -20,7 +20,7 @@ from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generati
 _SAMPLERS = 256  # that are kept
 _USUAL_TOKENS = 16  # of a completion, where nothing is said, as in the API
 _BAN = -100.0  # the bias that bans a token
-_PLAIN = "temperature"  # the preset of a plain draw
+_PLAIN, _GREEDY = "temperature", "greedy"  # presets
 _LEAST_TOP_P = scalars()["base.top_p"]["low"]
 _CHANGES = {
     "temperature": "base.temperature",
@@ -179,7 +179,8 @@ def _sampling(body: Generating) -> tuple[Own, dict[str, Any]]:
         changes["base.top_p"] = max(changes["base.top_p"], _LEAST_TOP_P)
     # With the API's keys alone, what its users expect: a plain draw, at temperature 1 unless said.
     if own.sampler is None and {"temperature", "top_p"} & given:
-        own = own.model_copy(update={"sampler": _PLAIN})
+        plain = _GREEDY if body.temperature == 0 else _PLAIN
+        own = own.model_copy(update={"sampler": plain})
         changes = {"base.temperature": 1.0} | changes
     if body.logit_bias:
         changes["draw.bans"] = _bans(body.logit_bias)
