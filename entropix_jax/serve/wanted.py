@@ -12,6 +12,7 @@ from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.results import Request
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import MAX_BANS
@@ -70,7 +71,7 @@ class Served:
         # A name alone: files are the server's.
         if asked is not None and asked not in preset_names():
             raise UserError(f"no sampler preset {asked!r}{nearest(str(asked), preset_names())}")
-        mechanisms = self.sampler.mechanisms[len(load_sampler(_PLAIN).mechanisms) :]
+        mechanisms = self.sampler.mechanisms[len(MECHANISMS) :]
         sampler = self.sampler if asked is None else load_sampler(asked, mechanisms)
         # No request waits until a model has been calibrated, which the start has seen to.
         return calibrate_sampler(sampler.with_values(changes), self.model, "reuse")

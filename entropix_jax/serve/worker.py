@@ -155,7 +155,7 @@ class Worker:
                     self._note(event, event.row.finish_reason)
                 self._tell()
                 return
-            except Exception:
+            except BaseException:  # a library's panic is no Exception
                 _LOG.exception("the engine failed and starts anew")
                 self._fail()
 

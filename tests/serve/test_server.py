@@ -403,6 +403,35 @@ def test_a_client_that_goes_away_frees_its_slots(running: Running, raw: httpx.Cl
         assert worker.finished["cancelled"] - before == 2
 
 
+def test_clients_that_vanish_leave_the_others_alone(running: Running, tiny: LanguageModel) -> None:
+    """Half of as many as there is room for, in the middle of their streams."""
+    worker, number = running.worker, running.worker.most
+    ends = {str(end): -100 for end in tiny.end_ids(chat=False)}
+
+    async def ask(client: httpx.AsyncClient, seed: int) -> str:
+        body = {"model": "tiny", "prompt": "Guests:", "seed": seed, "stream": True}
+        body |= {"max_tokens": 40 + 120 * (seed % 2), "logit_bias": ends}
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if seed % 2 and text:
+                    return ""
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return text
+
+    async def texts() -> list[str]:
+        async with httpx.AsyncClient(base_url=running.url, timeout=None) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(number)))
+
+    told = asyncio.run(texts())
+    wait_until(lambda: worker.stats() == (0, 0))
+    sampler = load_sampler("entropix").with_values({"draw.bans": [*map(int, ends)]})
+    for seed in range(0, number, 2):
+        (row,) = generate(tiny, "Guests:", sampler, seed=seed, max_new_tokens=40)
+        assert told[seed] == row.text
+
+
 def test_events_are_as_clients_expect_them(raw: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 3, "stream": True}
     answer = raw.post("/v1/completions", json=body)
