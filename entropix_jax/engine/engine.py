@@ -44,6 +44,7 @@ from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, Ste
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
 # Cache slots that a step reads, at least: each number is a program of its own.
@@ -80,6 +81,7 @@ class Engine:
         capacity: int,
         recording: Recording | None = None,
         look: float = _LOOK_SECONDS,
+        widest: bool = False,
     ) -> None:
         """Nothing is allocated before `run`.
 
@@ -88,6 +90,8 @@ class Engine:
             recording: what each token's record holds besides the usual.
             look: seconds that a chunk of steps should take at most; a request that arrives waits
                 for up to two.
+            widest: there are lanes for the widest forks from the start, so that no later row has
+                the run allocate or compile for its branches.
 
         Raises:
             UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
@@ -96,19 +100,20 @@ class Engine:
         mesh = None if model.rules is None else model.rules.mesh
         if mesh is not None:
             check_mesh(mesh, model.config, slots)
-        check_cache(model.config, model.precision, slots=slots, capacity=capacity, mesh=mesh)
         self.steps = 0
         self.useful = 0
         self._model = model
         self._capacity = capacity
         self._recording = recording or Recording()
         self._look = look
+        self._widest = widest
         self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._chunk_steps = 1
         self._forked = False
         self._stopping = False
         self._layout = Layout(slots, 0, 1 if mesh is None else mesh.shape[DATA])
+        self._check_cache(self._shared_lanes(MAX_WIDTH - 1) if widest else 0)
 
     @property
     def used(self) -> float:
@@ -206,14 +211,8 @@ class Engine:
             return
         sampler = first.request.sampler
         self._mechanisms = sampler.mechanisms
-        self._layout = layout = replace(self._layout, lanes=self._lanes_for(first))
-        check_cache(
-            self._model.config,
-            self._model.precision,
-            slots=layout.slots + layout.shards * layout.lanes,
-            capacity=self._capacity,
-            mesh=None if self._model.rules is None else self._model.rules.mesh,
-        )
+        self._layout = replace(self._layout, lanes=self._lanes_for(first))
+        self._check_cache(self._layout.lanes)
         self._state = empty_slots(
             self._model.config,
             self._layout,
@@ -289,10 +288,23 @@ class Engine:
         return jnp.asarray(self._layout.numbers[slot])
 
     def _lanes_for(self, row: RunningRow) -> int:
-        """The lanes of a shard that a row needs, more where many rows share them."""
-        needed = lanes_for(row.request.sampler)
-        shared = self._layout.slots // self._layout.shards // _SLOTS_PER_LANE
-        return max(needed, shared) if needed else 0
+        """The lanes of a shard that a row needs."""
+        needed = MAX_WIDTH - 1 if self._widest else lanes_for(row.request.sampler)
+        return self._shared_lanes(needed) if needed else 0
+
+    def _shared_lanes(self, needed: int) -> int:
+        """More lanes than a row needs, where many rows share them."""
+        return max(needed, self._layout.slots // self._layout.shards // _SLOTS_PER_LANE)
+
+    def _check_cache(self, lanes: int) -> None:
+        """UserError unless the slots and so many lanes of each shard fit into memory."""
+        check_cache(
+            self._model.config,
+            self._model.precision,
+            slots=self._layout.slots + self._layout.shards * lanes,
+            capacity=self._capacity,
+            mesh=None if self._model.rules is None else self._model.rules.mesh,
+        )
 
     def _arrival(self, row: RunningRow, cached: int) -> Arrival:
         request = row.request

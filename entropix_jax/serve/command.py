@@ -124,6 +124,7 @@ def _serve(
         capacity=served.context,
         recording=Recording(top=served.top, check=arguments.model.check),
         look=_LOOK,
+        widest=True,
     )
     worker = Worker(engine, slots=arguments.slots, queue=arguments.queue)
     app = make_app(

@@ -199,10 +199,13 @@ class Tokenizer:
 
     def render_begun(self, messages: list[dict[str, str]]) -> str:
         """The text of a conversation up to the end of its last message's content, for the model to
-        go on with it. UserError as `render_chat`, or where the template changes that content."""
+        go on with it. One without a word has yet to begin. UserError as `render_chat`, or where the
+        template changes that content."""
         text = self.render_chat(messages, add_generation_prompt=False)
-        # Templates trim what a message holds. Where the end of this one was kept, it stays.
         last = messages[-1]["content"]
+        if not last.strip():
+            return self.render_chat(messages[:-1])
+        # Templates trim what a message holds. Where the end of this one was kept, it stays.
         at = text.rfind(last.strip())
         if at < 0:
             origin = self._settings.chat_template_origin

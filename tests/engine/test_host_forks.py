@@ -690,3 +690,30 @@ def test_chunks_are_as_long_as_the_caller_likes(tiny: LanguageModel) -> None:
 
     assert [steps(0.1, waited) for waited in (0.04, 0.07, 0.11)] == [16, 8, 4]
     assert [steps(0.04, waited) for waited in (0.01, 0.03, 0.05)] == [16, 8, 4]
+
+
+def test_an_engine_for_the_widest_forks_grows_no_more(
+    tiny: LanguageModel, whole: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the first row never forks."""
+    shapes: list[int] = []
+    monkeypatch.setattr(module, "widen", None)
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
+    wanted = [of(tiny, "first", "min-p", budget=4), whole[0].request]
+    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
+    for _ in engine.run(rows):
+        shapes.append(engine._state.lanes)
+    assert {*shapes} == {7}
+    assert any(token.branches for token in rows[1].tokens)
+    check_same(rows[1], whole[0])
+
+
+def test_memory_for_the_widest_forks_is_checked_at_once(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(module, "check_cache", lambda *_, slots, **__: asked.append(slots))
+    for slots in (4, 48):
+        for widest in (False, True):
+            Engine(tiny, slots=slots, capacity=CAPACITY, widest=widest)
+    assert asked == [4, 4 + 7, 48, 48 + 8]

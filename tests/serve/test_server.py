@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from entropix_jax.engine.api import score
-from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
@@ -22,7 +21,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.runs import Spec, requests
-from tests.support.servers import CONTEXT, SLOTS, TOP, Running, listening, wait_until
+from tests.support.servers import CONTEXT, Running, listening, make_engine, wait_until
 
 PROMPTS = (
     *("Guests:", "Once upon a time", "The capital of", "On Sunday", "12 + 7 =", "Rita was"),
@@ -76,9 +75,8 @@ def generate(
     tokens = encode_prompt(model, prompt, chat=chat)
     specs = [Spec(tokens, str(number), max_new_tokens) for number in range(samples)]
     wanted = requests(model, specs, sampler, turn_end=chat or turn_end, seed=seed, stop=stop)
-    engine = Engine(model, slots=SLOTS, capacity=CONTEXT, recording=Recording(top=TOP))
     rows = [Row(request) for request in wanted]
-    assert [*engine.run(rows)]
+    assert [*make_engine(model).run(rows)]
     return rows
 
 

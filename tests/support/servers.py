@@ -40,12 +40,16 @@ def serve(model: LanguageModel, top: int = TOP) -> Served:
     return Served("tiny", model, load_sampler("entropix"), CONTEXT, top)
 
 
+def make_engine(model: LanguageModel) -> Engine:
+    recording = Recording(top=TOP)
+    options: dict[str, Any] = {"recording": recording, "look": 0.04, "widest": True}
+    return Engine(model, slots=SLOTS, capacity=CONTEXT, **options)
+
+
 @contextlib.contextmanager
 def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running]:
     served = serve(model)
-    recording = Recording(top=TOP)
-    engine = Engine(model, slots=SLOTS, capacity=CONTEXT, recording=recording, look=0.04)
-    worker = Worker(engine, slots=SLOTS, queue=QUEUE)
+    worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
     server = HttpServer(make_app(served, worker, limit=limit))
     with socket.create_server(("127.0.0.1", 0)) as listener:
