@@ -13,6 +13,7 @@ _COMMANDS = {
     "generate": ("cli.generate", "text from a prompt, and its uncertainty"),
     "batch": ("cli.batch", "texts for a file of prompts, many at a time; a stopped run resumes"),
     "inspect": ("cli.inspect", "the uncertainty of a given text, nothing generated"),
+    "serve": ("serve.command", "a server with the OpenAI API"),
     "ablate": ("lab.ablate", "many settings of a sampler on tasks, in one compiled program"),
     "evaluate": ("lab.evaluate", "samplers against each other, each tuned by the same effort"),
     "harness": ("lab.harness", "tasks of EleutherAI's lm-evaluation-harness"),

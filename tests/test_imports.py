@@ -27,7 +27,7 @@ LAYERS = (
     ("engine",),
     ("batch",),
     ("cli",),
-    ("lab",),
+    ("lab", "serve"),
 )
 FLOOR = {folder: floor for floor, folders in enumerate(LAYERS) for folder in folders}
 # `python -m entropix_jax.NAME` and the public names: they open onto any layer, and nothing but
@@ -100,6 +100,8 @@ def test_foreign_packages() -> None:
     roots = {name: {other.partition(".")[0] for other in found} for name, found in IMPORTED.items()}
     for name in FILES:
         assert not roots[name] & {"torch", "transformers", "scipy", "pytest", "hypothesis"}, name
+        if name.split(".")[1:2] != ["serve"]:
+            assert not roots[name] & {"pydantic", "pydantic_core", "starlette", "uvicorn"}, name
     for name in ("entropix_jax.names", "entropix_jax.errors"):
         assert not roots[name] & {"jax", "numpy"}
 
@@ -111,6 +113,7 @@ def test_foreign_packages() -> None:
         ("report.page", "jax numpy plotly"),
         ("batch.output, entropix_jax.batch.records", "jax s3fs aiohttp"),
         ("harness, entropix_jax.batch.run", "lm_eval"),
+        ("serve.command", "jax pydantic starlette uvicorn"),
     ],
 )
 def test_importing_is_cheap(modules: str, foreign: str) -> None:

@@ -7,7 +7,7 @@ the next.
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -44,6 +44,7 @@ from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, Ste
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
 # Cache slots that a step reads, at least: each number is a program of its own.
@@ -79,12 +80,18 @@ class Engine:
         slots: int,
         capacity: int,
         recording: Recording | None = None,
+        look: float = _LOOK_SECONDS,
+        widest: bool = False,
     ) -> None:
         """Nothing is allocated before `run`.
 
         Args:
             capacity: cache slots of a row: its prompt and its new tokens together.
             recording: what each token's record holds besides the usual.
+            look: seconds that a chunk of steps should take at most; a request that arrives waits
+                for up to two.
+            widest: there are lanes for the widest forks from the start, so that no later row has
+                the run allocate or compile for its branches.
 
         Raises:
             UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
@@ -93,18 +100,20 @@ class Engine:
         mesh = None if model.rules is None else model.rules.mesh
         if mesh is not None:
             check_mesh(mesh, model.config, slots)
-        check_cache(model.config, model.precision, slots=slots, capacity=capacity, mesh=mesh)
         self.steps = 0
         self.useful = 0
         self._model = model
         self._capacity = capacity
         self._recording = recording or Recording()
+        self._look = look
+        self._widest = widest
         self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._chunk_steps = 1
         self._forked = False
         self._stopping = False
         self._layout = Layout(slots, 0, 1 if mesh is None else mesh.shape[DATA])
+        self._check_cache(self._shared_lanes(MAX_WIDTH - 1) if widest else 0)
 
     @property
     def used(self) -> float:
@@ -170,13 +179,27 @@ class Engine:
         """
         self._roster.force(row, tokens, action)
 
-    def run(self, requests: Iterable[Request | Row]) -> Iterator[Event]:
+    def end(self, row: Row) -> list[Event]:
+        """Ends a row of the run in progress where it stands, as "cancelled": its slot, or its place
+        among those that wait, is free for the next one. Returns its last events, which no iteration
+        yields; none where it has ended.
+
+        Raises:
+            UserError: the row is none of a run in progress.
+        """
+        return self._roster.cancel(row)
+
+    def run(
+        self, requests: Iterable[Request | Row | None], between: Callable[[], None] | None = None
+    ) -> Iterator[Event]:
         """Runs requests to their ends and yields the events, step by step.
 
         Args:
             requests: fetched one by one, when a slot is free or soon will be. A `Row` is a request
                 whose row the caller made; one with tokens, of a run that recorded their states,
-                goes on from them.
+                goes on from them. None is "none for now" while rows run; where none runs it ends
+                the run, so a source that waits for more blocks there.
+            between: called before each chunk of steps, after all events of those before.
 
         Raises:
             UserError: a request that `check` refuses, samplers whose mechanisms differ, or lanes
@@ -188,14 +211,8 @@ class Engine:
             return
         sampler = first.request.sampler
         self._mechanisms = sampler.mechanisms
-        self._layout = layout = replace(self._layout, lanes=self._lanes_for(first))
-        check_cache(
-            self._model.config,
-            self._model.precision,
-            slots=layout.slots + layout.shards * layout.lanes,
-            capacity=self._capacity,
-            mesh=None if self._model.rules is None else self._model.rules.mesh,
-        )
+        self._layout = replace(self._layout, lanes=self._lanes_for(first))
+        self._check_cache(self._layout.lanes)
         self._state = empty_slots(
             self._model.config,
             self._layout,
@@ -205,16 +222,17 @@ class Engine:
             rules=self._model.rules,
         )
         try:
-            yield from self._run()
+            yield from self._run(between or (lambda: None))
         finally:  # the results may be kept for long: free the cache now
             del self._state
             self._roster.end()
             self._forked, self._stopping = False, False
 
-    def _run(self) -> Iterator[Event]:
+    def _run(self, between: Callable[[], None]) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()
         idle = 0
         while not self._stopping:
+            between()
             self._insert_arrivals()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
@@ -270,10 +288,23 @@ class Engine:
         return jnp.asarray(self._layout.numbers[slot])
 
     def _lanes_for(self, row: RunningRow) -> int:
-        """The lanes of a shard that a row needs, more where many rows share them."""
-        needed = lanes_for(row.request.sampler)
-        shared = self._layout.slots // self._layout.shards // _SLOTS_PER_LANE
-        return max(needed, shared) if needed else 0
+        """The lanes of a shard that a row needs."""
+        needed = MAX_WIDTH - 1 if self._widest else lanes_for(row.request.sampler)
+        return self._shared_lanes(needed) if needed else 0
+
+    def _shared_lanes(self, needed: int) -> int:
+        """More lanes than a row needs, where many rows share them."""
+        return max(needed, self._layout.slots // self._layout.shards // _SLOTS_PER_LANE)
+
+    def _check_cache(self, lanes: int) -> None:
+        """UserError unless the slots and so many lanes of each shard fit into memory."""
+        check_cache(
+            self._model.config,
+            self._model.precision,
+            slots=self._layout.slots + self._layout.shards * lanes,
+            capacity=self._capacity,
+            mesh=None if self._model.rules is None else self._model.rules.mesh,
+        )
 
     def _arrival(self, row: RunningRow, cached: int) -> Arrival:
         request = row.request
@@ -410,8 +441,9 @@ class Engine:
     def _with_answers(self, state: DecodeState) -> DecodeState:
         """The state with what the host knows: the answers to rows that wait, and rows that ended.
 
-        A row that a stop string ended may have gone on meanwhile, to wait or to an end of its own;
-        a row that failed has all its tokens cached, the last one too. Neither may fill the window.
+        A row that a stop string or the caller ended may have gone on meanwhile, to wait or to an
+        end of its own; a row that failed has all its tokens cached, the last one too. None of them
+        may fill the window.
         """
         for slot, row in enumerate(self._roster.slots):
             if row is None or row.answer is None:
@@ -431,7 +463,7 @@ class Engine:
         ended = np.zeros(state.finish.shape, bool)
         for slot, row in enumerate(self._roster.slots):
             reason = None if row is None else row.row.finish_reason
-            ended[self._layout.numbers[slot]] = reason in ("stop", "error")
+            ended[self._layout.numbers[slot]] = reason in ("stop", "error", "cancelled")
         if ended.any():
             state = replace(state, finish=jnp.where(ended, FINISHED_STOP, state.finish))
         return state
@@ -463,7 +495,7 @@ class Engine:
 
     def _pace(self, waited: float) -> None:
         """More steps a chunk while chunks come fast: a first token at once, then a steady flow."""
-        if waited < _LOOK_SECONDS / 2:
+        if waited < self._look / 2:
             self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
-        elif waited > _LOOK_SECONDS:
+        elif waited > self._look:
             self._chunk_steps = max(self._chunk_steps // 2, 1)

@@ -62,8 +62,8 @@ class Row:
     """The result of a request. A notebook shows its text, coloured by regime.
 
     `finish_reason` is "eos", "length" (the budget is spent), "context" (the model's last position
-    is reached), "stop" (a stop string), "confidence" (it was low), "error", "interrupt", or None
-    while the row runs.
+    is reached), "stop" (a stop string), "confidence" (it was low), "error", "interrupt",
+    "cancelled" (by `Engine.end`), or None while the row runs.
     `retracted_tokens` are in order, and `log` has all tokens in the order of their events, each
     with whether it was retracted. `number` is the row's index in a `Generation`; rows that an
     engine makes are numbered in order of arrival, forks as they come. `forks` and `rewinds` count
@@ -216,7 +216,7 @@ class Event:
 
     Attributes:
         row: the row, with the event applied; `row.finish_reason` is set by its last event.
-        token: None where the row ended by an error or an interrupt.
+        token: None where the row ended by an error or an interrupt, or was cancelled.
         pieces: the text that became final.
         retracted: whether the token was retracted. The row's next events then retract those after
             it, too, and have what takes their place.

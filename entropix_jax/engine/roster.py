@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.results import Event, Request, Row
 from entropix_jax.engine.running import (
     NOTHING,
     Answer,
@@ -32,11 +32,11 @@ class Roster:
         self.waiting: deque[RunningRow] = deque()
         self._model = model
         self._capacity = capacity
-        self._source: Iterator[Request | Row] = iter(())
+        self._source: Iterator[Request | Row | None] = iter(())
         self._known: WeakValueDictionary[int, Row] = WeakValueDictionary()  # by `id`
         self._number = 0  # of the next row
 
-    def begin(self, requests: Iterable[Request | Row]) -> None:
+    def begin(self, requests: Iterable[Request | Row | None]) -> None:
         """Begins a run without rows."""
         self.slots = [None] * len(self.slots)
         self.waiting.clear()
@@ -47,11 +47,21 @@ class Roster:
         self._known.clear()
 
     def fetch(self) -> RunningRow | None:
-        """The next row, if there is another one. A request is fetched once no row waits."""
+        """The next row, if there is another one now. A request is fetched once no row waits."""
         if not self.waiting and (request := next(self._source, None)) is not None:
             row = request if isinstance(request, Row) else Row(request, number=self._number)
             self.waiting.append(self._run(row, NOTHING, moved=False))
         return self.waiting[0] if self.waiting else None
+
+    def cancel(self, row: Row) -> list[Event]:
+        """See `Engine.end`."""
+        self._check(row)
+        for running in (*self.slots, *self.waiting):
+            if running is not None and running.row is row and running.running:
+                if running in self.waiting:
+                    self.waiting.remove(running)
+                return [*running.interrupt("cancelled")]
+        return []
 
     def fork(
         self, row: Row, number: int, position: int | None, budget: int | None = None

@@ -225,11 +225,11 @@ class RunningRow:
         if outcome.finish == WAITS_FOR_CHOICE and not stopping():
             self.answer = self._choose_branch(branches)
 
-    def interrupt(self) -> Iterator[Event]:
+    def interrupt(self, reason: str = "interrupt") -> Iterator[Event]:
         """Ends the row where it stands; its pending tokens and held text become final."""
         yield from self._commit()
         if self.running:
-            yield self._end("interrupt")
+            yield self._end(reason)
 
     def _commit(self, end: int | None = None, reason: str | None = None) -> Iterator[Event]:
         """Commits the pending tokens before position `end`, by default all. The row ends with the

@@ -169,18 +169,9 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
             raise UserError(
                 f"{self.model.folder}: no chat template: leave --apply_chat_template out"
             )
-        text = self.model.tokenizer.render_chat(
-            chat_history, add_generation_prompt=add_generation_prompt
-        )
-        if add_generation_prompt:
-            return text
-        # Templates trim what a message holds. Where the end of this one was kept, it stays.
-        last = chat_history[-1]["content"]
-        at = text.rfind(last.strip())
-        if at < 0:
-            raise UserError(f"{self.model.folder}: the chat template changes the last message")
-        kept = last.lstrip() if text.startswith(last.lstrip(), at) else last.strip()
-        return text[: at + len(kept)]
+        if not add_generation_prompt:
+            return self.model.tokenizer.render_begun(chat_history)
+        return self.model.tokenizer.render_chat(chat_history)
 
     def get_model_info(self) -> dict[str, Any]:
         """What a file of results says of the model besides its arguments."""

@@ -197,6 +197,22 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
         )
 
+    def render_begun(self, messages: list[dict[str, str]]) -> str:
+        """The text of a conversation up to the end of its last message's content, for the model to
+        go on with it. One without a word has yet to begin. UserError as `render_chat`, or where the
+        template changes that content."""
+        text = self.render_chat(messages, add_generation_prompt=False)
+        last = messages[-1]["content"]
+        if not last.strip():
+            return self.render_chat(messages[:-1])
+        # Templates trim what a message holds. Where the end of this one was kept, it stays.
+        at = text.rfind(last.strip())
+        if at < 0:
+            origin = self._settings.chat_template_origin
+            raise UserError(f"{origin}: the chat template changes the last message")
+        kept = last.lstrip() if text.startswith(last.lstrip(), at) else last.strip()
+        return text[: at + len(kept)]
+
     def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of `render_chat`'s text; `bos_id` is added unless the template adds it."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)

@@ -58,6 +58,7 @@ FULL = load_sampler("quadrants").with_values(
     }
 )
 SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
+PACE = Engine._pace  # tests set another
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
 
 
@@ -618,3 +619,101 @@ def test_when_the_host_looks_does_not_matter(
     assert len(runs[0]) > 6
     for name, row in runs[0].items():
         check_same(row, runs[1][name])
+
+
+# Rows that the caller ends, and requests that come later.
+
+
+def test_a_row_that_is_ended_makes_room(tiny: LanguageModel, whole: list[Row]) -> None:
+    """Wherever it stands, forked or not: it keeps what is sure, and the others never know."""
+    ends = {0: 5, 1: 17, 4: 26}  # the tokens of a row when it is ended
+    wanted = [Row(row.request, number=row.number) for row in whole]
+    last = Row(of(tiny, "last", "min-p", budget=6), number=len(whole))  # waits, and never runs
+    told: dict[int, list[Event]] = {}
+
+    def look(engine: Engine, event: Event) -> None:
+        row = event.row
+        if not told and last.started is None and row.number == 0 and len(row.tokens) == 4:
+            assert engine.end(wanted[4]) == [Event(wanted[4], None, ())]  # it waits for a slot
+            told[4] = []
+        if len(row.tokens) == ends.get(row.number) and row.number not in told:
+            told[row.number] = events = engine.end(row)
+            assert events[-1].token is None or events[-1].pieces
+            assert engine.end(row) == []
+
+    drive(tiny, [*wanted, last], look)
+    assert sorted(told) == [0, 1, 4]
+    assert (len(last.tokens), last.finish_reason) == (6, "length")
+    assert wanted[4].tokens == []
+    for row, other in zip(wanted, whole, strict=True):
+        if row.number not in told:
+            check_same(row, other)
+            continue
+        assert row.finish_reason == "cancelled"
+        assert ids(row) == ids(other)[: len(row.tokens)]
+        if row.number != 4:
+            assert 0 <= len(row.tokens) - ends[row.number] < 8
+            check_books(tiny, row)
+    with pytest.raises(UserError, match="row 'last' is not one of a run in progress"):
+        Engine(tiny, slots=1, capacity=CAPACITY).end(last)
+
+
+def test_none_for_now(tiny: LanguageModel) -> None:
+    """A source that has nothing at the moment is asked again, before each chunk of steps."""
+    told: list[int] = []
+    events: list[Event] = []
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
+
+    def source() -> Any:
+        yield of(tiny, "x", "min-p", budget=12)
+        while len(events) < 6:
+            yield None
+        yield of(tiny, "xx", "min-p", budget=6)
+
+    for event in engine.run(source(), lambda: told.append(len(events))):
+        events.append(event)
+    rows = {event.row.request.row_id: len(event.row.tokens) for event in events}
+    assert (rows, len(events)) == ({"x": 12, "xx": 6}, 18)
+    # After two chunks of one step they have four: it is not called in the middle of one.
+    assert told == sorted(told)
+    assert {0, 2, 6, 10} <= {*told}
+    assert not {3, 4, 5, 7, 8, 9} & {*told}
+    assert list(engine.run(iter([None, of(tiny, "x")]))) == []
+
+
+def test_chunks_are_as_long_as_the_caller_likes(tiny: LanguageModel) -> None:
+    def steps(look: float, waited: float) -> int:
+        engine = Engine(tiny, slots=1, capacity=CAPACITY, look=look)
+        engine._chunk_steps = 8
+        PACE(engine, waited)
+        return engine._chunk_steps
+
+    assert [steps(0.1, waited) for waited in (0.04, 0.07, 0.11)] == [16, 8, 4]
+    assert [steps(0.04, waited) for waited in (0.01, 0.03, 0.05)] == [16, 8, 4]
+
+
+def test_an_engine_for_the_widest_forks_grows_no_more(
+    tiny: LanguageModel, whole: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the first row never forks."""
+    shapes: list[int] = []
+    monkeypatch.setattr(module, "widen", None)
+    engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, widest=True)
+    wanted = [of(tiny, "first", "min-p", budget=4), whole[0].request]
+    rows = [Row(request, number=number) for number, request in enumerate(wanted)]
+    for _ in engine.run(rows):
+        shapes.append(engine._state.lanes)
+    assert {*shapes} == {7}
+    assert any(token.branches for token in rows[1].tokens)
+    check_same(rows[1], whole[0])
+
+
+def test_memory_for_the_widest_forks_is_checked_at_once(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(module, "check_cache", lambda *_, slots, **__: asked.append(slots))
+    for slots in (4, 48):
+        for widest in (False, True):
+            Engine(tiny, slots=slots, capacity=CAPACITY, widest=widest)
+    assert asked == [4, 4 + 7, 48, 48 + 8]

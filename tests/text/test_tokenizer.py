@@ -286,6 +286,19 @@ def test_chat(tmp_path: Path) -> None:
     assert tokenizer.apply_chat(CHAT) == ids
 
 
+def test_chats_that_end_within_a_message(tmp_path: Path) -> None:
+    config = {"bos_token": "<|begin|>", "chat_template": TEMPLATE}
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
+    begun = "<|begin|><|user|>a cat<|end|><|assistant|>"
+    for content, kept in (("two", "two"), (" two ", "two"), (" ", "")):
+        chat = [CHAT[0], {"role": "assistant", "content": content}]
+        assert tokenizer.render_begun(chat) == begun + kept
+    config["chat_template"] = TEMPLATE.replace("trim", "upper")
+    tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
+    with pytest.raises(UserError, match="the chat template changes the last message"):
+        tokenizer.render_begun(CHAT)
+
+
 def test_what_templates_may_use(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"

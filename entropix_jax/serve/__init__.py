@@ -1,0 +1,1 @@
+"""The server: a resident engine behind the OpenAI API."""

@@ -1,0 +1,301 @@
+"""The routes of the server."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.results import Request as RowRequest
+from entropix_jax.engine.score import ScoredToken, score_tokens
+from entropix_jax.engine.state import Recording
+from entropix_jax.names import REGIMES
+from entropix_jax.sampler.presets import preset_names
+from entropix_jax.serve.answers import Answer, Choice
+from entropix_jax.serve.guard import Guard
+from entropix_jax.serve.schema import (
+    MOST_TOP,
+    ApiError,
+    Chat,
+    Completion,
+    Generating,
+    Score,
+    parse,
+)
+from entropix_jax.serve.wanted import Served, Wanted, check_model, want_chat, want_completion
+from entropix_jax.serve.wire import (
+    EXPECTED,
+    error_answer,
+    events,
+    json_answer,
+    read_body,
+    unless_gone,
+)
+from entropix_jax.serve.worker import Ticket, Update, Worker
+
+AnyGenerating = TypeVar("AnyGenerating", bound=Generating)
+_STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class Run:
+    """Rows that were handed in, and what happens to them."""
+
+    def __init__(self, worker: Worker, requests: Sequence[RowRequest], limit: float) -> None:
+        """Ends the rows after `limit` seconds. QueueFull or Closing if they are not taken."""
+        loop = asyncio.get_running_loop()
+        self._worker = worker
+        self._told: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
+        self._tickets = [
+            Ticket(request, loop, partial(self._note, number))
+            for number, request in enumerate(requests)
+        ]
+        worker.submit(self._tickets)
+        self._timer = loop.call_later(limit, self._cancel)
+
+    async def updates(self) -> AsyncGenerator[tuple[int, list[Update]], None]:
+        """The number of a row and what happened to it, until all have ended. The rows end with the
+        iteration."""
+        left = len(self._tickets)
+        try:
+            while left:
+                number, updates = await self._told.get()
+                left -= updates[-1].finish_reason is not None
+                yield number, updates
+        finally:
+            self._timer.cancel()
+            self._cancel()
+
+    def _note(self, number: int, updates: list[Update]) -> None:
+        self._told.put_nowait((number, updates))
+
+    def _cancel(self) -> None:
+        for ticket in self._tickets:
+            self._worker.cancel(ticket)
+
+
+class Api:
+    """The handlers. `limit` is the most seconds that a request's rows may take."""
+
+    def __init__(self, served: Served, worker: Worker, limit: float) -> None:
+        self._served = served
+        self._worker = worker
+        self._limit = limit
+        self._created = int(time.time())
+
+    # Generation
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._generate(request, Completion, want_completion, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, Chat, want_chat, chat=True)
+
+    async def _generate(
+        self,
+        request: Request,
+        kind: type[AnyGenerating],
+        want: Callable[[Served, AnyGenerating], Wanted],
+        *,
+        chat: bool,
+    ) -> Response:
+        served, body = self._served, parse(kind, await read_body(request))
+        check_model(served, body)
+        # A long text takes the tokenizer a while.
+        wanted = await asyncio.to_thread(want, served, body)
+        requests = wanted.requests()
+        if len(requests) > self._worker.most:
+            told = f"{len(requests)} rows are asked for, this server takes {self._worker.most}"
+            raise ApiError(told, param="n")
+        for one in requests[:: wanted.choices]:
+            self._worker.check(one)
+        choices = [
+            Choice(served.model, wanted, index, wanted.prompts[index // wanted.choices], chat=chat)
+            for index in range(len(wanted.prompts) * wanted.choices)
+        ]
+        read = sum(len(prompt.tokens) for prompt in wanted.prompts)
+        answer = Answer(served.name, chat, choices, read)
+        if not body.stream:
+            return await unless_gone(request, self._whole(wanted, answer))
+        echoes = await self._echoes(wanted, answer)
+        run = Run(self._worker, requests, self._limit)
+        values = _chunks(answer, echoes, run, usage=body.stream_options.include_usage)
+        return StreamingResponse(events(values), 200, _STREAM, "text/event-stream")
+
+    async def _whole(self, wanted: Wanted, answer: Answer) -> Response:
+        echoes = await self._echoes(wanted, answer)
+        updates: dict[int, list[Update]] = {}
+        async for number, more in Run(self._worker, wanted.requests(), self._limit).updates():
+            updates.setdefault(number, []).extend(more)
+        parts = {choice.index: [*echoes[choice.index]] for choice in answer.choices}
+        for number, own in updates.items():
+            parts[number].append(answer.choices[number].part(own))
+        return json_answer(answer.whole(parts))
+
+    async def _echoes(self, wanted: Wanted, answer: Answer) -> list[list[dict[str, Any]]]:
+        """For each choice the part that repeats its prompt, if one does."""
+        if not wanted.echo:
+            return [[] for _ in answer.choices]
+        scored: list[list[ScoredToken]] = []
+        for prompt in wanted.prompts:
+            asked = wanted.top is not None and len(prompt.tokens) > 1
+            sampler = wanted.request.sampler
+            scored.append(await self._score(prompt.tokens, sampler) if asked else [])
+        return [[c.echo(scored[c.index // wanted.choices])] for c in answer.choices]
+
+    # Scores
+
+    async def score(self, request: Request) -> Response:
+        """`POST /v1/score`: the metrics of a given text."""
+        served, body = self._served, parse(Score, await read_body(request))
+        check_model(served, body)
+        sampler = served.choose_sampler(body.entropix, {})
+        encode = partial(served.model.tokenizer.encode, body.input, add_bos=True)
+        ids = await asyncio.to_thread(encode)
+        if len(ids) > served.context:
+            told = f"the text has {len(ids)} tokens, at most {served.context} are read"
+            raise ApiError(told, param="input", code="context_length_exceeded")
+
+        async def answer() -> Response:
+            tokens = [token.to_json() for token in await self._score(ids, sampler)]
+            for token in tokens:
+                token["top"] = token["top"][: body.top]
+            usage = {"prompt_tokens": len(ids), "total_tokens": len(ids)}
+            found = {"object": "score", "model": served.name, "tokens": tokens, "usage": usage}
+            return json_answer(found)
+
+        return await unless_gone(request, answer())
+
+    async def _score(self, ids: Sequence[int], sampler: CalibratedSampler) -> list[ScoredToken]:
+        """The scores of a text, read whole, between two chunks of steps."""
+        model = self._served.model
+        config, recording = model.config, Recording(top=min(MOST_TOP, model.config.vocab_size))
+
+        def read() -> list[ScoredToken]:
+            return [
+                *score_tokens(
+                    model, ids, sampler, context=config.max_positions, recording=recording
+                )
+            ]
+
+        return await asyncio.wrap_future(self._worker.call(read))
+
+    # What the server is, and how it is
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        return json_answer({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/NAME`."""
+        if request.path_params["name"] != self._served.name:
+            raise ApiError("no such model", status=404, code="model_not_found")
+        return json_answer(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        own = {"context": self._served.context, "samplers": preset_names()}
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "entropix_jax",
+            "entropix": own,
+        }
+
+    async def health(self, request: Request) -> Response:
+        """`GET /health`."""
+        alive = self._worker.alive
+        return json_answer({"status": "ok" if alive else "ending"}, 200 if alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`, in Prometheus' text form."""
+        worker = self._worker
+        running, waiting = worker.stats()
+        gauges = {"slots": worker.slots, "slots_running": running, "queue_waiting": waiting}
+        lines = [f"# TYPE entropix_{n} gauge\nentropix_{n} {value}" for n, value in gauges.items()]
+        tokens = {f'{{regime="{regime}"}}': worker.tokens[regime] for regime in REGIMES}
+        ends = {f'{{reason="{reason}"}}': n for reason, n in sorted(worker.finished.items())}
+        single = {"retracted": worker.retracted, "engine_failures": worker.failures}
+        counters = {"tokens": tokens, "rows_finished": ends}
+        counters |= {name: {"": value} for name, value in single.items()}
+        for name, values in counters.items():
+            lines.append(f"# TYPE entropix_{name}_total counter")
+            lines += [f"entropix_{name}_total{label} {value}" for label, value in values.items()]
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+
+async def _chunks(
+    answer: Answer, echoes: Sequence[Sequence[dict[str, Any]]], run: Run, *, usage: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of a stream; one is all that happened to a row in a chunk of steps."""
+
+    def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
+        return answer.frame([*choices], chunk=True) | ({"usage": None} if usage else {})
+
+    for choice in answer.choices if answer.chat else ():
+        delta = {"role": "assistant", "content": ""}
+        none = {"logprobs": None, "finish_reason": None}
+        yield chunk({"index": choice.index, "delta": delta, **none})
+    for part in (part for parts in echoes for part in parts):
+        yield chunk(part)
+    async with aclosing(run.updates()) as told:
+        async for number, updates in told:
+            yield chunk(answer.choices[number].part(updates))
+    if usage:
+        yield answer.frame([], chunk=True) | {"usage": answer.usage()}
+
+
+def make_app(
+    served: Served,
+    worker: Worker,
+    *,
+    limit: float = 600.0,
+    host: str = "127.0.0.1",
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+) -> Starlette:
+    """The server as an ASGI application, on a worker that was started. For `limit` see `Api`, for
+    the others `Guard`."""
+    api = Api(served, worker, limit)
+    routes = [
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/score", api.score, methods=["POST"]),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+    ]
+    middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]
+    if origins:
+        allowed: dict[str, Any] = {"allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **allowed))
+    handlers: dict[Any, Any] = dict.fromkeys(EXPECTED, _refuse)
+    handlers |= {HTTPException: _misdirected, ClientDisconnect: _gone, Exception: _refuse}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return error_answer(error)
+
+
+async def _misdirected(request: Request, error: HTTPException) -> Response:
+    """A path or a method that is not there."""
+    told = f"{request.method} {request.url.path}: {error.detail}"
+    headers = dict(error.headers or {})
+    return error_answer(ApiError(told, status=error.status_code, headers=headers))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

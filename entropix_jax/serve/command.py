@@ -1,0 +1,190 @@
+"""`python -m entropix_jax.serve`: a resident model behind the OpenAI API."""
+
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGINT, SIGTERM
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from entropix_jax.cli.options import (
+    EXIT_OK,
+    Count,
+    File,
+    ModelOptions,
+    OptionalCount,
+    model_name,
+    option,
+    parse,
+    run_command,
+)
+from entropix_jax.errors import UserError, check_range, require
+from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
+
+if TYPE_CHECKING:
+    from entropix_jax.sampler.sampler import Sampler
+    from entropix_jax.serve.wanted import Served
+
+_MAX_CONTEXT = 2048  # unless another number is asked for
+_LOOK = 0.04  # seconds of a chunk of steps
+_LARGEST = 2**31 - 1  # of what is counted
+_BACKLOG = 2048  # connections that wait to be accepted
+_MOST_TOP = 20
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Serves a model over HTTP as the OpenAI API does, its uncertainty beside its text.
+
+    Requests run side by side, each with a sampler of its own. Ctrl-C or SIGTERM lets those that run
+    come to their ends; a second one ends the server at once.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    host: Annotated[str, tyro.conf.arg(metavar="HOST")] = "127.0.0.1"
+    """The address to listen on; 0.0.0.0 for all of this machine."""
+    port: Count = 8000
+    """The port; 0 takes a free one."""
+    slots: Count = 8
+    """Number of rows that run in parallel."""
+    context: OptionalCount = None
+    """Maximum tokens of a row, prompt included (default: the model's positions, at most 2048)."""
+    queue: Count = 64
+    """Number of rows that may wait for a slot; more are refused (429)."""
+    time_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
+    """The time after which a request's rows end with what they have."""
+    top_logprobs: Count = 5
+    """Most alternatives of a token that a request may ask for, to 20: all rows pay for them."""
+    name: Annotated[str | None, option("NAME")] = None
+    """What clients call the model (default: the model's own name, or its folder's)."""
+    api_key_file: File = None
+    """A file of keys, one a line; requests must have one of them."""
+    allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN ...")] = ()
+    """Pages of these origins, such as https://example.org, may ask; their hosts may name this
+    server."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.serve") -> int:
+    """Runs the command and returns its exit status."""
+    return run_command(lambda: _main(parse(Arguments, argv, prog)))
+
+
+def _main(arguments: Arguments) -> int:
+    # What can be wrong without a model comes first: it takes no time.
+    require("serve", "pydantic", "starlette", "uvicorn")
+    from entropix_jax.serve.guard import check_origin, read_keys
+
+    check_range("--port", arguments.port, 0, 65535)
+    check_range("--slots", arguments.slots, 1, _LARGEST)
+    check_range("--context", arguments.context, 2, _LARGEST)
+    check_range("--queue", arguments.queue, 0, _LARGEST)
+    check_range("--top-logprobs", arguments.top_logprobs, 0, _MOST_TOP)
+    if not 0 < arguments.time_limit < _LARGEST:
+        raise UserError(f"--time-limit must be above 0, not {arguments.time_limit:g}")
+    for origin in arguments.allow_origin:
+        check_origin(origin)
+    keys = [] if arguments.api_key_file is None else read_keys(Path(arguments.api_key_file))
+    sampler = arguments.model.choose_sampler()
+    with _listen(arguments.host, arguments.port) as listener:
+        return _serve(arguments, keys, sampler, listener)
+
+
+@contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens. UserError if the address cannot be taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    with listener:
+        yield listener
+
+
+def _serve(
+    arguments: Arguments, keys: Sequence[str], sampler: "Sampler", listener: socket.socket
+) -> int:
+    """Loads the model and serves it until a signal comes."""
+    import asyncio
+
+    from entropix_jax.engine.engine import Engine
+    from entropix_jax.engine.state import Recording
+    from entropix_jax.serve.app import make_app
+    from entropix_jax.serve.http import HttpServer
+    from entropix_jax.serve.worker import Worker
+
+    served = _load(arguments, sampler)
+    engine = Engine(
+        served.model,
+        slots=arguments.slots,
+        capacity=served.context,
+        recording=Recording(top=served.top, check=arguments.model.check),
+        look=_LOOK,
+        widest=True,
+    )
+    worker = Worker(engine, slots=arguments.slots, queue=arguments.queue)
+    app = make_app(
+        served,
+        worker,
+        limit=arguments.time_limit,
+        host=arguments.host,
+        keys=keys,
+        origins=arguments.allow_origin,
+    )
+    server = HttpServer(app)
+
+    def stop() -> None:
+        worker.refuse()
+        server.should_exit = True
+        exit_at_once()  # at the next signal
+
+    worker.start()
+    host, port = listener.getsockname()[:2]
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(f"{served.name}: listening on http://{place}/v1", file=sys.stderr, flush=True)
+    with deferred_interrupts(stop, (SIGINT, SIGTERM)):
+        asyncio.run(server.serve([listener]))
+        worker.close()
+    return EXIT_OK
+
+
+def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
+    """The model, once it is known that all fits into memory, with its thresholds."""
+    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.memory import check_memory
+    from entropix_jax.host.compile_cache import use_compilation_cache
+    from entropix_jax.model.loading import (
+        check_backend,
+        load,
+        open_model,
+        resolve_model,
+        weights_dtype,
+    )
+    from entropix_jax.model.precision import choose_precision
+    from entropix_jax.sampler.presets import load_sampler
+    from entropix_jax.serve.wanted import Served
+
+    check_backend()
+    name, dtype = model_name(arguments.model.model), arguments.model.dtype
+    use_compilation_cache()
+    files = open_model(resolve_model(name))
+    positions = files.config.max_positions
+    if arguments.context is not None and arguments.context > positions:
+        raise UserError(f"--context {arguments.context}: the model has {positions} positions")
+    context = arguments.context or min(positions, _MAX_CONTEXT)
+    precision = choose_precision(weights_dtype(files, dtype))
+    slots = arguments.slots
+    needs = check_memory(files.config, precision, slots=slots, capacity=context, mesh=None)
+    print(needs, file=sys.stderr)
+    model = load(name, dtype, check=arguments.model.check)
+    # Requests may name samplers that follow thresholds: they are made now, if need be.
+    for one in (load_sampler("entropix"), sampler):
+        for note in calibrate_sampler(one, model).notes:
+            print(f"note: {note}", file=sys.stderr)
+    if arguments.name is None and Path(name).exists():
+        name = Path(name).resolve().name  # where it lies is nobody's business
+    return Served(arguments.name or name, model, sampler, context, arguments.top_logprobs)

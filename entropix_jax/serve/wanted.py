@@ -1,0 +1,229 @@
+"""From the body of a request to rows for the engine."""
+
+import functools
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.results import Request
+from entropix_jax.errors import UserError, nearest
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.presets import load_sampler, preset_names
+from entropix_jax.sampler.sampler import Sampler, scalars
+from entropix_jax.sampler.settings import MAX_BANS
+from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, Own
+
+_SAMPLERS = 256  # that are kept
+_USUAL_TOKENS = 16  # of a completion, where nothing is said, as in the API
+_BAN = -100.0  # the bias that bans a token
+_PLAIN, _GREEDY = "temperature", "greedy"  # presets
+_LEAST_TOP_P = scalars()["base.top_p"]["low"]
+_CHANGES = {
+    "temperature": "base.temperature",
+    "top_p": "base.top_p",
+    "frequency_penalty": "repetition.frequency",
+    "presence_penalty": "repetition.presence",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as it is served.
+
+    Attributes:
+        name: what clients call it.
+        sampler: of requests that say nothing of sampling.
+        context: cache positions of a row.
+        top: how many alternatives of a token a request may ask for.
+    """
+
+    name: str
+    model: LanguageModel
+    sampler: Sampler
+    context: int
+    top: int
+
+    @functools.cached_property
+    def _calibrated(self) -> Any:
+        return functools.lru_cache(_SAMPLERS)(self._load)
+
+    def choose_sampler(self, own: Own, changes: dict[str, Any]) -> CalibratedSampler:
+        """The sampler that a request asks for, changed. ApiError if there is none, or a setting is
+        wrong."""
+        try:
+            chosen: CalibratedSampler = self._calibrated(
+                json.dumps([own.sampler, changes], sort_keys=True)
+            )
+        except UserError as error:
+            raise ApiError(str(error), param="entropix.sampler") from None
+        return chosen
+
+    def _load(self, key: str) -> CalibratedSampler:
+        asked, changes = json.loads(key)
+        if isinstance(asked, dict):
+            changes = {k: v for k, v in asked.items() if k != "extends"} | changes
+            asked = asked.get("extends")
+        # A name alone: files are the server's.
+        if asked is not None and asked not in preset_names():
+            raise UserError(f"no sampler preset {asked!r}{nearest(str(asked), preset_names())}")
+        mechanisms = self.sampler.mechanisms[len(MECHANISMS) :]
+        sampler = self.sampler if asked is None else load_sampler(asked, mechanisms)
+        # No request waits until a model has been calibrated, which the start has seen to.
+        return calibrate_sampler(sampler.with_values(changes), self.model, "reuse")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and its text where the answer repeats it."""
+
+    tokens: Sequence[int]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request asks for: `choices` rows of each prompt.
+
+    Attributes:
+        request: of each row, but for its prompt and id.
+        top: alternatives of each token; None: no log-probabilities.
+        echo: whether the prompt is part of the answer.
+        rows: whether anything is generated.
+    """
+
+    prompts: Sequence[Prompt]
+    choices: int
+    request: Request
+    top: int | None
+    echo: bool
+    rows: bool
+    own: Own
+
+    def requests(self) -> list[Request]:
+        """Prompt by prompt. A choice is the same wherever its prompt stands."""
+        return [
+            replace(self.request, prompt=prompt.tokens, row_id=str(choice))
+            for prompt in self.prompts
+            for choice in range(self.choices if self.rows else 0)
+        ]
+
+
+def want_completion(served: Served, body: Completion) -> Wanted:
+    """ApiError if something does not go together, UserError if the model cannot take a prompt."""
+    if body.best_of not in (None, body.n):
+        raise ApiError(
+            "'best_of' is not supported by this server",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    given = body.prompt if _is_list(body.prompt) else [body.prompt]
+    prompts = [_prompt(served, one) for one in given]
+    if not prompts:
+        raise ApiError("prompt: it must not be empty", param="prompt")
+    most = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
+    if most == 0 and not body.echo:
+        raise ApiError("max_tokens: 0 is for a prompt that is echoed", param="max_tokens")
+    return _want(served, body, prompts, most, body.logprobs, echo=body.echo)
+
+
+def want_chat(served: Served, body: Chat) -> Wanted:
+    """The same for a chat. One that ends with the assistant's words is to go on within them."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError("top_logprobs: it needs logprobs", param="top_logprobs")
+    if body.max_tokens == 0:
+        raise ApiError("max_tokens: it must be at least 1", param="max_tokens")
+    roles = {"developer": "system"}
+    messages = [{"role": roles.get(m.role, m.role), "content": m.text} for m in body.messages]
+    tokenizer = served.model.tokenizer
+    begun = messages[-1]["role"] == "assistant"
+    text = tokenizer.render_begun(messages) if begun else tokenizer.render_chat(messages)
+    tokens = _tokens(served, tokenizer.encode(text, add_bos=True))
+    most = body.max_completion_tokens or body.max_tokens or served.context
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return _want(served, body, [Prompt(tokens)], most, top, chat=True)
+
+
+def _want(
+    served: Served,
+    body: Generating,
+    prompts: Sequence[Prompt],
+    most: int,
+    top: int | None,
+    *,
+    echo: bool = False,
+    chat: bool = False,
+) -> Wanted:
+    if (top or 0) > served.top:
+        told = f"this server gives at most {served.top} alternatives of a token (--top-logprobs)"
+        raise ApiError(told, param="top_logprobs" if chat else "logprobs")
+    request = Request(
+        (),
+        served.choose_sampler(*_sampling(body)),
+        max_new_tokens=max(most, 1),
+        seed=secrets.randbits(31) if body.seed is None else body.seed,
+        eos_ids=served.model.end_ids(chat=chat),
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+    )
+    return Wanted(prompts, body.n, request, top, echo, most > 0, body.entropix)
+
+
+def _sampling(body: Generating) -> tuple[Own, dict[str, Any]]:
+    """What is asked of sampling, and the settings that the API's own keys mean."""
+    own, given = body.entropix, body.model_fields_set
+    changes = {key: getattr(body, name) for name, key in _CHANGES.items() if name in given}
+    if "top_p" in given:
+        changes["base.top_p"] = max(changes["base.top_p"], _LEAST_TOP_P)
+    # With the API's keys alone, what its users expect: a plain draw, at temperature 1 unless said.
+    if own.sampler is None and {"temperature", "top_p"} & given:
+        plain = _GREEDY if body.temperature == 0 else _PLAIN
+        own = own.model_copy(update={"sampler": plain})
+        changes = {"base.temperature": 1.0} | changes
+    if body.logit_bias:
+        changes["draw.bans"] = _bans(body.logit_bias)
+    return own, changes
+
+
+def _bans(bias: dict[str, float]) -> list[int]:
+    """The tokens that are never drawn: the one kind of bias there is."""
+    told = f"'logit_bias' is supported as bans alone, {_BAN:g} for at most {MAX_BANS} tokens"
+    if len(bias) > MAX_BANS or any(value != _BAN for value in bias.values()):
+        raise ApiError(told, param="logit_bias", code="unsupported_parameter")
+    if not all(token.isascii() and token.isdigit() for token in bias):
+        raise ApiError("logit_bias: its keys must be ids of tokens", param="logit_bias")
+    return sorted(map(int, bias))
+
+
+def _is_list(prompt: Any) -> bool:
+    """Whether several prompts are given, not one as tokens."""
+    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+
+
+def _prompt(served: Served, given: Any) -> Prompt:
+    tokenizer = served.model.tokenizer
+    if isinstance(given, str):
+        return Prompt(_tokens(served, tokenizer.encode(given, add_bos=True)), given)
+    return Prompt(_tokens(served, given), tokenizer.decode(given))
+
+
+def _tokens(served: Served, tokens: list[int]) -> list[int]:
+    """The tokens of a prompt that fits. ApiError for an empty one, or one with another id."""
+    if not tokens:
+        raise ApiError("the prompt is empty", param="prompt")
+    if len(tokens) >= served.context:
+        told = f"the prompt has {len(tokens)} tokens, a row has room for {served.context}"
+        raise ApiError(told, code="context_length_exceeded")
+    if (largest := max(tokens)) >= served.model.config.vocab_size:
+        raise ApiError(f"the prompt holds {largest}, which is no token", param="prompt")
+    return tokens
+
+
+def check_model(served: Served, body: Body) -> None:
+    """ApiError for another model than the one that is served."""
+    if body.model != served.name:
+        told = f"no model {body.model!r}: this server has {served.name!r}"
+        raise ApiError(told, status=404, param="model", code="model_not_found")

@@ -1,0 +1,240 @@
+"""The resident engine: one thread owns the device, and requests come and go.
+
+What happens to the rows is told to the event loop once for each chunk of steps, not for each token.
+"""
+
+import logging
+import threading
+from asyncio import AbstractEventLoop
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.results import Event, Piece, Request, Row
+from entropix_jax.engine.trace import TokenRecord
+
+_LOG = logging.getLogger(__name__)
+
+
+class QueueFull(Exception):
+    """There is no room for a request now."""
+
+
+class Closing(Exception):
+    """The worker takes nothing more."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """An `Event` as it was when it happened: its row goes on meanwhile."""
+
+    token: TokenRecord | None
+    pieces: tuple[Piece, ...]
+    retracted: bool
+    finish_reason: str | None  # of the row, after its last event
+    error: str | None = None
+
+
+Tell = Callable[[list[Update]], None]
+
+
+class Ticket:
+    """A row that was handed in. `tell` is called in the event loop `loop`."""
+
+    def __init__(self, request: Request, loop: AbstractEventLoop, tell: Tell) -> None:
+        self.row = Row(request)
+        self.loop = loop
+        self.tell = tell
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A call that needs the device, and where its result goes."""
+
+    call: Callable[[], Any]
+    future: "Future[Any]"
+
+
+class Worker:
+    """Runs what is handed in, side by side. All methods may be called from any thread.
+
+    `tokens` counts the committed tokens by regime, `retracted` those taken back, `finished` the
+    rows by the reason of their end, `failures` how often the engine had to start anew.
+    """
+
+    def __init__(self, engine: Engine, *, slots: int, queue: int) -> None:
+        """`slots` is the engine's number, `queue` how many rows may wait for one of them."""
+        self.tokens: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.retracted = self.failures = 0
+        self.slots = slots
+        self._engine = engine
+        self._most = queue
+        self._changed = threading.Condition()
+        self._queue: deque[Ticket | _Job] = deque()
+        self._running: dict[int, Ticket] = {}  # by the id of the row
+        self._cancelled: list[Ticket] = []
+        self._closing = False
+        self._told: dict[Ticket, list[Update]] = {}  # of this chunk, by the worker's thread alone
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def most(self) -> int:
+        """Rows that one request may have."""
+        return self.slots + self._most
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for a request that cannot run."""
+        self._engine.check(request)
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Hands in rows whose requests were checked, all or none. QueueFull, or Closing."""
+        self._put(tickets)
+
+    def call(self, call: Callable[[], Any]) -> "Future[Any]":
+        """Runs a call that needs the device between two chunks of steps. QueueFull, or Closing."""
+        job = _Job(call, Future())
+        self._put([job])
+        return job.future
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a row, if it has not ended; its last update follows."""
+        with self._changed:
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+                end = Update(None, (), False, "cancelled")
+                self.finished["cancelled"] += 1
+                ticket.loop.call_soon_threadsafe(ticket.tell, [end])
+            elif id(ticket.row) in self._running:
+                self._cancelled.append(ticket)
+
+    def stats(self) -> tuple[int, int]:
+        """How many rows run, and how many wait."""
+        with self._changed:
+            return len(self._running), len(self._queue)
+
+    def refuse(self) -> None:
+        """Takes nothing more; what was handed in goes on. A signal handler may call it."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Runs what was handed in to its end, then ends the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _put(self, items: Sequence[Ticket | _Job]) -> None:
+        with self._changed:
+            if self._closing:
+                raise Closing
+            free = max(self.slots - len(self._running), 0)
+            if len(self._queue) + len(items) > self._most + free:
+                raise QueueFull
+            self._queue.extend(items)
+            self._changed.notify()
+
+    # In the thread
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                for event in self._engine.run(self._source(), self._between):
+                    self._note(event, event.row.finish_reason)
+                self._tell()
+                return
+            except BaseException:  # a library's panic is no Exception
+                _LOG.exception("the engine failed and starts anew")
+                self._fail()
+
+    def _fail(self) -> None:
+        """Ends what runs with an error. The engine is as before its run."""
+        with self._changed:
+            self.failures += 1
+            for ticket in self._running.values():
+                end = Update(None, (), False, "error", "the engine failed, and started anew")
+                self._told.setdefault(ticket, []).append(end)
+                self.finished["error"] += 1
+            self._running.clear()
+            self._cancelled.clear()
+        self._tell()
+
+    def _source(self) -> Iterator[Row | None]:
+        """The rows, None where none waits but others run; it blocks while nothing runs."""
+        while True:
+            item: Ticket | _Job | None = None
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._running or self._closing)
+                if self._queue:
+                    item = self._queue.popleft()
+                elif not self._running:
+                    return
+                if isinstance(item, Ticket):
+                    self._running[id(item.row)] = item
+            if isinstance(item, _Job):
+                _run(item)
+            else:
+                yield None if item is None else item.row
+
+    def _between(self) -> None:
+        """Ends the cancelled rows, and tells what happened in the chunk."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, []
+        for ticket in cancelled:
+            if id(ticket.row) in self._running:
+                *events, last = self._engine.end(ticket.row)
+                for event in events:
+                    self._note(event, None)
+                self._note(last, last.row.finish_reason)
+        self._tell()
+
+    def _note(self, event: Event, reason: str | None) -> None:
+        row, token = event.row, event.token
+        if token is not None and event.retracted:
+            self.retracted += 1
+        elif token is not None:
+            self.tokens[token.regime] += 1
+        ticket = self._running[id(row)]
+        update = Update(token, event.pieces, event.retracted, reason, row.error)
+        self._told.setdefault(ticket, []).append(update)
+        if reason is not None:
+            self.finished[reason] += 1
+            with self._changed:
+                del self._running[id(row)]
+
+    def _tell(self) -> None:
+        """One call for each event loop."""
+        told, self._told = self._told, {}
+        for loop in {ticket.loop for ticket in told}:
+            own = [(ticket, updates) for ticket, updates in told.items() if ticket.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_hand_out, own)
+            except RuntimeError:  # the loop is closed: nobody listens
+                _LOG.debug("an event loop ended before its requests")
+
+
+def _hand_out(told: Sequence[tuple[Ticket, list[Update]]]) -> None:
+    for ticket, updates in told:
+        ticket.tell(updates)
+
+
+def _run(job: _Job) -> None:
+    """An error is the caller's: the rows go on."""
+    if not job.future.set_running_or_notify_cancel():
+        return
+    try:
+        job.future.set_result(job.call())
+    except BaseException as error:
+        job.future.set_exception(error)

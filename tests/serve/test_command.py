@@ -1,0 +1,70 @@
+"""The command: it listens, ends by a signal, and refuses in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from entropix_jax.serve.command import main
+from tests.support.commands import one_error, run_command
+from tests.support.waiting import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_drains_at_a_signal() -> None:
+    """What it has begun it answers whole; nobody else is let in."""
+    command = "-m entropix_jax.serve --model tiny --port 0 --slots 2 --context 256".split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]
+        assert lines[0].startswith("memory of each device: at least")
+        assert lines[1].startswith("tiny: listening on http://127.0.0.1:")
+        url = lines[1].split()[-1]
+        body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 200, "stream": True}
+        body["entropix"] = {"sampler": {"extends": "temperature", "base.temperature": 20.0}}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE) as answer:
+            received = answer.iter_lines()
+            assert next(received).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in received if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2] or '"finish_reason":"stop"' in rest[-2]
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr.read() == ""
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/models")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    def refused(*arguments: object, message: str) -> None:
+        one_error(run_command(main, "--model", "tiny", *arguments), message)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused("--port", port, message=f"--port {port}: Address already in use")
+    refused("--port", 70000, message="--port must be at most 65535")
+    refused("--host", "no.such.host.invalid", message="--host no.such.host.invalid")
+    refused("--slots", 0, message="--slots must be at least 1")
+    refused("--time-limit", 0, message="--time-limit must be above 0")
+    refused("--top-logprobs", 21, message="--top-logprobs must be at most 20")
+    refused("--api-key-file", tmp_path / "none", message="none")
+    refused("--allow-origin", "friend.org", message="expected SCHEME://HOST")
+    refused("--sampler", "entropic", message="did you mean 'entropix'?")
+    refused("--port", 0, "--context", 9999, message="the model has 4096 positions")
+    one_error(run_command(main, "--port", 0, "--model", "./none"), "none")
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    one_error(run_command(main, "--model", "tiny"), 'pip install "entropix-jax[serve]"')

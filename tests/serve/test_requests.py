@@ -1,0 +1,317 @@
+"""What a request may hold, and who may ask: nothing here reaches an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entropix_jax.errors import UserError
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.serve.guard import check_origin, read_keys
+from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
+from entropix_jax.serve.wire import MOST_BYTES
+from tests.support.servers import CONTEXT, TOP, standing_in
+
+Ask = Callable[..., httpx.Response]
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Guests?"}]}
+SCORE: dict[str, Any] = {"model": "tiny", "input": "Guests: Nina."}
+PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/score": SCORE}
+
+
+def asking(model: LanguageModel, **options: Any) -> Iterator[Ask]:
+    """Sends a request to an application in this process, whose rows never end."""
+    with standing_in(model, queue=200, **options) as (_, _, client), asyncio.Runner() as loop:
+
+        async def ask(method: str, path: str, **given: Any) -> httpx.Response:
+            async with client() as one:
+                return await asyncio.wait_for(one.request(method, path, **given), 60)
+
+        def run(method: str, path: str, **given: Any) -> httpx.Response:
+            call: Coroutine[Any, Any, httpx.Response] = ask(method, path, **given)
+            return loop.run(call)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def ask(tiny: LanguageModel) -> Iterator[Ask]:
+    yield from asking(tiny, limit=0.001)
+
+
+def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of an answer in the API's form."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    (error,) = answer.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+# Bodies
+
+
+def test_each_body_is_taken(ask: Ask) -> None:
+    """Those that the cases below change."""
+    for path, body in PATHS.items():
+        answer = ask("POST", path, json=body)
+        # The stand-in has no scores to give, and ends no row before its time.
+        assert answer.status_code == 200, answer.text
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "suffix": "!",
+        "tools": [],
+        "best_of": 2,
+        "top_k": 3,
+        "messages": [],
+    },
+    "/v1/chat/completions": {
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "functions": [],
+        "audio": {},
+        "modalities": ["audio"],
+        "prediction": {},
+        "reasoning_effort": "low",
+        "store": True,
+        "echo": True,
+    },
+    "/v1/score": {"n": 1, "stream": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [(path, *case) for path, cases in UNSUPPORTED.items() for case in cases.items()],
+)
+def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: Any) -> None:
+    error = refused(ask("POST", path, json=PATHS[path] | {name: value}))
+    assert error["message"] == f"'{name}' is not supported by this server"
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["type"] == "invalid_request_error"
+    # What is null was not asked for.
+    assert ask("POST", path, json=PATHS[path] | {name: None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("/v1/completions", {"prompt": ""}, None),
+        ("/v1/completions", {"prompt": []}, "prompt: it must not be empty"),
+        ("/v1/completions", {"prompt": [[]]}, "the prompt is empty"),
+        ("/v1/completions", {"prompt": [5000]}, "the prompt holds 5000, which is no token"),
+        ("/v1/completions", {"prompt": [-1]}, "prompt."),
+        ("/v1/completions", {"prompt": [1] * CONTEXT}, f"a row has room for {CONTEXT}"),
+        ("/v1/completions", {"prompt": None}, "prompt: Field required"),
+        ("/v1/completions", {"max_tokens": 0}, "max_tokens: 0 is for a prompt that is echoed"),
+        ("/v1/completions", {"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
+        ("/v1/completions", {"n": 0}, "n: "),
+        ("/v1/completions", {"stop": ["a"] * 5}, "stop"),
+        ("/v1/completions", {"stop": ""}, "stop"),
+        ("/v1/completions", {"temperature": 3}, "temperature: "),
+        ("/v1/completions", {"top_p": -0.1}, "top_p: "),
+        ("/v1/completions", {"presence_penalty": 2.5}, "presence_penalty: "),
+        ("/v1/completions", {"logprobs": TOP + 1}, f"at most {TOP} alternatives"),
+        ("/v1/completions", {"logprobs": True}, "logprobs: "),
+        ("/v1/completions", {"logit_bias": {"5": 1}}, "'logit_bias' is supported as bans alone"),
+        ("/v1/completions", {"logit_bias": {"x": -100}}, "logit_bias: its keys must be ids"),
+        ("/v1/completions", {"logit_bias": {"9999": -100}}, "9999, which is no token"),
+        ("/v1/completions", {"model": "gpt"}, None),
+        ("/v1/completions", {"model": None}, "model: Field required"),
+        ("/v1/completions", {"seed": 1.5}, "seed: "),
+        ("/v1/completions", {"stream": "yes"}, "stream: "),
+        ("/v1/completions", {"entropix": {"sampler": "entropic"}}, "did you mean 'entropix'?"),
+        ("/v1/completions", {"entropix": {"sampler": "../own.toml"}}, "no sampler preset"),
+        ("/v1/completions", {"entropix": {"sampler": {"extends": 3}}}, "no sampler preset"),
+        ("/v1/completions", {"entropix": {"sampler": {"base.heat": 1}}}, "no sampler key"),
+        ("/v1/completions", {"entropix": {"sampler": {"base.top_p": 7}}}, "must be a number in"),
+        ("/v1/completions", {"entropix": {"report": True}}, "'entropix.report' is not supported"),
+        ("/v1/completions", {"response_format": {"type": "json_object"}}, "response_format.type"),
+        ("/v1/completions", {"stream_options": {"x": 1}}, "'stream_options.x' is not supported"),
+        ("/v1/chat/completions", {"messages": []}, "messages: "),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "tool", "content": ""}]},
+            "messages.0.role",
+        ),
+        ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs: it needs logprobs"),
+        ("/v1/chat/completions", {"logprobs": 2}, "logprobs: "),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens: it must be at least 1"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 9 * CONTEXT}]},
+            f"a row has room for {CONTEXT}",
+        ),
+        ("/v1/score", {"input": "Rita sang. " * CONTEXT}, f"at most {CONTEXT} are read"),
+        ("/v1/score", {"input": ""}, "too short"),
+        ("/v1/score", {"top": 21}, "top: "),
+    ],
+)
+def test_values_that_are_wrong(
+    ask: Ask, path: str, change: dict[str, Any], message: str | None
+) -> None:
+    answer = ask("POST", path, json=PATHS[path] | change)
+    if change == {"prompt": ""}:  # its beginning-of-text token is all there is
+        assert answer.status_code == 200
+    elif change == {"model": "gpt"}:
+        assert refused(answer, 404)["code"] == "model_not_found"
+    else:
+        assert str(message) in refused(answer)["message"]
+
+
+def test_what_clients_send_without_meaning_it(ask: Ask) -> None:
+    said = {"user": "me", "seed": 1, "n": 1, "stream_options": {"include_obfuscation": False}}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert ask("POST", path, json=PATHS[path] | said).status_code == 200
+    body = COMPLETION | {"best_of": 2, "n": 2, "response_format": {"type": "text"}}
+    assert ask("POST", "/v1/completions", json=body).status_code == 200
+    # As the `openai` package gives a message back.
+    message = {"role": "assistant", "content": "Nina", "refusal": None, "tool_calls": None}
+    chat = CHAT | {"messages": [*CHAT["messages"], message]}
+    assert ask("POST", "/v1/chat/completions", json=chat).status_code == 200
+
+
+def test_bodies_that_are_no_bodies(ask: Ask) -> None:
+    def post(content: bytes, kind: str = "application/json; charset=utf-8") -> httpx.Response:
+        headers = {"content-type": kind}
+        return ask("POST", "/v1/completions", content=content, headers=headers)
+
+    good = json.dumps(COMPLETION).encode()
+    assert post(good).status_code == 200
+    for bad in (b"", b"{", good[:-1], b"[]", b"3", b"\xff", b"[" * 10_000, b'{"n": NaN}'):
+        refused(post(bad))
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert "application/json" in refused(post(good, kind), 415)["message"]
+    long = json.dumps(COMPLETION | {"user": "x" * MOST_BYTES}).encode()
+    refused(post(long), 413)
+    refused(post(b'{"model": "tiny", "prompt": "\\ud800"}'))
+
+
+def test_paths_and_methods_that_are_not_there(ask: Ask) -> None:
+    assert "/v1/images" in refused(ask("POST", "/v1/images", json={}), 404)["message"]
+    refused(ask("GET", "/v1/completions"), 405)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NAMES = [
+    *("model", "prompt", "messages", "input", "stream", "n", "stop", "seed", "max_tokens"),
+    *("temperature", "top_p", "logprobs", "top_logprobs", "echo", "logit_bias", "entropix"),
+    *("best_of", "stream_options", "response_format", "top", "tools"),
+]
+
+
+@settings(max_examples=300)
+@given(
+    path=st.sampled_from([*PATHS]),
+    base=st.booleans(),
+    change=st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES, max_size=3),
+    cut=st.integers(0, 3),
+)
+def test_any_body(path: str, base: bool, change: dict[str, Any], cut: int) -> None:
+    """Each is taken, or refused in one line, whatever it holds."""
+    kinds: dict[str, type[Body]] = {
+        "/v1/completions": Completion,
+        "/v1/chat/completions": Chat,
+        "/v1/score": Score,
+    }
+    raw = json.dumps((PATHS[path] if base else {}) | change).encode()
+    try:
+        parse(kinds[path], raw[: len(raw) - cut])
+    except ApiError as refusal:
+        error = refusal
+    else:
+        return
+    told = error.to_json()["error"]
+    assert (error.status, told["type"]) == (400, "invalid_request_error")
+    assert "\n" not in told["message"]
+
+
+# Who may ask
+
+
+def test_keys(tiny: LanguageModel, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n\n two \n")
+    for ask in asking(tiny, limit=0.001, keys=read_keys(path)):
+        for right in ("Bearer one", "Bearer two", "Bearer  two "):
+            answer = ask("GET", "/v1/models", headers={"authorization": right})
+            assert answer.status_code == 200
+        for wrong in ("Bearer", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer \xe9"):
+            headers = {"authorization": wrong.encode("latin-1")}
+            error = refused(ask("GET", "/v1/models", headers=headers), 401)
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        for path_ in ("/metrics", "/v1/models/tiny", "/nowhere"):
+            refused(ask("GET", path_), 401)
+        refused(ask("POST", "/v1/completions", json=COMPLETION), 401)
+        assert ask("GET", "/health").status_code == 200
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "a b", "\u00e9", "a\x07"])
+def test_files_of_keys_that_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=str(path)):
+        read_keys(path)
+
+
+def test_pages_of_others(tiny: LanguageModel) -> None:
+    """Neither their scripts nor names that they make this machine's may ask."""
+    own, friend = "http://localhost:8000", "https://friend.org"
+    for ask in asking(tiny, limit=0.001, origins=[friend]):
+        for host in ("localhost:1", "127.0.0.1:8000", "[::1]:80", "10.0.0.7", "friend.org"):
+            assert ask("GET", "/health", headers={"host": host}).status_code == 200
+        for host in ("evil.org", "localhost.evil.org:8000", "", "[::1"):
+            error = refused(ask("GET", "/health", headers={"host": host}), 403)
+            assert error["code"] == "foreign_host"
+        for origin in (own, friend):
+            answer = ask("POST", "/v1/completions", json=COMPLETION, headers={"origin": origin})
+            assert answer.status_code == 200
+        allowed = "access-control-allow-origin"
+        assert ask("GET", "/health", headers={"origin": friend}).headers[allowed] == friend
+        for origin in (
+            "http://evil.org",
+            "null",
+            "http://localhost:8001",
+            "https://localhost:8000",
+        ):
+            answer = ask("POST", "/v1/completions", json=COMPLETION, headers={"origin": origin})
+            assert refused(answer, 403)["code"] == "foreign_origin"
+            assert allowed not in answer.headers
+        asked = {"access-control-request-method": "POST"}
+        preflight = ask("OPTIONS", "/v1/completions", headers={"origin": friend, **asked})
+        assert (preflight.status_code, preflight.headers[allowed]) == (200, friend)
+
+
+def test_no_cross_origin_requests_unless_asked_for(ask: Ask) -> None:
+    headers = {"origin": "https://friend.org", "access-control-request-method": "POST"}
+    answer = ask("OPTIONS", "/v1/completions", headers=headers)
+    refused(answer, 403)
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "friend.org", "https://", "https://a/b", "ftp://a", "http://a:x"]
+)
+def test_origins_that_no_browser_sends(origin: str) -> None:
+    check_origin("https://friend.org")
+    check_origin("http://localhost:5173")
+    with pytest.raises(UserError, match="--allow-origin"):
+        check_origin(origin)

@@ -1,0 +1,439 @@
+"""The server over loopback, asked by a client that nobody here wrote: its rows are the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from entropix_jax.engine.api import score
+from entropix_jax.engine.preparation import encode_prompt
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.state import Recording
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.sampler import Sampler
+from tests.support.runs import Spec, requests
+from tests.support.servers import CONTEXT, Running, listening, make_engine, wait_until
+
+PROMPTS = (
+    *("Guests:", "Once upon a time", "The capital of", "On Sunday", "12 + 7 =", "Rita was"),
+    *("Mia has 12 apples", "Then Adam went to the market."),
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Question: What is 12 + 7?"},
+]
+TOKENS = {"entropix": {"tokens": True}}
+
+
+@pytest.fixture(scope="module")
+def running(tiny: LanguageModel) -> Iterator[Running]:
+    with listening(tiny) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def raw(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=None) as raw:
+        yield raw
+
+
+def complete(client: openai.OpenAI, prompt: Any = "Guests:", **options: Any) -> Any:
+    return client.completions.create(model="tiny", prompt=prompt, **options)
+
+
+def talk(client: openai.OpenAI, messages: Any = TALK, **options: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=messages, **options)
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Any,
+    sampler: Sampler | str = "entropix",
+    *,
+    max_new_tokens: int,
+    samples: int = 1,
+    seed: int = 0,
+    turn_end: bool = False,
+    stop: Sequence[str] = (),
+) -> list[Row]:
+    """What an engine of its own makes of a prompt, by the server's programs: none is compiled."""
+    chat = not isinstance(prompt, str)
+    tokens = encode_prompt(model, prompt, chat=chat)
+    specs = [Spec(tokens, str(number), max_new_tokens) for number in range(samples)]
+    wanted = requests(model, specs, sampler, turn_end=chat or turn_end, seed=seed, stop=stop)
+    rows = [Row(request) for request in wanted]
+    assert [*make_engine(model).run(rows)]
+    return rows
+
+
+def ids(tokens: Sequence[Any]) -> list[int]:
+    return [token["token_id"] for token in tokens]
+
+
+def check_same(choice: Any, row: Row, text: str | None = None) -> None:
+    """A choice against the row of an engine of its own."""
+    assert (choice.text if text is None else text) == row.text
+    told = choice.entropix
+    assert ids(told["tokens"]) == [token.token_id for token in row.tokens]
+    assert told["finish_reason"] == row.finish_reason
+    for name in ("logprob", "entropy", "varentropy", "attn_entropy", "forwards"):
+        here = [token[name] for token in told["tokens"]]
+        there = [getattr(token, name) for token in row.tokens]
+        np.testing.assert_allclose(here, there, rtol=1e-3, atol=1e-4)
+    for name in ("regime", "action", "position", "text"):
+        here = [token[name] for token in told["tokens"]]
+        assert here == [getattr(token, name) for token in row.tokens]
+
+
+# The texts are the engine's.
+
+
+def test_streams_side_by_side(running: Running, tiny: LanguageModel) -> None:
+    """More of them than slots."""
+
+    async def stream(client: openai.AsyncOpenAI, seed: int, prompt: str) -> tuple[str, list[int]]:
+        parts = await client.completions.create(
+            model="tiny", prompt=prompt, seed=seed, max_tokens=24, stream=True, extra_body=TOKENS
+        )
+        text, tokens, ends = "", [], []
+        async for part in parts:
+            (choice,) = part.choices
+            text += choice.text
+            tokens += ids(choice.entropix["tokens"])  # type: ignore[attr-defined]
+            ends.append(choice.finish_reason)
+        assert ends[-1] is not None
+        assert not any(ends[:-1])
+        return text, tokens
+
+    async def streams() -> list[tuple[str, list[int]]]:
+        url = f"{running.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(stream(client, *both) for both in enumerate(PROMPTS)))
+
+    for (seed, prompt), (text, tokens) in zip(
+        enumerate(PROMPTS), asyncio.run(streams()), strict=True
+    ):
+        (row,) = generate(tiny, prompt, seed=seed, max_new_tokens=24)
+        assert (text, tokens) == (row.text, [token.token_id for token in row.tokens])
+
+
+def test_choices(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    """Of each prompt as many as the engine's samples, wherever the prompt stands."""
+    given: dict[str, Any] = {"n": 3, "seed": 5, "max_tokens": 12, "extra_body": TOKENS}
+    answer = complete(client, [PROMPTS[0], PROMPTS[6]], **given)
+    assert [choice.index for choice in answer.choices] == [*range(6)]
+    rows = [
+        row
+        for prompt in (PROMPTS[0], PROMPTS[6])
+        for row in generate(tiny, prompt, samples=3, seed=5, max_new_tokens=12)
+    ]
+    for choice, row in zip(answer.choices, rows, strict=True):
+        check_same(choice, row)
+        assert choice.entropix["seed"] == 5
+    usage, tokens = answer.usage, sum(len(row.tokens) for row in rows)
+    read = sum(len(tiny.tokenizer.encode(p, add_bos=True)) for p in (PROMPTS[0], PROMPTS[6]))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (read, tokens)
+    assert usage.total_tokens == read + tokens
+    assert usage.forwards == sum(row.tokens[-1].forwards for row in rows)
+    assert usage.retracted == sum(row.retracted for row in rows)
+
+
+def test_tokens_as_prompts(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    tokens = tiny.tokenizer.encode(PROMPTS[0], add_bos=True)
+    given: dict[str, Any] = {"seed": 1, "max_tokens": 6}
+    texts = [complete(client, prompt, **given).choices[0].text for prompt in (PROMPTS[0], tokens)]
+    texts += [choice.text for choice in complete(client, [tokens, tokens], **given).choices]
+    assert len({*texts}) == 1
+
+
+def test_chats(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    (row,) = generate(tiny, TALK, seed=3, max_new_tokens=20)
+    given: dict[str, Any] = {"seed": 3, "max_completion_tokens": 20, "extra_body": TOKENS}
+    answer = talk(client, **given)
+    assert answer.object == "chat.completion"
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    check_same(choice, row, choice.message.content)
+    parts = [*talk(client, **given, stream=True, stream_options={"include_usage": True})]
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert {part.object for part in parts} == {"chat.completion.chunk"}
+    assert len({part.id for part in parts}) == 1
+    *parts, last = parts
+    assert (last.choices, last.usage) == ([], answer.usage)
+    assert "".join(part.choices[0].delta.content for part in parts) == row.text
+    # As parts, and with another name of the system's.
+    parted = [{"type": "text", "text": text} for text in ("Question: What", " is 12 + 7?")]
+    again = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parted}]
+    assert talk(client, again, **given).choices[0].message.content == row.text
+
+
+def test_an_assistant_who_has_begun(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    begun = [*TALK, {"role": "assistant", "content": "Answer: 12 + 7"}]
+    tokenizer = tiny.tokenizer
+    text = tokenizer.render_chat(TALK) + "Answer: 12 + 7"
+    assert tokenizer.render_begun(begun) == text
+    answer = talk(client, begun, temperature=0, max_tokens=5, extra_body=TOKENS)
+    (row,) = generate(tiny, text, "greedy", turn_end=True, max_new_tokens=5)
+    assert ids(answer.choices[0].entropix["tokens"]) == [t.token_id for t in row.tokens]
+    assert answer.usage.prompt_tokens == len(tokenizer.encode(text, add_bos=True))
+
+
+def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    """What a request says of sampling, and the settings that it means."""
+    first = tiny.tokenizer.encode_within(" Ivan")[0]
+    plain, entropix = load_sampler("temperature"), load_sampler("entropix")
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"temperature": 0.5}, plain.with_values({"base.temperature": 0.5})),
+        (
+            {"top_p": 0.4, "presence_penalty": 1.5},
+            plain.with_values(
+                {"base.temperature": 1.0, "base.top_p": 0.4, "repetition.presence": 1.5}
+            ),
+        ),
+        ({"temperature": 0, "top_p": 0}, "greedy"),
+        ({"frequency_penalty": 2}, entropix.with_values({"repetition.frequency": 2.0})),
+        ({"logit_bias": {str(first): -100}}, entropix.with_values({"draw.bans": [first]})),
+        ({"entropix": {"sampler": "min-p"}}, "min-p"),
+        (
+            {"entropix": {"sampler": {"extends": "top-k", "base.top_k": 3}}, "temperature": 0.9},
+            load_sampler("top-k").with_values({"base.top_k": 3, "base.temperature": 0.9}),
+        ),
+        (
+            {"entropix": {"sampler": {"inject.thought": ""}}},
+            entropix.with_values({"inject.thought": ""}),
+        ),
+    ]
+    texts = set()
+    for asked, sampler in cases:
+        asked = {**asked, "entropix": {**asked.get("entropix", {}), "tokens": True}}
+        answer = complete(client, seed=2, max_tokens=16, extra_body=asked)
+        (row,) = generate(tiny, "Guests:", sampler, seed=2, max_new_tokens=16)
+        assert ids(answer.choices[0].entropix["tokens"]) == [t.token_id for t in row.tokens], asked
+        texts.add(row.text)
+    assert len(texts) > 5
+
+
+def test_seeds(client: openai.OpenAI) -> None:
+    """Each request has its own unless it names one, and says which."""
+    first, second = (complete(client, max_tokens=12).choices[0] for _ in range(2))
+    assert first.entropix["seed"] != second.entropix["seed"]
+    again = complete(client, max_tokens=12, seed=first.entropix["seed"]).choices[0]
+    assert again.text == first.text
+
+
+def test_stops(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    (row,) = generate(tiny, "Guests:", "greedy", max_new_tokens=20, stop=[", L", "!"])
+    answer = complete(client, temperature=0, max_tokens=20, stop=[", L", "!"], extra_body=TOKENS)
+    assert row.finish_reason == "stop"
+    check_same(answer.choices[0], row)
+    assert answer.choices[0].finish_reason == "stop"
+    assert complete(client, temperature=0, max_tokens=20, stop=", L").choices[0].text == row.text
+    (row,) = generate(tiny, "Guests:", "greedy", max_new_tokens=80)
+    assert row.finish_reason == "eos"
+    answer = complete(client, temperature=0, max_tokens=80, extra_body=TOKENS)
+    check_same(answer.choices[0], row)
+    assert answer.choices[0].finish_reason == "stop"
+    full = complete(client, "Guests:", max_tokens=2 * CONTEXT, temperature=0)
+    assert full.choices[0].entropix["finish_reason"] in ("context", "eos")
+
+
+def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    """They are no part of the text, and told where that is asked for."""
+    values = {
+        "arms.hehv": "backspace",
+        "regimes.hehv": ["entropy > 0.5"],
+        "regimes.lelv": ["entropy < 0.2"],
+        "regimes.helv": ["entropy > 100"],
+        "regimes.lehv": ["entropy > 100"],
+        "thresholds.calibrated": False,
+    }
+    sampler = load_sampler("entropix").with_values(values)
+    (row,) = generate(tiny, "Guests:", sampler, seed=4, max_new_tokens=24)
+    assert row.retracted > 3
+    asked = {"sampler": values, "tokens": True, "retractions": True}
+    for stream in (False, True):
+        answer = complete(
+            client, seed=4, max_tokens=24, stream=stream, extra_body={"entropix": asked}
+        )
+        parts = [*answer] if stream else [answer]
+        assert "".join(part.choices[0].text for part in parts) == row.text
+        told = [token for part in parts for token in part.choices[0].entropix["tokens"]]
+        kinds = ["retracted" if gone else "token" for _, gone in row.log]
+        assert [token["type"] for token in told] == kinds
+        assert ids(told) == [token.token_id for token, _ in row.log]
+
+
+# Log-probabilities
+
+
+def test_logprobs(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    (row,) = generate(tiny, "Guests:", seed=6, max_new_tokens=12)
+    choice = complete(client, seed=6, max_tokens=12, logprobs=3).choices[0]
+    found = choice.logprobs
+    np.testing.assert_allclose(found.token_logprobs, [t.logprob for t in row.tokens], atol=1e-3)
+    assert "".join(found.tokens) == row.text
+    offsets = np.cumsum([0, *(len(token.text) for token in row.tokens)])[:-1]
+    assert found.text_offset == [*offsets]
+    for token, own, top in zip(row.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert token.top is not None
+        likely = {text: math.log(p) for _, text, p in token.top[:3]}
+        assert top.keys() == {*likely, token.text}
+        assert top[token.text] == own
+        for text, logprob in likely.items():
+            assert top[text] == pytest.approx(logprob, abs=1e-3)
+    content = talk(client, seed=6, max_tokens=4, logprobs=True, top_logprobs=2).choices[0].logprobs
+    (row,) = generate(tiny, TALK, seed=6, max_new_tokens=4)
+    for one, token in zip(content.content, row.tokens, strict=True):
+        assert (one.token, one.bytes) == (token.text, [*token.text.encode()])
+        assert one.logprob == pytest.approx(token.logprob, abs=1e-3)
+        assert [text for _, text, _ in (token.top or ())[:2]] == [
+            top.token for top in one.top_logprobs
+        ]
+    plain = talk(client, seed=6, max_tokens=2, logprobs=True).choices[0].logprobs.content
+    assert [one.top_logprobs for one in plain] == [[], []]
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_echoes_have_the_scores_of_a_text(
+    client: openai.OpenAI, tiny: LanguageModel, new: int
+) -> None:
+    text = "Mia has 12 apples and buys 7."
+    scored = [*score(tiny, text)]
+    for stream in (False, True):
+        answer = complete(
+            client, text, echo=True, max_tokens=new, logprobs=1, temperature=0, stream=stream
+        )
+        parts = [part.choices[0] for part in answer] if stream else answer.choices
+        assert parts[-1].finish_reason == "length"
+        found: dict[str, list[Any]] = {}
+        for part in parts:
+            for name, values in part.logprobs.model_dump().items():
+                found.setdefault(name, []).extend(values)
+        assert "".join(part.text for part in parts).startswith(text)
+        assert [len(values) for values in found.values()] == [len(scored) + 1 + new] * 4
+        own = found["token_logprobs"]
+        assert (own[0], found["top_logprobs"][0]) == (None, None)
+        end = len(scored) + 1
+        np.testing.assert_allclose(own[1:end], [token.logprob for token in scored], atol=1e-3)
+        offsets = np.cumsum([0, *(len(token.text) for token in scored)])
+        assert found["text_offset"][1 : end + 1] == [*offsets[: len(scored) + bool(new)]]
+        # Where the token is the likeliest it is the only one.
+        assert all(len(top) in (1, 2) for top in found["top_logprobs"][1:])
+        assert [len(top) for top in found["top_logprobs"][end:]] == [1] * new
+
+
+def test_scores(raw: httpx.Client, tiny: LanguageModel) -> None:
+    text = "Question: Mia has 12 apples and buys 7."
+    asked = {"model": "tiny", "input": text, "top": 2, "entropix": {"sampler": "document-001"}}
+    answer = raw.post("/v1/score", json=asked).json()
+    wanted = score(tiny, text, "document-001", recording=Recording(top=2))
+    for token, here in zip(answer["tokens"], wanted, strict=True):
+        there = here.to_json()
+        assert token.keys() == there.keys()
+        for name, value in there.items():
+            if isinstance(value, float):
+                assert token[name] == pytest.approx(value, rel=1e-3, abs=1e-4)
+            elif name != "top":
+                assert token[name] == value
+        assert [i for i, _, _ in token["top"]] == [i for i, _, _ in there["top"]]
+    assert answer["usage"]["prompt_tokens"] == len(answer["tokens"]) + 1
+
+
+# The server itself
+
+
+def test_what_it_says_of_itself(raw: httpx.Client, client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.entropix["context"]) == ("tiny", CONTEXT)  # type: ignore[attr-defined]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.models.retrieve("large/one")
+    assert raw.get("/health").json() == {"status": "ok"}
+    before = metrics(raw)
+    answer = complete(client, max_tokens=7, n=2)
+    after = metrics(raw)
+    assert after["entropix_slots"] == 4
+    assert after["entropix_slots_running"] == after["entropix_queue_waiting"] == 0
+    made = [key for key in after if key.startswith("entropix_tokens_total")]
+    assert len(made) == 5
+    new = sum(after[key] - before[key] for key in made)
+    assert new == answer.usage.completion_tokens == 14
+    ends = 'entropix_rows_finished_total{reason="length"}'
+    assert after[ends] - before.get(ends, 0) == 2
+
+
+def metrics(raw: httpx.Client) -> dict[str, float]:
+    lines = [line for line in raw.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_a_client_that_goes_away_frees_its_slots(running: Running, raw: httpx.Client) -> None:
+    worker = running.worker
+    for stream in (True, False):
+        before = worker.finished["cancelled"]
+        body = {"model": "tiny", "prompt": "Guests:", "n": 2, "max_tokens": 250, "stream": stream}
+        body["logit_bias"] = {str(end): -100 for end in running.served.model.end_ids(chat=False)}
+        with httpx.Client(base_url=running.url, timeout=None) as leaving:
+            if stream:
+                with leaving.stream("POST", "/v1/completions", json=body) as answer:
+                    assert answer.headers["content-type"].startswith("text/event-stream")
+                    next(answer.iter_lines())
+            else:
+                request = leaving.build_request("POST", "/v1/completions", json=body)
+                request.extensions["timeout"] = {"read": 0.02}
+                with pytest.raises(httpx.ReadTimeout):
+                    leaving.send(request)
+        wait_until(lambda: worker.stats() == (0, 0))
+        assert worker.finished["cancelled"] - before == 2
+
+
+def test_clients_that_vanish_leave_the_others_alone(running: Running, tiny: LanguageModel) -> None:
+    """Half of as many as there is room for, in the middle of their streams."""
+    worker, number = running.worker, running.worker.most
+    ends = {str(end): -100 for end in tiny.end_ids(chat=False)}
+
+    async def ask(client: httpx.AsyncClient, seed: int) -> str:
+        body = {"model": "tiny", "prompt": "Guests:", "seed": seed, "stream": True}
+        body |= {"max_tokens": 40 + 120 * (seed % 2), "logit_bias": ends}
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if seed % 2 and text:
+                    return ""
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return text
+
+    async def texts() -> list[str]:
+        async with httpx.AsyncClient(base_url=running.url, timeout=None) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(number)))
+
+    told = asyncio.run(texts())
+    wait_until(lambda: worker.stats() == (0, 0))
+    sampler = load_sampler("entropix").with_values({"draw.bans": [*map(int, ends)]})
+    for seed in range(0, number, 2):
+        (row,) = generate(tiny, "Guests:", sampler, seed=seed, max_new_tokens=40)
+        assert told[seed] == row.text
+
+
+def test_events_are_as_clients_expect_them(raw: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 3, "stream": True}
+    answer = raw.post("/v1/completions", json=body)
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    for line in lines:
+        assert json.loads(line.removeprefix("data: "))["object"] == "text_completion"

@@ -1,0 +1,132 @@
+"""Servers to ask: with the engine, over loopback, or with a stand-in for it, in process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.results import Event, Request, Row
+from entropix_jax.engine.state import Recording
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.serve.app import make_app
+from entropix_jax.serve.http import HttpServer
+from entropix_jax.serve.wanted import Served
+from entropix_jax.serve.worker import Worker
+from tests.support.waiting import PATIENCE
+
+SLOTS, QUEUE, CONTEXT, TOP = 4, 12, 256, 5
+
+
+@dataclass
+class Running:
+    """A server that listens at `url`."""
+
+    url: str
+    worker: Worker
+    served: Served
+
+
+def serve(model: LanguageModel, top: int = TOP) -> Served:
+    return Served("tiny", model, load_sampler("entropix"), CONTEXT, top)
+
+
+def make_engine(model: LanguageModel) -> Engine:
+    recording = Recording(top=TOP)
+    options: dict[str, Any] = {"recording": recording, "look": 0.04, "widest": True}
+    return Engine(model, slots=SLOTS, capacity=CONTEXT, **options)
+
+
+@contextlib.contextmanager
+def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running]:
+    served = serve(model)
+    worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
+    worker.start()
+    server = HttpServer(make_app(served, worker, limit=limit))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        wait_until(lambda: server.started)
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", worker, served)
+        server.should_exit = True
+        thread.join()
+    worker.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class StandIn:
+    """In place of an engine: a row ends once `step` was called for each of its tokens. It has as
+    many slots as rows come. A row whose prompt is `[DEFECT]` ends the run."""
+
+    DEFECT = 666
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.steps = threading.Semaphore(0)
+
+    def check(self, request: Request) -> None:
+        pass
+
+    def step(self, number: int = 1) -> None:
+        self.steps.release(number)
+
+    def end(self, row: Row) -> list[Event]:
+        row.finish_reason = "cancelled"
+        self.rows = [one for one in self.rows if one is not row]
+        return [Event(row, None, ()), Event(row, None, ())]
+
+    def run(self, source: Iterable[Row | None], between: Callable[[], None]) -> Iterator[Event]:
+        self.rows, waiting = [], iter(source)
+        left: dict[int, int] = {}
+        while True:
+            between()
+            row = next(waiting, None)
+            if row is not None:
+                self.rows.append(row)
+                left[id(row)] = row.request.max_new_tokens
+                if [*row.request.prompt] == [self.DEFECT]:
+                    raise RuntimeError("a defect")
+            elif not self.rows:
+                return
+            if not self.steps.acquire(timeout=0.005):
+                continue
+            for row in [*self.rows]:
+                left[id(row)] -= 1
+                if not left[id(row)]:
+                    row.finish_reason = "length"
+                    self.rows.remove(row)
+                yield Event(row, None, ())
+
+
+@contextlib.contextmanager
+def standing_in(
+    model: LanguageModel, *, slots: int = 2, queue: int = 2, **options: Any
+) -> Iterator[tuple[StandIn, Worker, Callable[[], httpx.AsyncClient]]]:
+    """A stand-in, its worker, and clients in process."""
+    engine: Any = StandIn()
+    worker = Worker(engine, slots=slots, queue=queue)
+    worker.start()
+    app = make_app(serve(model), worker, **options)
+
+    def client() -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+    yield engine, worker, client
+    engine.step(1000)
+    worker.close()
