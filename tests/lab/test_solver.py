@@ -106,7 +106,7 @@ def test_samplers_that_cannot_be_calibrated(changes: dict[str, Any], words: str)
     with pytest.raises(UserError) as caught:
         read_boxes(QUADRANTS.with_values(changes))
     assert words in str(caught.value)
-    assert str(caught.value).startswith("entropix: ")
+    assert str(caught.value).startswith("quadrants: ")
 
 
 # The solver
