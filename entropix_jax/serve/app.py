@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.results import Request as RowRequest
@@ -72,8 +73,12 @@ class Run:
                 left -= updates[-1].finish_reason is not None
                 yield number, updates
         finally:
-            self._timer.cancel()
-            self._cancel()
+            self.end()
+
+    def end(self) -> None:
+        """Ends the rows that have not ended."""
+        self._timer.cancel()
+        self._cancel()
 
     def _note(self, number: int, updates: list[Update]) -> None:
         self._told.put_nowait((number, updates))
@@ -81,6 +86,22 @@ class Run:
     def _cancel(self) -> None:
         for ticket in self._tickets:
             self._worker.cancel(ticket)
+
+
+class Stream(StreamingResponse):
+    """The events of a run, which ends with the answer: also where its client leaves before the run
+    is iterated."""
+
+    def __init__(self, run: Run, values: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(events(values), 200, _STREAM, "text/event-stream")
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._run.end()
 
 
 class Api:
@@ -112,12 +133,12 @@ class Api:
     ) -> Response:
         served, body = self._served, parse(kind, await read_body(request))
         check_model(served, body)
+        if body.rows > self._worker.most:
+            told = f"{body.rows} rows are asked for, this server takes {self._worker.most}"
+            raise ApiError(told, param="n")
         # A long text takes the tokenizer a while.
         wanted = await asyncio.to_thread(want, served, body)
         requests = wanted.requests()
-        if len(requests) > self._worker.most:
-            told = f"{len(requests)} rows are asked for, this server takes {self._worker.most}"
-            raise ApiError(told, param="n")
         for one in requests[:: wanted.choices]:
             self._worker.check(one)
         choices = [
@@ -131,7 +152,7 @@ class Api:
         echoes = await self._echoes(wanted, answer)
         run = Run(self._worker, requests, self._limit)
         values = _chunks(answer, echoes, run, usage=body.stream_options.include_usage)
-        return StreamingResponse(events(values), 200, _STREAM, "text/event-stream")
+        return Stream(run, values)
 
     async def _whole(self, wanted: Wanted, answer: Answer) -> Response:
         echoes = await self._echoes(wanted, answer)
@@ -222,7 +243,10 @@ class Api:
         """`GET /metrics`, in Prometheus' text form."""
         worker = self._worker
         running, waiting = worker.stats()
-        gauges = {"slots": worker.slots, "slots_running": running, "queue_waiting": waiting}
+        # A row that the engine has fetched ahead waits, too.
+        ahead = max(running - worker.slots, 0)
+        gauges = {"slots": worker.slots, "slots_running": running - ahead}
+        gauges["queue_waiting"] = waiting + ahead
         lines = [f"# TYPE entropix_{n} gauge\nentropix_{n} {value}" for n, value in gauges.items()]
         tokens = {f'{{regime="{regime}"}}': worker.tokens[regime] for regime in REGIMES}
         ends = {f'{{reason="{reason}"}}': n for reason, n in sorted(worker.finished.items())}

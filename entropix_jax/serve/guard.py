@@ -31,7 +31,11 @@ class Guard:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._origins = origins
-        self._names = {"localhost", host, *(urlsplit(origin).hostname for origin in origins)}
+        self._names = {
+            "localhost",
+            host.lower(),
+            *(urlsplit(origin).hostname for origin in origins),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers or passes on."""
@@ -56,7 +60,7 @@ class Guard:
             key = given.strip().encode("latin-1", "replace")
             # All of them, so that the time tells nothing.
             found = sum(hmac.compare_digest(key, own) for own in self._keys)
-            if not found or kind != "Bearer":
+            if not found or kind.lower() != "bearer":
                 raise ApiError("no such API key", status=401, code="invalid_api_key")
 
     def _is_own(self, host: str) -> bool:

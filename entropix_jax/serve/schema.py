@@ -47,6 +47,7 @@ class _Object(BaseModel):
 
 
 Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, not one of each element
 Stop = Annotated[str, Field(min_length=1)]
 
 
@@ -95,14 +96,37 @@ class Generating(Body):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     response_format: TextFormat | None = None
 
+    @property
+    def rows(self) -> int:
+        """How many rows are asked for."""
+        return self.n
+
 
 class Completion(Generating):
     """`/v1/completions`."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Tokens], Field(fail_fast=True)]
+    )
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or tokens. ApiError if there is none."""
+        given = self.prompt
+        if not given and isinstance(given, list):
+            raise ApiError("prompt: it must not be empty", param="prompt")
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+    @property
+    def rows(self) -> int:
+        """See `Generating`: `n` of each prompt."""
+        return len(self.prompts) * self.n
 
 
 class TextPart(_Object):
@@ -116,7 +140,7 @@ class Message(_Object):
     """One message of a chat. `name` plays no part."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
@@ -130,7 +154,7 @@ class Message(_Object):
 class Chat(Generating):
     """`/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)

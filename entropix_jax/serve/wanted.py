@@ -121,13 +121,10 @@ def want_completion(served: Served, body: Completion) -> Wanted:
             param="best_of",
             code="unsupported_parameter",
         )
-    given = body.prompt if _is_list(body.prompt) else [body.prompt]
-    prompts = [_prompt(served, one) for one in given]
-    if not prompts:
-        raise ApiError("prompt: it must not be empty", param="prompt")
     most = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and not body.echo:
         raise ApiError("max_tokens: 0 is for a prompt that is echoed", param="max_tokens")
+    prompts = [_prompt(served, one, most) for one in body.prompts]
     return _want(served, body, prompts, most, body.logprobs, echo=body.echo)
 
 
@@ -142,8 +139,8 @@ def want_chat(served: Served, body: Chat) -> Wanted:
     tokenizer = served.model.tokenizer
     begun = messages[-1]["role"] == "assistant"
     text = tokenizer.render_begun(messages) if begun else tokenizer.render_chat(messages)
-    tokens = _tokens(served, tokenizer.encode(text, add_bos=True))
     most = body.max_completion_tokens or body.max_tokens or served.context
+    tokens = _tokens(served, tokenizer.encode(text, add_bos=True), most)
     top = (body.top_logprobs or 0) if body.logprobs else None
     return _want(served, body, [Prompt(tokens)], most, top, chat=True)
 
@@ -193,28 +190,24 @@ def _bans(bias: dict[str, float]) -> list[int]:
     told = f"'logit_bias' is supported as bans alone, {_BAN:g} for at most {MAX_BANS} tokens"
     if len(bias) > MAX_BANS or any(value != _BAN for value in bias.values()):
         raise ApiError(told, param="logit_bias", code="unsupported_parameter")
-    if not all(token.isascii() and token.isdigit() for token in bias):
+    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
         raise ApiError("logit_bias: its keys must be ids of tokens", param="logit_bias")
     return sorted(map(int, bias))
 
 
-def _is_list(prompt: Any) -> bool:
-    """Whether several prompts are given, not one as tokens."""
-    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-
-
-def _prompt(served: Served, given: Any) -> Prompt:
+def _prompt(served: Served, given: Any, most: int) -> Prompt:
     tokenizer = served.model.tokenizer
     if isinstance(given, str):
-        return Prompt(_tokens(served, tokenizer.encode(given, add_bos=True)), given)
-    return Prompt(_tokens(served, given), tokenizer.decode(given))
+        return Prompt(_tokens(served, tokenizer.encode(given, add_bos=True), most), given)
+    return Prompt(_tokens(served, given, most), tokenizer.decode(given))
 
 
-def _tokens(served: Served, tokens: list[int]) -> list[int]:
-    """The tokens of a prompt that fits. ApiError for an empty one, or one with another id."""
+def _tokens(served: Served, tokens: list[int], most: int) -> list[int]:
+    """The tokens of a prompt that fits, with room for one more unless `most` is 0. ApiError for an
+    empty one, or one with another id."""
     if not tokens:
         raise ApiError("the prompt is empty", param="prompt")
-    if len(tokens) >= served.context:
+    if len(tokens) + min(most, 1) > served.context:
         told = f"the prompt has {len(tokens)} tokens, a row has room for {served.context}"
         raise ApiError(told, code="context_length_exceeded")
     if (largest := max(tokens)) >= served.model.config.vocab_size:

@@ -210,8 +210,8 @@ class Worker:
         update = Update(token, event.pieces, event.retracted, reason, row.error)
         self._told.setdefault(ticket, []).append(update)
         if reason is not None:
-            self.finished[reason] += 1
             with self._changed:
+                self.finished[reason] += 1
                 del self._running[id(row)]
 
     def _tell(self) -> None:

@@ -24,6 +24,7 @@ from entropix_jax.text.detokenizer import BYTE_SYMBOLS, StreamDecoder, choose_to
 if TYPE_CHECKING:
     import tokenizers
 
+_MARK = "the-last-message"  # stands for one in a template
 # How Llama 3 splits a text before merging, as Meta publishes it.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -201,17 +202,18 @@ class Tokenizer:
         """The text of a conversation up to the end of its last message's content, for the model to
         go on with it. One without a word has yet to begin. UserError as `render_chat`, or where the
         template changes that content."""
-        text = self.render_chat(messages, add_generation_prompt=False)
-        last = messages[-1]["content"]
-        if not last.strip():
-            return self.render_chat(messages[:-1])
-        # Templates trim what a message holds. Where the end of this one was kept, it stays.
-        at = text.rfind(last.strip())
-        if at < 0:
+        *before, last = messages
+        if not last["content"].strip():
+            return self.render_chat(before)
+        # What the template adds to a message shows behind one that it cannot hold elsewhere. It may
+        # trim the content, whose end stays where it was kept.
+        other = self.render_chat([*before, {**last, "content": _MARK}], add_generation_prompt=False)
+        added = other.rpartition(_MARK)[2]
+        text = self.render_chat(messages, add_generation_prompt=False).removesuffix(added)
+        if not text.rstrip().endswith(last["content"].strip()):
             origin = self._settings.chat_template_origin
             raise UserError(f"{origin}: the chat template changes the last message")
-        kept = last.lstrip() if text.startswith(last.lstrip(), at) else last.strip()
-        return text[: at + len(kept)]
+        return text
 
     def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of `render_chat`'s text; `bos_id` is added unless the template adds it."""

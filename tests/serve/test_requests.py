@@ -24,6 +24,7 @@ Ask = Callable[..., httpx.Response]
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Guests?"}]}
 SCORE: dict[str, Any] = {"model": "tiny", "input": "Guests: Nina."}
+ECHO: dict[str, Any] = {"echo": True, "max_tokens": 0}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/score": SCORE}
 
 
@@ -113,6 +114,10 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"prompt": [5000]}, "the prompt holds 5000, which is no token"),
         ("/v1/completions", {"prompt": [-1]}, "prompt."),
         ("/v1/completions", {"prompt": [1] * CONTEXT}, f"a row has room for {CONTEXT}"),
+        # Too many rows, before any of their prompts is read.
+        ("/v1/completions", {"prompt": [[5000]] * 9, "n": 128}, "1152 rows are asked for"),
+        ("/v1/completions", {"prompt": [[5000]] * 999, **ECHO}, "999 rows are asked for"),
+        ("/v1/completions", {"prompt": [{}] * 100_000}, "prompt"),
         ("/v1/completions", {"prompt": None}, "prompt: Field required"),
         ("/v1/completions", {"max_tokens": 0}, "max_tokens: 0 is for a prompt that is echoed"),
         ("/v1/completions", {"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
@@ -127,6 +132,7 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"logit_bias": {"5": 1}}, "'logit_bias' is supported as bans alone"),
         ("/v1/completions", {"logit_bias": {"x": -100}}, "logit_bias: its keys must be ids"),
         ("/v1/completions", {"logit_bias": {"9999": -100}}, "9999, which is no token"),
+        ("/v1/completions", {"logit_bias": {"9" * 5000: -100}}, "logit_bias: its keys must be ids"),
         ("/v1/completions", {"model": "gpt"}, None),
         ("/v1/completions", {"model": None}, "model: Field required"),
         ("/v1/completions", {"seed": 1.5}, "seed: "),
@@ -176,6 +182,9 @@ def test_what_clients_send_without_meaning_it(ask: Ask) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert ask("POST", path, json=PATHS[path] | said).status_code == 200
     body = COMPLETION | {"best_of": 2, "n": 2, "response_format": {"type": "text"}}
+    assert ask("POST", "/v1/completions", json=body).status_code == 200
+    # What is only repeated needs no room for a token.
+    body = COMPLETION | ECHO | {"prompt": [1] * CONTEXT}
     assert ask("POST", "/v1/completions", json=body).status_code == 200
     # As the `openai` package gives a message back.
     message = {"role": "assistant", "content": "Nina", "refusal": None, "tool_calls": None}
@@ -251,7 +260,7 @@ def test_keys(tiny: LanguageModel, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n\n two \n")
     for ask in asking(tiny, limit=0.001, keys=read_keys(path)):
-        for right in ("Bearer one", "Bearer two", "Bearer  two "):
+        for right in ("Bearer one", "bearer two", "Bearer  two "):
             answer = ask("GET", "/v1/models", headers={"authorization": right})
             assert answer.status_code == 200
         for wrong in ("Bearer", "Bearer on", "Bearer onee", "Basic one", "one", "Bearer \xe9"):
@@ -275,8 +284,15 @@ def test_files_of_keys_that_are_refused(tmp_path: Path, text: str) -> None:
 def test_pages_of_others(tiny: LanguageModel) -> None:
     """Neither their scripts nor names that they make this machine's may ask."""
     own, friend = "http://localhost:8000", "https://friend.org"
-    for ask in asking(tiny, limit=0.001, origins=[friend]):
-        for host in ("localhost:1", "127.0.0.1:8000", "[::1]:80", "10.0.0.7", "friend.org"):
+    for ask in asking(tiny, limit=0.001, origins=[friend], host="MyBox"):
+        for host in (
+            "mybox:8000",
+            "localhost:1",
+            "127.0.0.1:8000",
+            "[::1]:80",
+            "10.0.0.7",
+            "friend.org",
+        ):
             assert ask("GET", "/health", headers={"host": host}).status_code == 200
         for host in ("evil.org", "localhost.evil.org:8000", "", "[::1"):
             error = refused(ask("GET", "/health", headers={"host": host}), 403)

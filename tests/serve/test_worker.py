@@ -217,6 +217,47 @@ def test_answers_of_an_engine_that_fails(tiny: LanguageModel, stream: bool) -> N
     run(tiny, check)
 
 
+@pytest.mark.parametrize("body", [BODY, {**BODY, "echo": True}])
+def test_a_stream_that_nobody_reads(tiny: LanguageModel, body: dict[str, Any]) -> None:
+    """Its rows end with its client, who leaves before a byte of it was sent."""
+
+    async def check(engine: StandIn, worker: Worker, client: Client) -> None:
+        gone = asyncio.Event()
+        content = json.dumps({**body, "n": 2, "stream": True}).encode()
+        asked = [{"type": "http.request", "body": content}]
+
+        async def receive() -> dict[str, Any]:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await asyncio.Event().wait()  # the socket is full
+
+        async with client() as ask:
+            application: Any = ask._transport
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "method": "POST",
+            "path": "/v1/completions",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost:8000"), (b"content-type", b"application/json")],
+        }
+        answering = asyncio.create_task(application.app(scope, receive, send))
+        async with asyncio.timeout(_PATIENCE):
+            while worker.stats() != (2, 0):
+                await asyncio.sleep(0.002)
+            gone.set()
+            await answering
+            while worker.stats() != (0, 0):
+                await asyncio.sleep(0.002)
+
+    run(tiny, check)
+
+
 def test_the_time_of_a_request(tiny: LanguageModel) -> None:
     async def check(engine: StandIn, worker: Worker, client: Client) -> None:
         async with client() as ask:

@@ -290,7 +290,9 @@ def test_chats_that_end_within_a_message(tmp_path: Path) -> None:
     config = {"bos_token": "<|begin|>", "chat_template": TEMPLATE}
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     begun = "<|begin|><|user|>a cat<|end|><|assistant|>"
-    for content, kept in (("two", "two"), (" two ", "two"), (" ", "")):
+    # The last ones are found in what the template adds, too.
+    contents = [("two", "two"), (" two ", "two"), (" ", ""), *((s, s) for s in ("<", "|", "end"))]
+    for content, kept in contents:
         chat = [CHAT[0], {"role": "assistant", "content": content}]
         assert tokenizer.render_begun(chat) == begun + kept
     config["chat_template"] = TEMPLATE.replace("trim", "upper")
