@@ -11,6 +11,7 @@ from entropix_jax.version import __version__
 # The module of each subcommand, and what it does.
 _COMMANDS = {
     "generate": ("cli.generate", "text from a prompt, and its uncertainty"),
+    "chat": ("chat.command", "a conversation in the terminal, each answer and its uncertainty"),
     "batch": ("cli.batch", "texts for a file of prompts, many at a time; a stopped run resumes"),
     "inspect": ("cli.inspect", "the uncertainty of a given text, nothing generated"),
     "serve": ("serve.command", "a server with the OpenAI API"),

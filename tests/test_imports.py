@@ -27,7 +27,7 @@ LAYERS = (
     ("engine",),
     ("batch",),
     ("cli",),
-    ("lab", "serve"),
+    ("lab", "serve", "chat"),
 )
 FLOOR = {folder: floor for floor, folders in enumerate(LAYERS) for folder in folders}
 # `python -m entropix_jax.NAME` and the public names: they open onto any layer, and nothing but
@@ -113,6 +113,7 @@ def test_foreign_packages() -> None:
         ("report.page", "jax numpy plotly"),
         ("batch.output, entropix_jax.batch.records", "jax s3fs aiohttp"),
         ("harness, entropix_jax.batch.run", "lm_eval"),
+        ("chat.command", "jax numpy tokenizers"),
         ("serve.command", "jax pydantic starlette uvicorn"),
     ],
 )

@@ -33,6 +33,7 @@ from entropix_jax.engine.running import RunningRow, check_request
 from entropix_jax.engine.slots import (
     Arrival,
     Layout,
+    emptied,
     empty_slots,
     insert,
     lanes_for,
@@ -50,6 +51,8 @@ _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that 
 # Cache slots that a step reads, at least: each number is a program of its own.
 DECODE_WINDOW = 512
 _MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
+# Where caches are kept texts grow in parts of any length: few programs serve all of them.
+_KEPT_PREFILL = 64
 # One in so many slots may be empty before the device returns for the next row.
 _SLOTS_PER_EMPTY = 16
 _SLOTS_PER_LANE = 6  # where rows may fork
@@ -70,7 +73,8 @@ class _Chunk:
 class Engine:
     """Runs requests on one model, `slots` at a time.
 
-    `steps` counts the decode steps, `useful` the slots of them that had a running row.
+    `steps` counts the decode steps, `useful` the slots of them that had a running row, `read` the
+    tokens of texts that were read before the rows' first steps.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Engine:
         recording: Recording | None = None,
         look: float = _LOOK_SECONDS,
         widest: bool = False,
+        keep: bool = False,
     ) -> None:
         """Nothing is allocated before `run`.
 
@@ -92,6 +97,8 @@ class Engine:
                 for up to two.
             widest: there are lanes for the widest forks from the start, so that no later row has
                 the run allocate or compile for its branches.
+            keep: the caches outlive a run, and memory is held for them: a row reads only what its
+                slot has not cached of a row before. Its last digits then depend on that row.
 
         Raises:
             UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
@@ -102,16 +109,19 @@ class Engine:
             check_mesh(mesh, model.config, slots)
         self.steps = 0
         self.useful = 0
+        self.read = 0
         self._model = model
         self._capacity = capacity
         self._recording = recording or Recording()
         self._look = look
         self._widest = widest
+        self._keep = keep
         self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._chunk_steps = 1
         self._forked = False
         self._stopping = False
+        self._kept: tuple[DecodeState, list[RunningRow | None]] | None = None  # of the run before
         self._layout = Layout(slots, 0, 1 if mesh is None else mesh.shape[DATA])
         self._check_cache(self._shared_lanes(MAX_WIDTH - 1) if widest else 0)
 
@@ -209,6 +219,25 @@ class Engine:
         first = self._roster.fetch()
         if first is None:
             return
+        self._chunk_steps = 1
+        kept, self._kept = self._kept, None
+        if kept is None or first.request.sampler.mechanisms != self._mechanisms:
+            self._begin(first)
+        else:
+            state, rows = kept
+            self._state = emptied(state)
+            self._roster.take_over(rows)
+        try:
+            yield from self._run(between or (lambda: None))
+            if self._keep:
+                self._kept = self._state, self._roster.slots
+        finally:  # the results may be kept for long: free the cache now
+            del self._state
+            self._roster.end()
+            self._forked, self._stopping = False, False
+
+    def _begin(self, first: RunningRow) -> None:
+        """Begins with slots that have cached nothing."""
         sampler = first.request.sampler
         self._mechanisms = sampler.mechanisms
         self._layout = replace(self._layout, lanes=self._lanes_for(first))
@@ -221,12 +250,6 @@ class Engine:
             dtype=self._model.precision.activations,
             rules=self._model.rules,
         )
-        try:
-            yield from self._run(between or (lambda: None))
-        finally:  # the results may be kept for long: free the cache now
-            del self._state
-            self._roster.end()
-            self._forked, self._stopping = False, False
 
     def _run(self, between: Callable[[], None]) -> Iterator[Event]:
         in_flight: deque[_Chunk] = deque()
@@ -261,7 +284,8 @@ class Engine:
             if row is not None and fresh.row.tokens and row.has_cached(fresh):
                 self._insert(slot, fresh, cached=len(fresh.text) - 1)
             else:
-                self._insert(slot, fresh)
+                shared = row.shared(fresh) if self._keep and row is not None else 0
+                self._insert(slot, fresh, cached=shared)
                 arrived.append(slot)
         if not self._stopping:  # whether another one waits decides when the device returns
             roster.fetch()
@@ -273,6 +297,7 @@ class Engine:
         """Puts a row into a slot that has cached so much of its text."""
         row.row.started = row.row.started or time.perf_counter()
         row.moved = False
+        row.cached = cached
         # The compiled step contains what any row has used.
         settings = self._state.settings
         used = settings.used | row.request.sampler.settings.used
@@ -363,18 +388,23 @@ class Engine:
             row, text = rows[slot], rows[slot].text[:-1]
             source = next((other for other in cached if rows[other].has_cached(row)), None)
             if source is None:
-                self._state = self._prefilled(self._state, slot, text)
+                self._state = self._prefilled(self._state, slot, rows[slot])
             else:
                 places = self._number(source), self._number(slot)
                 self._state = share_prefix(self._state, *places, jnp.int32(len(text)))
+                rows[slot].cached = len(text)
             cached.append(slot)
 
-    def _prefilled(self, state: DecodeState, slot: int, text: list[int]) -> DecodeState:
-        """Reads the text in parts, so that the run can be stopped in between."""
-        model, done = self._model, 0
-        while done < len(text) and not self._stopping:
-            left = len(text) - done
-            size = min(bucket(left, _MIN_PREFILL), self._prefill_size(len(text)))
+    def _prefilled(self, state: DecodeState, slot: int, row: RunningRow) -> DecodeState:
+        """Reads what is not cached of the row's text but its last token, in parts, so that the run
+        can be stopped in between."""
+        model, text = self._model, row.text[:-1]
+        while (done := row.cached) < len(text) and not self._stopping:
+            left, window = len(text) - done, PREFILL_WINDOW
+            size = bucket(left, _MIN_PREFILL)
+            if self._keep:
+                size, window = MAX_PREFILL if left >= MAX_PREFILL else _KEPT_PREFILL, DECODE_WINDOW
+            size = min(size, self._prefill_size(len(text)))
             tokens = np.zeros((1, size), np.int32)
             part = text[done : done + size]
             tokens[0, : len(part)] = part
@@ -386,11 +416,12 @@ class Engine:
                 # With one slot there is nothing to gather, and nothing to copy.
                 None if self._layout.slots == 1 else self._number(slot)[None],
                 config=model.config,
-                window=min(bucket(done + size, PREFILL_WINDOW), self._capacity),
+                window=min(bucket(done + size, window), self._capacity),
                 check=self._recording.check,
             )
-            done += len(part)
             jax.block_until_ready(state.cache.length)
+            row.cached += len(part)
+            self.read += len(part)
         return state
 
     def _prefill_size(self, length: int) -> int:

@@ -42,6 +42,13 @@ class Roster:
         self.waiting.clear()
         self._source, self._number = iter(requests), 0
 
+    def take_over(self, slots: Sequence[RunningRow | None]) -> None:
+        """Puts the rows of the run before into the slots, where they do not run any more."""
+        self.slots = [*slots]
+        for row in self.slots:
+            if row is not None:
+                row.left = True
+
     def end(self) -> None:
         """Ends the run: its rows cannot be moved any more."""
         self._known.clear()

@@ -4,6 +4,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -72,6 +73,7 @@ class RunningRow:
         self.forced = forced
         self.moved = moved  # by the host, and not inserted since
         self.left = False  # another one runs the row
+        self.cached = 0  # so much of its text the slot has cached for good
         self.answer: Answer | None = None  # on its way to the device
         self._prompt = [*row.request.prompt]
         self._tokenizer = model.tokenizer
@@ -124,10 +126,19 @@ class RunningRow:
     def has_cached(self, other: "RunningRow") -> bool:
         """Whether the slot of this row has all of another's text but its last token. Rows that
         begin share whole prompts alone: what they read must not depend on how far others are."""
+        text = other.text
+        if self.cached < len(text) - 1:
+            return False
         if not other.row.tokens:
             return self._prompt == other._prompt
-        mine, text = self.text, other.text
-        return len(mine) >= len(text) and mine[: len(text) - 1] == text[:-1]
+        return self.text[: len(text) - 1] == text[:-1]
+
+    def shared(self, other: "RunningRow") -> int:
+        """How much of another row's text, but its last token, the slot of this one has cached."""
+        if self.row.finish_reason == "error":  # its numbers may be none
+            return 0
+        both = zip(self.text[: self.cached], other.text[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
     @property
     def length(self) -> int:
@@ -155,6 +166,10 @@ class RunningRow:
 
         `stopping` tells whether the run was asked to stop: then no hook is called.
         """
+        yield from self._apply(outcome, stopping)
+        self.cached = len(self._prompt) + len(self.row.tokens) - 1
+
+    def _apply(self, outcome: Outcome, stopping: Callable[[], bool]) -> Iterator[Event]:
         token, joined = outcome.token, outcome.joined
         # A branch grows. The row's text changes once all branches have ended.
         if outcome.live and outcome.branch >= 0 and not outcome.ended:

@@ -93,6 +93,12 @@ def empty_slots(
     return state if rules is None else place(state, rules.rows(state))
 
 
+def emptied(state: DecodeState) -> DecodeState:
+    """The slots without rows, and the lanes without branches; what they have cached stays."""
+    fork = replace(state.fork, branch=jnp.full_like(state.fork.branch, -1))
+    return replace(state, fork=fork, finish=jnp.full_like(state.finish, FINISHED_STOP))
+
+
 def lanes_for(sampler: CalibratedSampler) -> int:
     """The lanes that a fork of a row may need. An arm that is not of this package may fork, too."""
     arms = {sampler.values[f"arms.{name}"] for name in SERVED}
