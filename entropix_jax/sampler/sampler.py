@@ -145,8 +145,11 @@ class Sampler:
 
     @property
     def follows_thresholds(self) -> bool:
-        """Whether a threshold that the user did not set can change the text. It cannot where one
-        arm serves every regime and draws alike in all of them, as in the baselines."""
+        """Whether it takes the model's thresholds, and one that the user did not set can change the
+        text. It cannot where one arm serves every regime and draws alike in all of them, as in the
+        baselines."""
+        if not self.values["thresholds.calibrated"]:
+            return False
         arms = {self.values[f"arms.{regime}"] for regime in REGIMES}
         if len(arms) == 1 and not any(m.follows_regimes for m in self.mechanisms if m.name in arms):
             return False

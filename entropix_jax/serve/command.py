@@ -182,7 +182,7 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
     print(needs, file=sys.stderr)
     model = load(name, dtype, check=arguments.model.check)
     # Requests may name samplers that follow thresholds: they are made now, if need be.
-    for one in (load_sampler("entropix"), sampler):
+    for one in (load_sampler("quadrants"), sampler):
         for note in calibrate_sampler(one, model).notes:
             print(f"note: {note}", file=sys.stderr)
     if arguments.name is None and Path(name).exists():

@@ -82,12 +82,13 @@ def test_text_and_json(command: Command, tmp_path: Path) -> None:
 def test_an_encoding_that_lacks_characters(
     folder: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    rows = command_rows(command, *short(tokens=40))
+    rows = command_rows(command, *short("--sampler", "quadrants", tokens=40))
     assert not rows[0]["text"].isascii()
     for form in ("json", "text"):
         out = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
-        arguments = map(str, short("--model", folder, "--format", form, tokens=40))
+        given = ("--model", folder, "--sampler", "quadrants", "--format", form)
+        arguments = map(str, short(*given, tokens=40))
         assert main.main(list(arguments)) == 0
         if form == "json":
             assert json.loads(out.getvalue())["text"] == rows[0]["text"]

@@ -172,7 +172,7 @@ def test_a_model_without_numbers_has_none(kept: Path, tmp_path: Path) -> None:
 def test_who_follows_thresholds() -> None:
     """What has one arm for all regimes does not, unless that arm looks at the regimes itself."""
     following = {name for name in preset_names() if load_sampler(name).follows_thresholds}
-    assert following == {"entropix", "quadrants", "document-002", "document-004"}
+    assert following == {"quadrants", "document-002", "document-004"}
     greedy = load_sampler("greedy")
     assert greedy.with_values({"arms.hehv": "resample"}).follows_thresholds
     for arm, follows in (("sample", False), ("inject", True), ("branch", True)):

@@ -64,23 +64,28 @@ def test_shipped_sweeps() -> None:
 
 def test_the_sweeps_of_the_study_on_real_tasks() -> None:
     """Each mechanism is the candidate with keys of its own; what is frozen is the same in both."""
-    real, wide = (
+    real, second, wide = (
         {one.name: one.sampler for one in read_sweep(find_sweep(name), data="data").settings}
-        for name in ("real", "real-wide")
+        for name in ("real", "real-second", "real-wide")
     )
-    candidate = wide["candidate-tuned"]
+    candidate = wide["third-candidate"]
     assert candidate.values["regimes.lelv"] == ["entropy < h1"]
-    assert [candidate.values[f"arms.{r}"] for r in REGIMES] == ["argmax", *4 * ["sample"]]
+    arms = [candidate.values[f"arms.{regime}"] for regime in REGIMES]
+    assert arms == [*2 * ["argmax"], *3 * ["sample"]]
     for name, sampler in wide.items():
         if name.startswith("with"):
             assert {key.partition(".")[0] for key in sampler.changes} <= {
-                *("arms", "branch", "inject", "loop")
+                *("arms", "branch", "dry", "inject", "loop")
             }
             assert sum(key.startswith("arms.") for key in sampler.changes) <= 1
             assert {**candidate.values, **sampler.changes} == sampler.values
-    assert real["candidate"].values == candidate.values
-    for name in ("min-p (tuned)", "old-default", "greedy", "min-p"):
-        assert real[name].values == wide[name].values
+    for name, same in (("third candidate", "third-candidate"), ("candidate", "second-candidate")):
+        assert second[name].values == wide[same].values
+    assert real["candidate"].values == wide["first-candidate"].values
+    for name in ("old-default", "greedy", "min-p"):
+        assert real[name].values == second[name].values == wide[name].values
+    assert real["min-p (tuned)"].values == wide["min-p (tuned)"].values
+    candidate = real["candidate"]
     changed = {k for k, v in real["candidate-unguarded"].values.items() if v != candidate.values[k]}
     assert changed == {"loop.max_period"}
 

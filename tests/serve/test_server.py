@@ -213,8 +213,8 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
             load_sampler("top-k").with_values({"base.top_k": 3, "base.temperature": 0.9}),
         ),
         (
-            {"entropix": {"sampler": {"inject.thought": ""}}},
-            entropix.with_values({"inject.thought": ""}),
+            {"entropix": {"sampler": {"extends": "quadrants", "inject.thought": ""}}},
+            load_sampler("quadrants").with_values({"inject.thought": ""}),
         ),
     ]
     texts = set()
@@ -261,10 +261,14 @@ def test_retracted_tokens(client: openai.OpenAI, tiny: LanguageModel) -> None:
         "regimes.lehv": ["entropy > 100"],
         "thresholds.calibrated": False,
     }
-    sampler = load_sampler("entropix").with_values(values)
+    sampler = load_sampler("quadrants").with_values(values)
     (row,) = generate(tiny, "Guests:", sampler, seed=4, max_new_tokens=24)
     assert row.retracted > 3
-    asked = {"sampler": values, "tokens": True, "retractions": True}
+    asked = {
+        "sampler": {"extends": "quadrants", **values},
+        "tokens": True,
+        "retractions": True,
+    }
     for stream in (False, True):
         answer = complete(
             client, seed=4, max_tokens=24, stream=stream, extra_body={"entropix": asked}
