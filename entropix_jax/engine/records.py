@@ -185,7 +185,7 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
             [(i, decode([i]), p) for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs
         ]
     if recording.layers:
-        fields["layers"] = plain(extras.layers)
+        fields["layers"] = [*extras.layers] if recording.raw_layers else plain(extras.layers)
     return fields
 
 

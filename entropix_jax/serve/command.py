@@ -59,6 +59,9 @@ class Arguments:
     """The time after which a request's rows end with what they have."""
     top_logprobs: Count = 5
     """Most alternatives of a token that a request may ask for, to 20: all rows pay for them."""
+    keep: Count = 32768
+    """Tokens of rows that requests have it keep, to go on from later, in all; 0: none are kept, and
+    no token has its layers."""
     name: Annotated[str | None, option("NAME")] = None
     """What clients call the model (default: the model's own name, or its folder's)."""
     api_key_file: File = None
@@ -82,6 +85,7 @@ def _main(arguments: Arguments) -> int:
     check_range("--slots", arguments.slots, 1, _LARGEST)
     check_range("--context", arguments.context, 2, _LARGEST)
     check_range("--queue", arguments.queue, 0, _LARGEST)
+    check_range("--keep", arguments.keep, 0, _LARGEST)
     check_range("--top-logprobs", arguments.top_logprobs, 0, _MOST_TOP)
     if not 0 < arguments.time_limit < _LARGEST:
         raise UserError(f"--time-limit must be above 0, not {arguments.time_limit:g}")
@@ -122,7 +126,13 @@ def _serve(
         served.model,
         slots=arguments.slots,
         capacity=served.context,
-        recording=Recording(top=served.top, check=arguments.model.check),
+        recording=Recording(
+            top=served.top,
+            check=arguments.model.check,
+            layers=arguments.keep > 0,
+            raw_layers=True,
+            state=arguments.keep > 0,
+        ),
         look=_LOOK,
         widest=True,
     )
@@ -131,6 +141,7 @@ def _serve(
         served,
         worker,
         limit=arguments.time_limit,
+        keep=arguments.keep,
         host=arguments.host,
         keys=keys,
         origins=arguments.allow_origin,

@@ -44,8 +44,8 @@ Tell = Callable[[list[Update]], None]
 class Ticket:
     """A row that was handed in. `tell` is called in the event loop `loop`."""
 
-    def __init__(self, request: Request, loop: AbstractEventLoop, tell: Tell) -> None:
-        self.row = Row(request)
+    def __init__(self, row: Row, loop: AbstractEventLoop, tell: Tell) -> None:
+        self.row = row
         self.loop = loop
         self.tell = tell
 

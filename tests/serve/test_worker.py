@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from entropix_jax.engine.results import Row
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.worker import Closing, QueueFull, Ticket, Update, Worker
 from tests.support.runs import unrun
@@ -31,7 +32,7 @@ class Asked:
     def submit(self, *budgets: int, prompt: int = 1) -> None:
         first = len(self.tickets)
         new = [
-            Ticket(unrun([prompt], "0", budget), self.loop, self._note(first + number))
+            Ticket(Row(unrun([prompt], "0", budget)), self.loop, self._note(first + number))
             for number, budget in enumerate(budgets)
         ]
         self.worker.submit(new)

@@ -41,7 +41,7 @@ def serve(model: LanguageModel, top: int = TOP) -> Served:
 
 
 def make_engine(model: LanguageModel) -> Engine:
-    recording = Recording(top=TOP)
+    recording = Recording(top=TOP, layers=True, raw_layers=True, state=True)
     options: dict[str, Any] = {"recording": recording, "look": 0.04, "widest": True}
     return Engine(model, slots=SLOTS, capacity=CONTEXT, **options)
 
