@@ -1,11 +1,13 @@
 """The routes of the server."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -49,6 +51,7 @@ from entropix_jax.serve.wire import (
     events,
     json_answer,
     read_body,
+    too_late,
     unless_gone,
 )
 from entropix_jax.serve.worker import Ticket, Update, Worker
@@ -76,15 +79,18 @@ class Run:
         if wanted.own.keep:
             given = () if begun is None else begun.given
             self.ids = [kept.put(KeptRow(row, given)) for row in rows]
-        self._timer = loop.call_later(limit, self._cancel)
+        self._late = False
+        self._timer = loop.call_later(limit, self._stop)
 
     async def updates(self) -> AsyncGenerator[tuple[int, list[Update]], None]:
         """The number of a row and what happened to it, until all have ended. The rows end with the
-        iteration."""
+        iteration. ApiError if the time was over before one of them had a slot."""
         left = len(self._tickets)
         try:
             while left:
                 number, updates = await self._told.get()
+                if self._late and all(ticket.row.started is None for ticket in self._tickets):
+                    raise too_late()
                 left -= updates[-1].finish_reason is not None
                 yield number, updates
         finally:
@@ -105,6 +111,10 @@ class Run:
             updates = ends + updates[len(skipped) :]
         if updates:
             self._told.put_nowait((number, updates))
+
+    def _stop(self) -> None:
+        self._late = True
+        self._cancel()
 
     def _cancel(self) -> None:
         for ticket in self._tickets:
@@ -184,10 +194,13 @@ class Api:
         answer = Answer(served.name, chat, choices, read)
         if not body.stream:
             return await unless_gone(request, self._whole(wanted, answer))
+        usage = body.stream_options.include_usage
+        return await unless_gone(request, self._stream(wanted, answer, usage=usage))
+
+    async def _stream(self, wanted: Wanted, answer: Answer, *, usage: bool) -> Response:
         echoes = await self._echoes(wanted, answer)
         run = self._run(wanted, answer)
-        values = _chunks(answer, echoes, run, usage=body.stream_options.include_usage)
-        return Stream(run, values)
+        return Stream(run, _chunks(answer, echoes, run, usage=usage))
 
     def _run(self, wanted: Wanted, answer: Answer) -> Run:
         run = Run(self._worker, self._kept, wanted, self._limit)
@@ -240,18 +253,26 @@ class Api:
         return await unless_gone(request, answer())
 
     async def _score(self, ids: Sequence[int], sampler: CalibratedSampler) -> list[ScoredToken]:
-        """The scores of a text, read whole, between two chunks of steps."""
+        """The scores of a text, read whole, between two chunks of steps. ApiError if that does not
+        end in time."""
         model = self._served.model
         config, recording = model.config, Recording(top=min(MOST_TOP, model.config.vocab_size))
 
-        def read() -> list[ScoredToken]:
-            return [
-                *score_tokens(
-                    model, ids, sampler, context=config.max_positions, recording=recording
-                )
-            ]
+        gone = threading.Event()  # nobody waits
 
-        return await asyncio.wrap_future(self._worker.call(read))
+        def read() -> list[ScoredToken]:
+            scored = score_tokens(
+                model, ids, sampler, context=config.max_positions, recording=recording
+            )
+            return [*takewhile(lambda _: not gone.is_set(), scored)]
+
+        try:
+            async with asyncio.timeout(self._limit):
+                return await asyncio.wrap_future(self._worker.call(read))
+        except TimeoutError:
+            raise too_late() from None
+        finally:
+            gone.set()
 
     # What the server is, and how it is
 

@@ -69,6 +69,12 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("the server failed", status=500)
 
 
+def too_late() -> ApiError:
+    """The answer to what had no turn within its time."""
+    told = "it had no turn within the server's time limit: try again later"
+    return ApiError(told, status=503, code="timeout", headers={"Retry-After": "10"})
+
+
 def event(value: Any) -> bytes:
     """A server-sent event of JSON."""
     return b"data: " + _json(value) + b"\n\n"
