@@ -53,6 +53,7 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
     asyncio.run(warm_up(served, worker))
+    assert not worker.tokens  # nothing was counted
     server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))

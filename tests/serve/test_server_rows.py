@@ -21,7 +21,7 @@ from entropix_jax.sampler.state import MAX_REACH
 from entropix_jax.serve.kept import Kept, KeptRow
 from entropix_jax.serve.schema import ApiError
 from tests.support.runs import unrun
-from tests.support.servers import Running, listening, standing_in
+from tests.support.servers import Running, standing_in
 
 # On `tiny` it draws, thinks, goes back, follows branches, and has settings that count over the row.
 FULL: dict[str, Any] = {
@@ -48,15 +48,12 @@ FULL: dict[str, Any] = {
     "backspace.reach": 4,
     "backspace.per_row": 1000,
     "dry.multiplier": 0.5,
+    "truncation.rule": "mirostat",
+    "mirostat.target": 9.0,
 }
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 10, "max_tokens": 40}
+# The first one compiles what all of them use.
 SAMPLERS: dict[str, Any] = {"full": FULL, "mirostat": "mirostat", "entropix": "entropix"}
-
-
-@pytest.fixture(scope="module")
-def running(tiny: LanguageModel) -> Iterator[Running]:
-    with listening(tiny) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
