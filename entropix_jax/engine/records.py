@@ -136,8 +136,9 @@ def _step_tokens(
         **extras_fields(records.extras, recording, decode),
     )
     if recording.state:
-        for i, one in enumerate(fields):
-            one["state"] = jax.tree.map(lambda x, i=i: x[i], records.tally)
+        leaves, tree = jax.tree.flatten(records.tally)
+        for one, values in zip(fields, zip(*leaves, strict=True), strict=True):
+            one["state"] = jax.tree.unflatten(tree, values)
     return [TokenRecord(text="", **one) for one in fields]
 
 
