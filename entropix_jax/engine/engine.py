@@ -59,6 +59,11 @@ _SLOTS_PER_LANE = 6  # where rows may fork
 _MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 
+def shared_lanes(slots: int, needed: int = MAX_WIDTH - 1) -> int:
+    """The lanes of so many slots, where a row needs so many: by default, for the widest fork."""
+    return max(needed, slots // _SLOTS_PER_LANE)
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """Steps that the device was given, and the rows that were in its slots."""
@@ -119,6 +124,7 @@ class Engine:
         self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._chunk_steps = 1
+        self._unpaced = 0  # chunks in flight whose time tells nothing
         self._forked = False
         self._stopping = False
         self._kept: tuple[DecodeState, list[RunningRow | None]] | None = None  # of the run before
@@ -234,7 +240,7 @@ class Engine:
         finally:  # the results may be kept for long: free the cache now
             del self._state
             self._roster.end()
-            self._forked, self._stopping = False, False
+            self._forked, self._stopping, self._unpaced = False, False, 0
 
     def _begin(self, first: RunningRow) -> None:
         """Begins with slots that have cached nothing."""
@@ -255,7 +261,10 @@ class Engine:
         in_flight: deque[_Chunk] = deque()
         idle = 0
         while not self._stopping:
+            began = time.perf_counter()
             between()
+            if time.perf_counter() - began > self._look / 2:
+                self._unpaced = len(in_flight)
             self._insert_arrivals()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 in_flight.append(self._dispatch())
@@ -319,7 +328,7 @@ class Engine:
 
     def _shared_lanes(self, needed: int) -> int:
         """More lanes than a row needs, where many rows share them."""
-        return max(needed, self._layout.slots // self._layout.shards // _SLOTS_PER_LANE)
+        return shared_lanes(self._layout.slots // self._layout.shards, needed)
 
     def _check_cache(self, lanes: int) -> None:
         """UserError unless the slots and so many lanes of each shard fit into memory."""
@@ -505,7 +514,10 @@ class Engine:
         """Applies a chunk's outcomes to its rows. Returns whether it made a step at all."""
         asked = time.perf_counter()
         records, forked = jax.device_get((chunk.records, chunk.forked))
-        self._pace(time.perf_counter() - asked)
+        if self._unpaced:  # it was ready long ago: nobody asked for it meanwhile
+            self._unpaced -= 1
+        else:
+            self._pace(time.perf_counter() - asked)
         self._forked = bool(forked)
         self.steps += int(records.live.any(axis=-1).sum())
         numbers = [0 if row is None else row.row.number for row in chunk.rows]

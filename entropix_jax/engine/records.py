@@ -136,8 +136,9 @@ def _step_tokens(
         **extras_fields(records.extras, recording, decode),
     )
     if recording.state:
-        for i, one in enumerate(fields):
-            one["state"] = jax.tree.map(lambda x, i=i: x[i], records.tally)
+        leaves, tree = jax.tree.flatten(records.tally)
+        for one, values in zip(fields, zip(*leaves, strict=True), strict=True):
+            one["state"] = jax.tree.unflatten(tree, values)
     return [TokenRecord(text="", **one) for one in fields]
 
 
@@ -185,7 +186,7 @@ def extras_fields(extras: Extras, recording: Recording, decode: Decode) -> dict[
             [(i, decode([i]), p) for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs
         ]
     if recording.layers:
-        fields["layers"] = plain(extras.layers)
+        fields["layers"] = [*extras.layers] if recording.raw_layers else plain(extras.layers)
     return fields
 
 

@@ -67,7 +67,8 @@ class Row:
     `retracted_tokens` are in order, and `log` has all tokens in the order of their events, each
     with whether it was retracted. `number` is the row's index in a `Generation`; rows that an
     engine makes are numbered in order of arrival, forks as they come. `forks` and `rewinds` count
-    what `Engine.fork` and `rewind` did to the row.
+    what `Engine.fork` and `rewind` did to the row. `ahead` are tokens that are forced when it
+    begins to run, see `Engine.force`, with the action `ahead_action`.
     """
 
     request: Request
@@ -80,6 +81,8 @@ class Row:
     number: int = 0
     forks: int = 0
     rewinds: int = 0
+    ahead: Sequence[int] = ()
+    ahead_action: str = "inject"
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
     waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`

@@ -85,6 +85,9 @@ class Recording:
     check: bool = False  # where an activation is NaN or infinite; such a row fails there
     # The sampler's state after each token, from which `Engine.fork` and `rewind` go on.
     state: bool = False
+    # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
+    # other records, and nobody may ever look.
+    raw_layers: bool = False
 
 
 @struct.dataclass

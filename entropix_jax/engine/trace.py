@@ -5,7 +5,7 @@ The same run gives the same bytes, but for the timings in the footer.
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ class TokenRecord:
     the stop string that ended it); it is empty in the middle of a character and for control tokens.
     `forwards` counts the token positions of the row that were evaluated beyond its prompt when the
     token was chosen. `top`, [token id, text, probability] of the likeliest tokens, and `layers`,
-    the attention entropy of each layer and head, are None unless recorded. `branches`, all branches
+    the attention entropy of each layer and head, in lists or as float32 [L, N] (see
+    `Recording.raw_layers`), are None unless recorded. `branches`, all branches
     that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
     their texts differ, are None except on the first token of a branch. `state`, the sampler's after
     the token, of one row, is None unless recorded, and not part of a trace.
@@ -75,15 +76,19 @@ class TokenRecord:
     loop: bool
     top: list[tuple[int, str, float]] | None = None
     branches: list[BranchRecord] | None = None
-    layers: list[list[float]] | None = None
+    layers: list[list[float]] | np.ndarray | None = None
     ambiguous: bool | None = None
     state: Tally | None = field(default=None, compare=False, repr=False)
 
-    def to_json(self, *, retracted: bool = False) -> dict[str, Any]:
-        """The object of a trace line: of a committed token, or of a retracted one."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "state"}
-        if self.branches is not None:
-            fields["branches"] = [asdict(branch) for branch in self.branches]
+    def to_json(self, *, retracted: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
+        """The object of a trace line: of a committed token, or of a retracted one; `without` some
+        of its fields."""
+        names = (name for name in self.__slots__ if name != "state" and name not in without)
+        fields = {name: getattr(self, name) for name in names}
+        if fields.get("branches") is not None:
+            fields["branches"] = [asdict(branch) for branch in fields["branches"]]
+        if isinstance(fields.get("layers"), np.ndarray):
+            fields["layers"] = plain(fields["layers"])
         kind = "retracted" if retracted else "token"
         return {"type": kind} | {k: v for k, v in fields.items() if v is not None}
 

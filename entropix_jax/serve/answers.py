@@ -36,6 +36,8 @@ class Choice:
         self._prompt = prompt
         self._chat = chat
         self._offset = 0  # characters so far
+        self.kept: str | None = None  # the id of its row, where that is kept
+        self._began = False
 
     def echo(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         """The part that repeats the prompt; `scored` are its tokens but the first, if they are
@@ -71,7 +73,8 @@ class Choice:
         self.counts["completion_tokens"] += len(tokens)
         self.counts["retracted"] += sum(one.retracted for one in updates)
         if tokens:
-            self.counts["forwards"] = tokens[-1].forwards
+            before = 0 if self._wanted.begun is None else self._wanted.begun.forwards
+            self.counts["forwards"] = tokens[-1].forwards - before
         text = "".join(piece.text for one in updates for piece in one.pieces)
         logprobs = None
         if self._wanted.top is not None:
@@ -89,13 +92,16 @@ class Choice:
         """The key `entropix` of a part."""
         asked = self._wanted.own
         own: dict[str, Any] = {}
-        if asked.tokens or asked.retractions:
+        tokens, without = asked.tokens or asked.details, () if asked.details else _OF_TRACES
+        if tokens or asked.retractions:
             own["tokens"] = [
-                {k: v for k, v in told.items() if k not in _OF_TRACES}
+                one.token.to_json(retracted=one.retracted, without=without)
                 for one in updates
-                if one.token and (asked.retractions if one.retracted else asked.tokens)
-                for told in [one.token.to_json(retracted=one.retracted)]
+                if one.token and (asked.retractions if one.retracted else tokens)
             ]
+        if self.kept is not None and (reason is not None or not self._began):
+            own["row"] = self.kept
+        self._began = True
         if reason is not None:
             own |= {"finish_reason": reason, "seed": self._wanted.request.seed}
         return own

@@ -1,10 +1,13 @@
 """The routes of the server."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -17,13 +20,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.results import Request as RowRequest
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import preset_names
 from entropix_jax.serve.answers import Answer, Choice
 from entropix_jax.serve.guard import Guard
+from entropix_jax.serve.kept import Kept, KeptRow
+from entropix_jax.serve.rows import KeptRows
 from entropix_jax.serve.schema import (
     MOST_TOP,
     ApiError,
@@ -33,43 +37,60 @@ from entropix_jax.serve.schema import (
     Score,
     parse,
 )
-from entropix_jax.serve.wanted import Served, Wanted, check_model, want_chat, want_completion
+from entropix_jax.serve.wanted import (
+    Served,
+    Wanted,
+    check_model,
+    want_chat,
+    want_completion,
+    want_more,
+)
 from entropix_jax.serve.wire import (
     EXPECTED,
     error_answer,
     events,
     json_answer,
     read_body,
+    too_late,
     unless_gone,
 )
 from entropix_jax.serve.worker import Ticket, Update, Worker
 
 AnyGenerating = TypeVar("AnyGenerating", bound=Generating)
+KEEP = 32768  # tokens of rows that are kept
 _STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class Run:
     """Rows that were handed in, and what happens to them."""
 
-    def __init__(self, worker: Worker, requests: Sequence[RowRequest], limit: float) -> None:
+    def __init__(self, worker: Worker, kept: Kept, wanted: Wanted, limit: float) -> None:
         """Ends the rows after `limit` seconds. QueueFull or Closing if they are not taken."""
+        rows, begun = wanted.new_rows(), wanted.begun
         loop = asyncio.get_running_loop()
         self._worker = worker
         self._told: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
         self._tickets = [
-            Ticket(request, loop, partial(self._note, number))
-            for number, request in enumerate(requests)
+            Ticket(row, loop, partial(self._note, number)) for number, row in enumerate(rows)
         ]
         worker.submit(self._tickets)
-        self._timer = loop.call_later(limit, self._cancel)
+        self._kept, self.ids = kept, list[str]()
+        self._skip = 0 if begun is None else begun.skip
+        if wanted.own.keep:
+            given = () if begun is None else begun.given
+            self.ids = [kept.put(KeptRow(row, given)) for row in rows]
+        self._late = False
+        self._timer = loop.call_later(limit, self._stop)
 
     async def updates(self) -> AsyncGenerator[tuple[int, list[Update]], None]:
         """The number of a row and what happened to it, until all have ended. The rows end with the
-        iteration."""
+        iteration. ApiError if the time was over before one of them had a slot."""
         left = len(self._tickets)
         try:
             while left:
                 number, updates = await self._told.get()
+                if self._late and all(ticket.row.started is None for ticket in self._tickets):
+                    raise too_late()
                 left -= updates[-1].finish_reason is not None
                 yield number, updates
         finally:
@@ -81,7 +102,19 @@ class Run:
         self._cancel()
 
     def _note(self, number: int, updates: list[Update]) -> None:
-        self._told.put_nowait((number, updates))
+        if self.ids and updates[-1].finish_reason is not None:
+            self._kept.settle(self.ids[number])
+        if self._skip:  # what is forced once more is no news
+            skipped = updates[: self._skip]
+            self._skip -= sum(update.token is not None for update in skipped)
+            ends = [replace(u, token=None, pieces=()) for u in skipped if u.finish_reason]
+            updates = ends + updates[len(skipped) :]
+        if updates:
+            self._told.put_nowait((number, updates))
+
+    def _stop(self) -> None:
+        self._late = True
+        self._cancel()
 
     def _cancel(self) -> None:
         for ticket in self._tickets:
@@ -107,8 +140,9 @@ class Stream(StreamingResponse):
 class Api:
     """The handlers. `limit` is the most seconds that a request's rows may take."""
 
-    def __init__(self, served: Served, worker: Worker, limit: float) -> None:
+    def __init__(self, served: Served, worker: Worker, kept: Kept, limit: float) -> None:
         self._served = served
+        self._kept = kept
         self._worker = worker
         self._limit = limit
         self._created = int(time.time())
@@ -117,17 +151,27 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        return await self._generate(request, Completion, want_completion, chat=False)
+        return await self._generate(request, Completion, self._want, chat=False)
+
+    def _want(self, served: Served, body: Completion) -> Callable[[], Wanted]:
+        place = body.entropix.begin
+        if place is None:
+            return partial(want_completion, served, body)
+        return partial(want_more, served, body, self._kept.get(place.row))
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, Chat, want_chat, chat=True)
+
+        def want(served: Served, body: Chat) -> Callable[[], Wanted]:
+            return partial(want_chat, served, body)
+
+        return await self._generate(request, Chat, want, chat=True)
 
     async def _generate(
         self,
         request: Request,
         kind: type[AnyGenerating],
-        want: Callable[[Served, AnyGenerating], Wanted],
+        want: Callable[[Served, AnyGenerating], Callable[[], Wanted]],
         *,
         chat: bool,
     ) -> Response:
@@ -137,10 +181,11 @@ class Api:
             told = f"{body.rows} rows are asked for, this server takes {self._worker.most}"
             raise ApiError(told, param="n")
         # A long text takes the tokenizer a while.
-        wanted = await asyncio.to_thread(want, served, body)
-        requests = wanted.requests()
-        for one in requests[:: wanted.choices]:
-            self._worker.check(one)
+        wanted = await asyncio.to_thread(want(served, body))
+        if body.entropix.keep and not self._kept.most:
+            raise ApiError("entropix.keep: this server keeps no rows", param="entropix")
+        for one in wanted.new_rows()[:: wanted.choices]:
+            self._worker.check(one.request)
         choices = [
             Choice(served.model, wanted, index, wanted.prompts[index // wanted.choices], chat=chat)
             for index in range(len(wanted.prompts) * wanted.choices)
@@ -149,15 +194,24 @@ class Api:
         answer = Answer(served.name, chat, choices, read)
         if not body.stream:
             return await unless_gone(request, self._whole(wanted, answer))
+        usage = body.stream_options.include_usage
+        return await unless_gone(request, self._stream(wanted, answer, usage=usage))
+
+    async def _stream(self, wanted: Wanted, answer: Answer, *, usage: bool) -> Response:
         echoes = await self._echoes(wanted, answer)
-        run = Run(self._worker, requests, self._limit)
-        values = _chunks(answer, echoes, run, usage=body.stream_options.include_usage)
-        return Stream(run, values)
+        run = self._run(wanted, answer)
+        return Stream(run, _chunks(answer, echoes, run, usage=usage))
+
+    def _run(self, wanted: Wanted, answer: Answer) -> Run:
+        run = Run(self._worker, self._kept, wanted, self._limit)
+        for choice, number in zip(answer.choices, run.ids, strict=False):
+            choice.kept = number
+        return run
 
     async def _whole(self, wanted: Wanted, answer: Answer) -> Response:
         echoes = await self._echoes(wanted, answer)
         updates: dict[int, list[Update]] = {}
-        async for number, more in Run(self._worker, wanted.requests(), self._limit).updates():
+        async for number, more in self._run(wanted, answer).updates():
             updates.setdefault(number, []).extend(more)
         parts = {choice.index: [*echoes[choice.index]] for choice in answer.choices}
         for number, own in updates.items():
@@ -199,18 +253,26 @@ class Api:
         return await unless_gone(request, answer())
 
     async def _score(self, ids: Sequence[int], sampler: CalibratedSampler) -> list[ScoredToken]:
-        """The scores of a text, read whole, between two chunks of steps."""
+        """The scores of a text, read whole, between two chunks of steps. ApiError if that does not
+        end in time."""
         model = self._served.model
         config, recording = model.config, Recording(top=min(MOST_TOP, model.config.vocab_size))
 
-        def read() -> list[ScoredToken]:
-            return [
-                *score_tokens(
-                    model, ids, sampler, context=config.max_positions, recording=recording
-                )
-            ]
+        gone = threading.Event()  # nobody waits
 
-        return await asyncio.wrap_future(self._worker.call(read))
+        def read() -> list[ScoredToken]:
+            scored = score_tokens(
+                model, ids, sampler, context=config.max_positions, recording=recording
+            )
+            return [*takewhile(lambda _: not gone.is_set(), scored)]
+
+        try:
+            async with asyncio.timeout(self._limit):
+                return await asyncio.wrap_future(self._worker.call(read))
+        except TimeoutError:
+            raise too_late() from None
+        finally:
+            gone.set()
 
     # What the server is, and how it is
 
@@ -225,7 +287,8 @@ class Api:
         return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:
-        own = {"context": self._served.context, "samplers": preset_names()}
+        own: dict[str, Any] = {"context": self._served.context, "samplers": preset_names()}
+        own |= {"top": self._served.top, "keep": self._kept.most}
         return {
             "id": self._served.name,
             "object": "model",
@@ -246,7 +309,7 @@ class Api:
         # A row that the engine has fetched ahead waits, too.
         ahead = max(running - worker.slots, 0)
         gauges = {"slots": worker.slots, "slots_running": running - ahead}
-        gauges["queue_waiting"] = waiting + ahead
+        gauges |= {"queue_waiting": waiting + ahead, "kept_tokens": self._kept.size}
         lines = [f"# TYPE entropix_{n} gauge\nentropix_{n} {value}" for n, value in gauges.items()]
         tokens = {f'{{regime="{regime}"}}': worker.tokens[regime] for regime in REGIMES}
         ends = {f'{{reason="{reason}"}}': n for reason, n in sorted(worker.finished.items())}
@@ -270,7 +333,8 @@ async def _chunks(
     for choice in answer.choices if answer.chat else ():
         delta = {"role": "assistant", "content": ""}
         none = {"logprobs": None, "finish_reason": None}
-        yield chunk({"index": choice.index, "delta": delta, **none})
+        own = {} if choice.kept is None else {"entropix": {"row": choice.kept}}
+        yield chunk({"index": choice.index, "delta": delta, **none, **own})
     for part in (part for parts in echoes for part in parts):
         yield chunk(part)
     async with aclosing(run.updates()) as told:
@@ -285,25 +349,34 @@ def make_app(
     worker: Worker,
     *,
     limit: float = 600.0,
+    keep: int = KEEP,
     host: str = "127.0.0.1",
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
 ) -> Starlette:
     """The server as an ASGI application, on a worker that was started. For `limit` see `Api`, for
-    the others `Guard`."""
-    api = Api(served, worker, limit)
+    `keep` `Kept`, for the others `Guard`."""
+    kept = Kept(keep)
+    api, rows = Api(served, worker, kept, limit), KeptRows(served, kept)
     routes = [
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/score", api.score, methods=["POST"]),
+        Route("/v1/rows", rows.open, methods=["POST"]),
+        Route("/v1/rows/{id}", rows.delete, methods=["DELETE"]),
+        Route("/v1/rows/{id}/trace", rows.trace),
+        Route("/v1/rows/{id}/report", rows.report),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
     ]
     middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]
     if origins:
-        allowed: dict[str, Any] = {"allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
+        allowed: dict[str, Any] = {
+            "allow_headers": ["*"],
+            "allow_methods": ["GET", "POST", "DELETE"],
+        }
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **allowed))
     handlers: dict[Any, Any] = dict.fromkeys(EXPECTED, _refuse)
     handlers |= {HTTPException: _misdirected, ClientDisconnect: _gone, Exception: _refuse}

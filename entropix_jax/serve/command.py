@@ -59,6 +59,9 @@ class Arguments:
     """The time after which a request's rows end with what they have."""
     top_logprobs: Count = 5
     """Most alternatives of a token that a request may ask for, to 20: all rows pay for them."""
+    keep: Count = 32768
+    """Tokens of rows that requests have it keep, to go on from later, in all; 0: none are kept, and
+    no token has its layers."""
     name: Annotated[str | None, option("NAME")] = None
     """What clients call the model (default: the model's own name, or its folder's)."""
     api_key_file: File = None
@@ -76,21 +79,21 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 def _main(arguments: Arguments) -> int:
     # What can be wrong without a model comes first: it takes no time.
     require("serve", "pydantic", "starlette", "uvicorn")
-    from entropix_jax.serve.guard import check_origin, read_keys
+    from entropix_jax.serve.guard import read_keys, read_origin
 
     check_range("--port", arguments.port, 0, 65535)
     check_range("--slots", arguments.slots, 1, _LARGEST)
     check_range("--context", arguments.context, 2, _LARGEST)
     check_range("--queue", arguments.queue, 0, _LARGEST)
+    check_range("--keep", arguments.keep, 0, _LARGEST)
     check_range("--top-logprobs", arguments.top_logprobs, 0, _MOST_TOP)
     if not 0 < arguments.time_limit < _LARGEST:
         raise UserError(f"--time-limit must be above 0, not {arguments.time_limit:g}")
-    for origin in arguments.allow_origin:
-        check_origin(origin)
+    origins = [*map(read_origin, arguments.allow_origin)]
     keys = [] if arguments.api_key_file is None else read_keys(Path(arguments.api_key_file))
     sampler = arguments.model.choose_sampler()
     with _listen(arguments.host, arguments.port) as listener:
-        return _serve(arguments, keys, sampler, listener)
+        return _serve(arguments, keys, origins, sampler, listener)
 
 
 @contextmanager
@@ -106,7 +109,11 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _serve(
-    arguments: Arguments, keys: Sequence[str], sampler: "Sampler", listener: socket.socket
+    arguments: Arguments,
+    keys: Sequence[str],
+    origins: Sequence[str],
+    sampler: "Sampler",
+    listener: socket.socket,
 ) -> int:
     """Loads the model and serves it until a signal comes."""
     import asyncio
@@ -115,6 +122,7 @@ def _serve(
     from entropix_jax.engine.state import Recording
     from entropix_jax.serve.app import make_app
     from entropix_jax.serve.http import HttpServer
+    from entropix_jax.serve.warm_up import warm_up
     from entropix_jax.serve.worker import Worker
 
     served = _load(arguments, sampler)
@@ -122,7 +130,13 @@ def _serve(
         served.model,
         slots=arguments.slots,
         capacity=served.context,
-        recording=Recording(top=served.top, check=arguments.model.check),
+        recording=Recording(
+            top=served.top,
+            check=arguments.model.check,
+            layers=arguments.keep > 0,
+            raw_layers=True,
+            state=arguments.keep > 0,
+        ),
         look=_LOOK,
         widest=True,
     )
@@ -131,23 +145,29 @@ def _serve(
         served,
         worker,
         limit=arguments.time_limit,
+        keep=arguments.keep,
         host=arguments.host,
         keys=keys,
-        origins=arguments.allow_origin,
+        origins=origins,
     )
-    server = HttpServer(app)
+    server = HttpServer(app, worker.idle)
 
     def stop() -> None:
         worker.refuse()
         server.should_exit = True
         exit_at_once()  # at the next signal
 
+    async def serve() -> None:
+        await warm_up(served, worker)
+        host, port = listener.getsockname()[:2]
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not server.should_exit:
+            print(f"{served.name}: listening on http://{place}/v1", file=sys.stderr, flush=True)
+        await server.serve([listener])
+
     worker.start()
-    host, port = listener.getsockname()[:2]
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    print(f"{served.name}: listening on http://{place}/v1", file=sys.stderr, flush=True)
     with deferred_interrupts(stop, (SIGINT, SIGTERM)):
-        asyncio.run(server.serve([listener]))
+        asyncio.run(serve())
         worker.close()
     return EXIT_OK
 
@@ -155,6 +175,7 @@ def _serve(
 def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
     """The model, once it is known that all fits into memory, with its thresholds."""
     from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.engine import shared_lanes
     from entropix_jax.engine.memory import check_memory
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import (
@@ -177,7 +198,7 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
         raise UserError(f"--context {arguments.context}: the model has {positions} positions")
     context = arguments.context or min(positions, _MAX_CONTEXT)
     precision = choose_precision(weights_dtype(files, dtype))
-    slots = arguments.slots
+    slots = arguments.slots + shared_lanes(arguments.slots)
     needs = check_memory(files.config, precision, slots=slots, capacity=context, mesh=None)
     print(needs, file=sys.stderr)
     model = load(name, dtype, check=arguments.model.check)

@@ -15,6 +15,7 @@ from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.wire import error_answer
 
 _OPEN = ("/health",)  # paths that need no key
+_PORTS = {"http": 80, "https": 443}
 
 
 class Guard:
@@ -86,12 +87,15 @@ def read_keys(path: Path) -> list[str]:
     return keys
 
 
-def check_origin(origin: str) -> None:
-    """Refuses (UserError) what no browser sends as an origin."""
+def read_origin(origin: str) -> str:
+    """An origin as browsers send it: in small letters, without its scheme's usual port. UserError
+    for what is none."""
+    told = origin.lower()
     try:
-        parts = urlsplit(origin)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(told)
+        fits = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
     except ValueError:
         fits = False
-    if not fits or origin != f"{parts.scheme}://{parts.netloc}":
+    if not fits or "@" in told or told != f"{parts.scheme}://{parts.netloc}":
         raise UserError(f"--allow-origin {origin}: expected SCHEME://HOST[:PORT], without a path")
+    return told.removesuffix(f":{_PORTS[parts.scheme]}").removesuffix(":")

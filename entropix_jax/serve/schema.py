@@ -51,12 +51,23 @@ Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, not one of 
 Stop = Annotated[str, Field(min_length=1)]
 
 
+class From(_Object):
+    """A place within a row that was kept: after its first `position` tokens, with `token` first."""
+
+    row: str
+    position: int = Field(ge=0, lt=2**31)
+    token: Token | None = None
+
+
 class Own(_Object):
-    """The key `entropix`."""
+    """The key `entropix`. `details` are whole records of a trace, `keep` has the rows stay."""
 
     sampler: str | dict[str, Any] | None = None
     tokens: bool = False
     retractions: bool = False
+    details: bool = False
+    keep: bool = False
+    begin: Annotated[From | None, Field(validation_alias="from")] = None
 
 
 class StreamOptions(_Object):
@@ -110,7 +121,8 @@ class Completion(Generating):
         | Tokens
         | Annotated[list[str], Field(fail_fast=True)]
         | Annotated[list[Tokens], Field(fail_fast=True)]
-    )
+        | None
+    ) = None
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
@@ -119,6 +131,8 @@ class Completion(Generating):
     def prompts(self) -> list[Any]:
         """The prompts, each a text or tokens. ApiError if there is none."""
         given = self.prompt
+        if given is None:
+            raise ApiError("prompt: Field required", param="prompt")
         if not given and isinstance(given, list):
             raise ApiError("prompt: it must not be empty", param="prompt")
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -126,7 +140,7 @@ class Completion(Generating):
     @property
     def rows(self) -> int:
         """See `Generating`: `n` of each prompt."""
-        return len(self.prompts) * self.n
+        return self.n if self.entropix.begin else len(self.prompts) * self.n
 
 
 class TextPart(_Object):

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from entropix_jax.engine.calibrated import calibrate_sampler
-from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.results import Request
+from entropix_jax.engine.preparation import CalibratedSampler, sampler_settings
+from entropix_jax.engine.results import Request, Row
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import MAX_BANS
+from entropix_jax.serve.kept import Begun, KeptRow, go_on
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, Own
 
 _SAMPLERS = 256  # that are kept
@@ -63,6 +64,19 @@ class Served:
             raise ApiError(str(error), param="entropix.sampler") from None
         return chosen
 
+    def change_sampler(
+        self, sampler: CalibratedSampler, changes: dict[str, Any]
+    ) -> CalibratedSampler:
+        """A row's sampler with other settings; its thresholds stay. ApiError if a setting is
+        wrong."""
+        if not changes:
+            return sampler
+        try:
+            changed = sampler.sampler.with_values(changes)
+            return CalibratedSampler(changed, sampler_settings(self.model, changed))
+        except UserError as error:
+            raise ApiError(str(error), param="entropix.sampler") from None
+
     def _load(self, key: str) -> CalibratedSampler:
         asked, changes = json.loads(key)
         if isinstance(asked, dict):
@@ -94,6 +108,7 @@ class Wanted:
         top: alternatives of each token; None: no log-probabilities.
         echo: whether the prompt is part of the answer.
         rows: whether anything is generated.
+        begun: the one row, where it goes on from a kept one.
     """
 
     prompts: Sequence[Prompt]
@@ -103,11 +118,17 @@ class Wanted:
     echo: bool
     rows: bool
     own: Own
+    begun: Begun | None = None
 
-    def requests(self) -> list[Request]:
+    def new_rows(self) -> list[Row]:
         """Prompt by prompt. A choice is the same wherever its prompt stands."""
+        if self.begun is not None:
+            return [self.begun.row]
         return [
-            replace(self.request, prompt=prompt.tokens, row_id=str(choice))
+            Row(
+                replace(self.request, prompt=prompt.tokens, row_id=str(choice)),
+                number=choice,
+            )
             for prompt in self.prompts
             for choice in range(self.choices if self.rows else 0)
         ]
@@ -115,17 +136,61 @@ class Wanted:
 
 def want_completion(served: Served, body: Completion) -> Wanted:
     """ApiError if something does not go together, UserError if the model cannot take a prompt."""
+    _check_best(body)
+    most = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
+    if most == 0 and not body.echo:
+        raise ApiError("max_tokens: 0 is for a prompt that is echoed", param="max_tokens")
+    prompts = [_prompt(served, one, most) for one in body.prompts]
+    return _want(served, body, prompts, most, body.logprobs, echo=body.echo)
+
+
+def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
+    """A row that goes on from a kept one: what the request leaves out is the kept row's.
+    ApiError if something does not go together, UserError if the row cannot go on there."""
+    own, old = body.entropix, kept.row.request
+    assert own.begin is not None
+    _check_best(body)
+    for name, usual in (("prompt", None), ("echo", False), ("n", 1)):
+        if getattr(body, name) != usual:
+            raise ApiError(f"{name}: it does not go with entropix.from", param=name)
+    if body.max_tokens == 0:
+        raise ApiError("max_tokens: it must be at least 1", param="max_tokens")
+    _check_top(served, body.logprobs, "logprobs")
+    place, given = own.begin, body.model_fields_set
+    if place.token is not None and place.token >= served.model.config.vocab_size:
+        raise ApiError(f"entropix.from holds {place.token}, which is no token", param="entropix")
+    left = old.max_new_tokens - place.position
+    most = body.max_tokens or (left if left > 0 else _USUAL_TOKENS)
+    request = replace(
+        old,
+        sampler=_sampler_of_more(served, body, old.sampler),
+        max_new_tokens=min(place.position + most, 2**31 - 1),
+        seed=old.seed if body.seed is None else body.seed,
+        stop=_stops(body) if "stop" in given else old.stop,
+    )
+    begun = go_on(
+        served.model, kept.row, request, place.position, place.token, capacity=served.context
+    )
+    read = [*old.prompt, *(token.token_id for token in kept.row.tokens[: place.position])]
+    return Wanted([Prompt(read)], 1, request, body.logprobs, False, True, own, begun)
+
+
+def _sampler_of_more(served: Served, body: Completion, old: CalibratedSampler) -> CalibratedSampler:
+    own, changes = body.entropix, _changes(body)
+    if own.sampler is None:
+        return served.change_sampler(old, changes)
+    if isinstance(own.sampler, dict) and "extends" not in own.sampler:
+        return served.change_sampler(old, own.sampler | changes)
+    return served.choose_sampler(own, changes)
+
+
+def _check_best(body: Completion) -> None:
     if body.best_of not in (None, body.n):
         raise ApiError(
             "'best_of' is not supported by this server",
             param="best_of",
             code="unsupported_parameter",
         )
-    most = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
-    if most == 0 and not body.echo:
-        raise ApiError("max_tokens: 0 is for a prompt that is echoed", param="max_tokens")
-    prompts = [_prompt(served, one, most) for one in body.prompts]
-    return _want(served, body, prompts, most, body.logprobs, echo=body.echo)
 
 
 def want_chat(served: Served, body: Chat) -> Wanted:
@@ -134,6 +199,9 @@ def want_chat(served: Served, body: Chat) -> Wanted:
         raise ApiError("top_logprobs: it needs logprobs", param="top_logprobs")
     if body.max_tokens == 0:
         raise ApiError("max_tokens: it must be at least 1", param="max_tokens")
+    if body.entropix.begin is not None:
+        told = "entropix.from: rows go on by /v1/completions"
+        raise ApiError(told, param="entropix", code="unsupported_parameter")
     roles = {"developer": "system"}
     messages = [{"role": roles.get(m.role, m.role), "content": m.text} for m in body.messages]
     tokenizer = served.model.tokenizer
@@ -155,34 +223,48 @@ def _want(
     echo: bool = False,
     chat: bool = False,
 ) -> Wanted:
-    if (top or 0) > served.top:
-        told = f"this server gives at most {served.top} alternatives of a token (--top-logprobs)"
-        raise ApiError(told, param="top_logprobs" if chat else "logprobs")
+    _check_top(served, top, "top_logprobs" if chat else "logprobs")
     request = Request(
         (),
         served.choose_sampler(*_sampling(body)),
         max_new_tokens=max(most, 1),
         seed=secrets.randbits(31) if body.seed is None else body.seed,
         eos_ids=served.model.end_ids(chat=chat),
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        stop=_stops(body),
     )
     return Wanted(prompts, body.n, request, top, echo, most > 0, body.entropix)
 
 
+def _check_top(served: Served, top: int | None, name: str) -> None:
+    if (top or 0) > served.top:
+        told = f"this server gives at most {served.top} alternatives of a token (--top-logprobs)"
+        raise ApiError(told, param=name)
+
+
+def _stops(body: Generating) -> list[str]:
+    return [body.stop] if isinstance(body.stop, str) else body.stop
+
+
 def _sampling(body: Generating) -> tuple[Own, dict[str, Any]]:
     """What is asked of sampling, and the settings that the API's own keys mean."""
-    own, given = body.entropix, body.model_fields_set
-    changes = {key: getattr(body, name) for name, key in _CHANGES.items() if name in given}
-    if "top_p" in given:
-        changes["base.top_p"] = max(changes["base.top_p"], _LEAST_TOP_P)
+    own, given, changes = body.entropix, body.model_fields_set, _changes(body)
     # With the API's keys alone, what its users expect: a plain draw, at temperature 1 unless said.
     if own.sampler is None and {"temperature", "top_p"} & given:
         plain = _GREEDY if body.temperature == 0 else _PLAIN
         own = own.model_copy(update={"sampler": plain})
         changes = {"base.temperature": 1.0} | changes
+    return own, changes
+
+
+def _changes(body: Generating) -> dict[str, Any]:
+    """The settings that the API's keys mean."""
+    given = body.model_fields_set
+    changes = {key: getattr(body, name) for name, key in _CHANGES.items() if name in given}
+    if "top_p" in given:
+        changes["base.top_p"] = max(changes["base.top_p"], _LEAST_TOP_P)
     if body.logit_bias:
         changes["draw.bans"] = _bans(body.logit_bias)
-    return own, changes
+    return changes
 
 
 def _bans(bias: dict[str, float]) -> list[int]:

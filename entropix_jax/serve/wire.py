@@ -27,13 +27,18 @@ async def read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError("the content type must be application/json", status=415)
+    return await read_bytes(request)
+
+
+async def read_bytes(request: Request, most: int = MOST_BYTES) -> bytes:
+    """Any body. ApiError if it is too large, or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > MOST_BYTES:
-                    raise ApiError(f"the body has more than {MOST_BYTES} bytes", status=413)
+                if len(body) > most:
+                    raise ApiError(f"the body has more than {most} bytes", status=413)
     except TimeoutError:
         raise ApiError("the body did not arrive", status=408) from None
     return bytes(body)
@@ -62,6 +67,12 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, Closing):
         return ApiError("the server is about to end", status=503, headers={"Retry-After": "10"})
     return ApiError("the server failed", status=500)
+
+
+def too_late() -> ApiError:
+    """The answer to what had no turn within its time."""
+    told = "it had no turn within the server's time limit: try again later"
+    return ApiError(told, status=503, code="timeout", headers={"Retry-After": "10"})
 
 
 def event(value: Any) -> bytes:

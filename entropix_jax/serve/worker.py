@@ -44,8 +44,8 @@ Tell = Callable[[list[Update]], None]
 class Ticket:
     """A row that was handed in. `tell` is called in the event loop `loop`."""
 
-    def __init__(self, request: Request, loop: AbstractEventLoop, tell: Tell) -> None:
-        self.row = Row(request)
+    def __init__(self, row: Row, loop: AbstractEventLoop, tell: Tell) -> None:
+        self.row = row
         self.loop = loop
         self.tell = tell
 
@@ -74,7 +74,8 @@ class Worker:
         self._engine = engine
         self._most = queue
         self._changed = threading.Condition()
-        self._queue: deque[Ticket | _Job] = deque()
+        self._queue: deque[Ticket] = deque()
+        self._jobs: deque[_Job] = deque()
         self._running: dict[int, Ticket] = {}  # by the id of the row
         self._cancelled: list[Ticket] = []
         self._closing = False
@@ -101,13 +102,28 @@ class Worker:
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Hands in rows whose requests were checked, all or none. QueueFull, or Closing."""
-        self._put(tickets)
+        with self._changed:
+            free = max(self.slots - len(self._running), 0)
+            self._check_room(len(self._queue) + len(tickets) - free)
+            self._queue.extend(tickets)
+            self._changed.notify()
 
     def call(self, call: Callable[[], Any]) -> "Future[Any]":
-        """Runs a call that needs the device between two chunks of steps. QueueFull, or Closing."""
+        """Runs a call that needs the device; at most one between two chunks of steps. As many may
+        wait as rows. QueueFull, or Closing."""
         job = _Job(call, Future())
-        self._put([job])
+        with self._changed:
+            self._jobs = deque(one for one in self._jobs if not one.future.cancelled())
+            self._check_room(len(self._jobs))
+            self._jobs.append(job)
+            self._changed.notify()
         return job.future
+
+    def _check_room(self, waiting: int) -> None:
+        if self._closing:
+            raise Closing
+        if waiting > self._most:
+            raise QueueFull
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a row, if it has not ended; its last update follows."""
@@ -121,9 +137,19 @@ class Worker:
                 self._cancelled.append(ticket)
 
     def stats(self) -> tuple[int, int]:
-        """How many rows run, and how many wait."""
+        """How many rows run, and how many rows and calls wait."""
         with self._changed:
-            return len(self._running), len(self._queue)
+            return len(self._running), len(self._queue) + len(self._jobs)
+
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self.stats() == (0, 0)
+
+    def forget(self) -> None:
+        """Counts from here on; nothing runs."""
+        self.tokens.clear()
+        self.finished.clear()
+        self.retracted = 0
 
     def refuse(self) -> None:
         """Takes nothing more; what was handed in goes on. A signal handler may call it."""
@@ -135,16 +161,6 @@ class Worker:
             self._closing = True
             self._changed.notify()
         self._thread.join()
-
-    def _put(self, items: Sequence[Ticket | _Job]) -> None:
-        with self._changed:
-            if self._closing:
-                raise Closing
-            free = max(self.slots - len(self._running), 0)
-            if len(self._queue) + len(items) > self._most + free:
-                raise QueueFull
-            self._queue.extend(items)
-            self._changed.notify()
 
     # In the thread
 
@@ -174,22 +190,27 @@ class Worker:
     def _source(self) -> Iterator[Row | None]:
         """The rows, None where none waits but others run; it blocks while nothing runs."""
         while True:
-            item: Ticket | _Job | None = None
+            ticket = job = None
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._running or self._closing)
+                self._changed.wait_for(
+                    lambda: self._queue or self._jobs or self._running or self._closing
+                )
                 if self._queue:
-                    item = self._queue.popleft()
-                elif not self._running:
+                    ticket = self._queue.popleft()
+                    self._running[id(ticket.row)] = ticket
+                elif self._running:
+                    pass
+                elif self._jobs:
+                    job = self._jobs.popleft()
+                else:
                     return
-                if isinstance(item, Ticket):
-                    self._running[id(item.row)] = item
-            if isinstance(item, _Job):
-                _run(item)
+            if job is not None:
+                _run(job)
             else:
-                yield None if item is None else item.row
+                yield None if ticket is None else ticket.row
 
     def _between(self) -> None:
-        """Ends the cancelled rows, and tells what happened in the chunk."""
+        """Ends the cancelled rows, tells what happened in the chunk, and runs a call."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
         for ticket in cancelled:
@@ -199,6 +220,10 @@ class Worker:
                     self._note(event, None)
                 self._note(last, last.row.finish_reason)
         self._tell()
+        with self._changed:
+            job = self._jobs.popleft() if self._jobs else None
+        if job is not None:
+            _run(job)
 
     def _note(self, event: Event, reason: str | None) -> None:
         row, token = event.row, event.token

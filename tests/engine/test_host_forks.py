@@ -4,6 +4,7 @@ is given the same text, whatever runs beside it and however far the device was a
 from __future__ import annotations
 
 import runpy
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -690,6 +691,35 @@ def test_chunks_are_as_long_as_the_caller_likes(tiny: LanguageModel) -> None:
 
     assert [steps(0.1, waited) for waited in (0.04, 0.07, 0.11)] == [16, 8, 4]
     assert [steps(0.04, waited) for waited in (0.01, 0.03, 0.05)] == [16, 8, 4]
+
+
+def test_what_the_caller_does_is_no_part_of_the_pace(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that was ready while the caller was busy says nothing of how long chunks take."""
+    paced: list[float] = []
+
+    def pace(engine: Engine, waited: float) -> None:
+        paced.append(waited)
+        engine._chunk_steps = 4
+
+    monkeypatch.setattr(Engine, "_pace", pace)
+    busy: list[int] = []
+    for seconds in (0.0, 0.05):
+        engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING, look=0.02)
+        between = 0
+
+        def look(seconds: float = seconds) -> None:
+            nonlocal between
+            between += 1
+            time.sleep(seconds)
+
+        assert [*engine.run([of(tiny, "first", budget=40)], look)]
+        assert between > 6
+        busy.append(len(paced))
+        paced.clear()
+    assert busy[0] > 6
+    assert busy[1] <= 1  # with nothing in flight
 
 
 def test_an_engine_for_the_widest_forks_grows_no_more(

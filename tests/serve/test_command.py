@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from entropix_jax.engine.memory import plan_memory
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.command import main
 from tests.support.commands import one_error, run_command
 from tests.support.waiting import PATIENCE
@@ -19,7 +21,7 @@ from tests.support.waiting import PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_drains_at_a_signal() -> None:
+def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
     """What it has begun it answers whole; nobody else is let in."""
     command = "-m entropix_jax.serve --model tiny --port 0 --slots 2 --context 256".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -29,6 +31,9 @@ def test_it_drains_at_a_signal() -> None:
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(2)]
         assert lines[0].startswith("memory of each device: at least")
+        # Two slots, and seven rows for forks.
+        plan = plan_memory(tiny.config, tiny.precision, slots=9, capacity=256, mesh=None)
+        assert str(plan) in lines[0]
         assert lines[1].startswith("tiny: listening on http://127.0.0.1:")
         url = lines[1].split()[-1]
         body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 200, "stream": True}

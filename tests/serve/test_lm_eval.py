@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.lab.world.problems import problems
-from entropix_jax.model.loading import LanguageModel
-from tests.support.servers import Running, listening
+from tests.support.servers import Running
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install -e .[comparison]")
 pytest.importorskip(
@@ -26,12 +24,6 @@ from entropix_jax.lab.harness_lm import EntropixLM
 
 EMBEDDED = Path(__file__).parents[2] / "weights" / "tiny"
 SUMS = problems("sum", "test", 6, 0)
-
-
-@pytest.fixture(scope="module")
-def running(tiny: LanguageModel) -> Iterator[Running]:
-    with listening(tiny) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,16 @@ import openai
 import pytest
 
 from entropix_jax.engine.api import score
+from entropix_jax.engine.decode import decode, prefill
 from entropix_jax.engine.preparation import encode_prompt
 from entropix_jax.engine.results import Row
+from entropix_jax.engine.slots import insert, share_prefix
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.runs import Spec, requests
-from tests.support.servers import CONTEXT, Running, listening, make_engine, wait_until
+from tests.support.servers import CONTEXT, Running, make_engine, wait_until
 
 PROMPTS = (
     *("Guests:", "Once upon a time", "The capital of", "On Sunday", "12 + 7 =", "Rita was"),
@@ -32,12 +34,6 @@ TALK = [
     {"role": "user", "content": "Question: What is 12 + 7?"},
 ]
 TOKENS = {"entropix": {"tokens": True}}
-
-
-@pytest.fixture(scope="module")
-def running(tiny: LanguageModel) -> Iterator[Running]:
-    with listening(tiny) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +93,17 @@ def check_same(choice: Any, row: Row, text: str | None = None) -> None:
     for name in ("regime", "action", "position", "text"):
         here = [token[name] for token in told["tokens"]]
         assert here == [getattr(token, name) for token in row.tokens]
+
+
+def test_the_first_requests_wait_for_no_compiler(client: openai.OpenAI) -> None:
+    """Neither by the server's sampler, which forks, nor by the API's keys."""
+    programs: Any = (decode, prefill, insert, share_prefix)
+    made = [program._cache_size() for program in programs]
+    assert all(made)
+    assert complete(client, max_tokens=30, n=2, seed=1).choices[1].text
+    assert complete(client, max_tokens=9, temperature=1, top_p=0.9).choices[0].text
+    assert talk(client, [{"role": "user", "content": "Hi"}], temperature=0, max_tokens=9).choices
+    assert [program._cache_size() for program in programs] == made
 
 
 # The texts are the engine's.

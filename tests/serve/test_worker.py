@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from entropix_jax.engine.results import Row
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.worker import Closing, QueueFull, Ticket, Update, Worker
 from tests.support.runs import unrun
@@ -31,7 +33,7 @@ class Asked:
     def submit(self, *budgets: int, prompt: int = 1) -> None:
         first = len(self.tickets)
         new = [
-            Ticket(unrun([prompt], "0", budget), self.loop, self._note(first + number))
+            Ticket(Row(unrun([prompt], "0", budget)), self.loop, self._note(first + number))
             for number, budget in enumerate(budgets)
         ]
         self.worker.submit(new)
@@ -217,36 +219,41 @@ def test_answers_of_an_engine_that_fails(tiny: LanguageModel, stream: bool) -> N
     run(tiny, check)
 
 
+async def _ask_alone(client: Client, body: dict[str, Any], gone: asyncio.Event) -> None:
+    """A client of a completion who reads nothing, and leaves once it is `gone`."""
+    asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if asked:
+            return asked.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await gone.wait()  # the socket is full
+
+    async with client() as ask:
+        application: Any = ask._transport
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": "/v1/completions",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost:8000"), (b"content-type", b"application/json")],
+    }
+    await application.app(scope, receive, send)
+
+
 @pytest.mark.parametrize("body", [BODY, {**BODY, "echo": True}])
 def test_a_stream_that_nobody_reads(tiny: LanguageModel, body: dict[str, Any]) -> None:
     """Its rows end with its client, who leaves before a byte of it was sent."""
 
     async def check(engine: StandIn, worker: Worker, client: Client) -> None:
         gone = asyncio.Event()
-        content = json.dumps({**body, "n": 2, "stream": True}).encode()
-        asked = [{"type": "http.request", "body": content}]
-
-        async def receive() -> dict[str, Any]:
-            if asked:
-                return asked.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            await asyncio.Event().wait()  # the socket is full
-
-        async with client() as ask:
-            application: Any = ask._transport
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "method": "POST",
-            "path": "/v1/completions",
-            "scheme": "http",
-            "query_string": b"",
-            "headers": [(b"host", b"localhost:8000"), (b"content-type", b"application/json")],
-        }
-        answering = asyncio.create_task(application.app(scope, receive, send))
+        asked = {**body, "n": 2, "stream": True}
+        answering = asyncio.create_task(_ask_alone(client, asked, gone))
         async with asyncio.timeout(_PATIENCE):
             while worker.stats() != (2, 0):
                 await asyncio.sleep(0.002)
@@ -254,6 +261,82 @@ def test_a_stream_that_nobody_reads(tiny: LanguageModel, body: dict[str, Any]) -
             await answering
             while worker.stats() != (0, 0):
                 await asyncio.sleep(0.002)
+
+    run(tiny, check)
+
+
+def test_calls_take_turns_with_chunks(tiny: LanguageModel) -> None:
+    """One between two chunks, out of a queue of their own."""
+
+    async def check(engine: StandIn, worker: Worker, client: Client) -> None:
+        asked = Asked(worker)
+        asked.submit(9, 9, 9, 9)  # the queue of rows is full
+        await asked.until(lambda: worker.stats() == (4, 0))
+        chunks = engine.chunks
+        calls = [asyncio.wrap_future(worker.call(lambda: engine.chunks)) for _ in range(2)]
+        at = await asyncio.gather(*calls)
+        assert chunks <= at[0] < at[1]
+        gate = asyncio.Event()
+        held = worker.call(
+            lambda: asyncio.run_coroutine_threadsafe(gate.wait(), asked.loop).result()
+        )
+        await asked.until(lambda: worker.stats() == (4, 0))
+        waiting = [worker.call(lambda: None) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            worker.call(lambda: None)
+        waiting[1].cancel()  # nobody waits for it: there is room again
+        waiting.append(worker.call(lambda: None))
+        gate.set()
+        for call in (held, waiting[0], waiting[3]):
+            await asyncio.wrap_future(call)
+        engine.step(9)
+        await asked.until(lambda: len(asked.ends()) == 4)
+        assert worker.idle()
+        assert await asyncio.wrap_future(worker.call(lambda: 7)) == 7  # where nothing runs
+
+    run(tiny, check)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_time_of_a_request_that_waits(tiny: LanguageModel, stream: bool) -> None:
+    async def check(engine: StandIn, worker: Worker, client: Client) -> None:
+        engine.has_slots = False
+        async with client() as ask:
+            answer = await ask.post("/v1/completions", json={**BODY, "stream": stream})
+            if stream:
+                error = json.loads(answer.text.strip().removeprefix("data: "))["error"]
+            else:
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+                error = answer.json()["error"]
+            assert error["code"] == "timeout"
+            hold = threading.Event()
+            held = worker.call(hold.wait)
+            scores = await ask.post("/v1/score", json={"model": "tiny", "input": "Guests: Nina"})
+            assert (scores.status_code, scores.headers["retry-after"]) == (503, "10")
+            hold.set()
+            await asyncio.wrap_future(held)
+        wait_until(worker.idle)
+
+    run(tiny, check, limit=0.1)
+
+
+def test_a_stream_that_is_gone_before_its_echo(tiny: LanguageModel) -> None:
+    """Nothing runs for it."""
+
+    async def check(engine: StandIn, worker: Worker, client: Client) -> None:
+        hold, gone = threading.Event(), asyncio.Event()
+        held = worker.call(hold.wait)
+        body = {**BODY, "echo": True, "logprobs": 1, "stream": True}
+        answering = asyncio.create_task(_ask_alone(client, body, gone))
+        async with asyncio.timeout(_PATIENCE):
+            while worker.stats() != (0, 1):
+                await asyncio.sleep(0.002)
+            gone.set()
+            await answering  # at once, while the score waits
+        hold.set()
+        await asyncio.wrap_future(held)
+        wait_until(worker.idle)
+        assert not worker.finished
 
     run(tiny, check)
 

@@ -21,6 +21,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.serve.app import make_app
 from entropix_jax.serve.http import HttpServer
 from entropix_jax.serve.wanted import Served
+from entropix_jax.serve.warm_up import warm_up
 from entropix_jax.serve.worker import Worker
 from tests.support.waiting import PATIENCE
 
@@ -41,7 +42,7 @@ def serve(model: LanguageModel, top: int = TOP) -> Served:
 
 
 def make_engine(model: LanguageModel) -> Engine:
-    recording = Recording(top=TOP)
+    recording = Recording(top=TOP, layers=True, raw_layers=True, state=True)
     options: dict[str, Any] = {"recording": recording, "look": 0.04, "widest": True}
     return Engine(model, slots=SLOTS, capacity=CONTEXT, **options)
 
@@ -51,7 +52,9 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     served = serve(model)
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
-    server = HttpServer(make_app(served, worker, limit=limit))
+    asyncio.run(warm_up(served, worker))
+    assert not worker.tokens  # nothing was counted
+    server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
@@ -77,6 +80,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.chunks = 0
+        self.has_slots = True
         self.steps = threading.Semaphore(0)
 
     def check(self, request: Request) -> None:
@@ -95,9 +100,11 @@ class StandIn:
         left: dict[int, int] = {}
         while True:
             between()
+            self.chunks += 1
             row = next(waiting, None)
             if row is not None:
                 self.rows.append(row)
+                row.started = time.perf_counter() if self.has_slots else None
                 left[id(row)] = row.request.max_new_tokens
                 if [*row.request.prompt] == [self.DEFECT]:
                     raise RuntimeError("a defect")

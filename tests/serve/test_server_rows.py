@@ -1,0 +1,430 @@
+"""Rows that are kept: going on from any of their tokens, as traces and pages, and out of files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from entropix_jax.cli import generate
+from entropix_jax.engine.results import Row
+from entropix_jax.engine.trace import TokenRecord
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.report.page import run_page
+from entropix_jax.sampler.state import MAX_REACH
+from entropix_jax.serve.kept import Kept, KeptRow
+from entropix_jax.serve.schema import ApiError
+from tests.support.runs import unrun
+from tests.support.servers import Running, standing_in
+
+# On `tiny` it draws, thinks, goes back, follows branches, and has settings that count over the row.
+FULL: dict[str, Any] = {
+    "extends": "quadrants",
+    "thresholds.calibrated": False,
+    "thresholds.h1": 0.2,
+    "thresholds.h2": 0.6,
+    "regimes.lelv": ["entropy < h1"],
+    "regimes.helv": ["entropy > h1", "entropy < h2"],
+    "regimes.lehv": ["entropy > h2", "entropy < 2.0"],
+    "regimes.hehv": ["entropy > 2.0"],
+    "arms.helv": "inject",
+    "arms.lehv": "branch",
+    "arms.hehv": "backspace",
+    "base.temperature": 3.0,
+    "base.min_p": 0.0,
+    "base.top_p": 1.0,
+    "base.top_k": 0,
+    "inject.thought": [" and then", "."],
+    "inject.cooldown": 3,
+    "branch.width": 3,
+    "branch.depth": 4,
+    "branch.max_share": 1000.0,
+    "backspace.reach": 4,
+    "backspace.per_row": 1000,
+    "dry.multiplier": 0.5,
+    "truncation.rule": "mirostat",
+    "mirostat.target": 9.0,
+}
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "Once upon a time", "seed": 10, "max_tokens": 40}
+# The first one compiles what all of them use.
+SAMPLERS: dict[str, Any] = {"full": FULL, "mirostat": "mirostat", "entropix": "entropix"}
+
+
+@pytest.fixture(scope="module")
+def ask(running: Running) -> Iterator[Any]:
+    with httpx.Client(base_url=running.url, timeout=None) as client:
+
+        def ask(body: dict[str, Any], status: int = 200, **own: Any) -> Any:
+            own = {"details": True, "keep": True, **own}
+            answer = client.post("/v1/completions", json={**body, "entropix": own})
+            assert answer.status_code == status, answer.text
+            found = answer.json()
+            return found["choices"][0] if status == 200 else found["error"]
+
+        ask.client = client  # type: ignore[attr-defined]
+        yield ask
+
+
+def goes_on(ask: Any, row: str, position: int, token: int | None = None, **options: Any) -> Any:
+    place = {"row": row, "position": position} | ({} if token is None else {"token": token})
+    own = options.pop("own", {})
+    return ask({"model": "tiny", **options}, **{"from": place}, **own)
+
+
+def tokens(choice: Any) -> list[Any]:
+    found: list[Any] = choice["entropix"]["tokens"]
+    return found
+
+
+def ids(choice: Any) -> list[int]:
+    return [token["token_id"] for token in tokens(choice)]
+
+
+@pytest.fixture(scope="module", params=SAMPLERS)
+def whole(request: pytest.FixtureRequest, ask: Any) -> Any:
+    return ask(BODY, sampler=SAMPLERS[request.param])
+
+
+def test_it_goes_on_as_it_did(ask: Any, whole: Any) -> None:
+    """From each of its tokens, within thoughts and branches, too."""
+    row, told = whole["entropix"]["row"], tokens(whole)
+    every = 1 if any("branches" in token for token in told) else 5
+    for position in range(0, len(told), every):
+        again = goes_on(ask, row, position)
+        assert ids(again) == ids(whole)[position:], position
+        assert again["text"] == "".join(token["text"] for token in told[position:])
+        assert again["entropix"]["finish_reason"] == whole["entropix"]["finish_reason"]
+        for here, there in zip(tokens(again), told[position:], strict=True):
+            assert (here["position"], here["row"]) == (there["position"], there["row"])
+            np.testing.assert_allclose(here["entropy"], there["entropy"], atol=1e-3)
+        assert again["entropix"]["row"] != row
+
+
+def test_the_actions_are_there(ask: Any) -> None:
+    """What the rows above go on within."""
+    told = tokens(ask(BODY, sampler=FULL))
+    assert {"inject", "branch", "backspace"} <= {token["action"] for token in told}
+    assert any(t["action"] == "branch" and "branches" not in t for t in told)
+
+
+def test_a_token_comes_first(ask: Any, whole: Any) -> None:
+    row, told = whole["entropix"]["row"], tokens(whole)
+    for position in (0, 7, 20, len(told) - 1):
+        other = told[position]["top"][1][0]
+        again = goes_on(ask, row, position, other, max_tokens=6)
+        assert ids(again)[0] == other
+        assert len(tokens(again)) == 6 or again["entropix"]["finish_reason"] == "eos"
+        # And from that row once more: what was forced is a part of it.
+        twice = goes_on(ask, again["entropix"]["row"], position + 1, max_tokens=5)
+        assert ids(twice) == ids(again)[1:]
+
+
+def test_a_changed_threshold(ask: Any) -> None:
+    """From the first decision that it changes on, the text is that of the whole row anew."""
+    log = tokens(ask(BODY, sampler=FULL, retractions=True))
+    whole = ask(BODY, sampler=FULL)
+    row = whole["entropix"]["row"]
+    first_position = log[0]["position"]
+    differing = 0
+    for changes in ({"thresholds.h2": 1.2}, {"thresholds.h1": 0.5}, {"thresholds.h1": 0.01}):
+        values = {**FULL, **changes}
+        rerun = ask(BODY, sampler=values)
+
+        def box(entropy: float, values: dict[str, Any]) -> tuple[bool, ...]:
+            bounds = (values["thresholds.h1"], values["thresholds.h2"], 2.0)
+            return (*(entropy > bound for bound in bounds), entropy < bounds[0])
+
+        # Retracted tokens were decided about, too; from then on the row may have gone back farther.
+        at = next(
+            i for i, t in enumerate(log) if box(t["entropy"], values) != box(t["entropy"], FULL)
+        )
+        back = [token["position"] for token in log[at:] if token["type"] == "retracted"]
+        first = min([log[at]["position"], *back]) - first_position
+        # Nor does a row go back beyond the place where it goes on.
+        first = max(first - MAX_REACH, 0)
+        again = goes_on(ask, row, first, own={"sampler": changes})
+        assert ids(whole)[:first] + ids(again) == ids(rerun)
+        differing += ids(rerun) != ids(whole)
+    assert differing > 1
+
+
+def test_what_a_request_may_change(ask: Any) -> None:
+    whole = ask({**BODY, "stop": ["zzz"]}, sampler="min-p")
+    row = whole["entropix"]["row"]
+    other = goes_on(ask, row, 5, seed=8)
+    assert ids(other) != ids(whole)[5:]
+    assert other["entropix"]["seed"] == 8
+    greedy = goes_on(ask, row, 5, own={"sampler": {"extends": "greedy"}}, max_tokens=4)
+    assert {token["action"] for token in tokens(greedy)} == {"argmax"}
+    assert len(tokens(greedy)) == 4
+    stop = whole["text"][len("".join(t["text"] for t in tokens(whole)[:6])) :][4:8]
+    stopped = goes_on(ask, row, 5, stop=stop)
+    assert stopped["entropix"]["finish_reason"] == "stop"
+    assert stop not in stopped["text"]
+    cold = goes_on(ask, row, 5, temperature=0.01)
+    assert {token["temperature"] for token in tokens(cold)} == {0.01}
+
+
+def test_the_choice_keeps_its_number(ask: Any) -> None:
+    """And with it its random numbers."""
+    own = {"details": True, "keep": True}
+    body = {**BODY, "n": 2, "max_tokens": 12, "entropix": own}
+    second = ask.client.post("/v1/completions", json=body).json()["choices"][1]
+    again = goes_on(ask, second["entropix"]["row"], 4)
+    assert ids(again) == ids(second)[4:]
+    assert {token["row"] for token in tokens(again)} == {1}
+
+
+def test_streams_tell_the_row_first_and_last(ask: Any) -> None:
+    for path, body in (
+        ("completions", BODY),
+        ("chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}),
+    ):
+        body = {**body, "max_tokens": 5, "stream": True, "entropix": {"keep": True}}
+        answer = ask.client.post(f"/v1/{path}", json=body).text.strip().split("\n\n")
+        parts = [json.loads(part.removeprefix("data: "))["choices"][0] for part in answer[:-1]]
+        told = [part.get("entropix", {}).get("row") for part in parts]
+        assert told[0] == told[-1] is not None
+        assert goes_on(ask, told[0], 1, max_tokens=2)
+
+
+def test_a_row_whose_client_left(ask: Any, running: Running) -> None:
+    """It is kept with what it has."""
+    body = {**BODY, "max_tokens": 200, "stream": True}
+    body["logit_bias"] = {str(end): -100 for end in running.served.model.end_ids(chat=False)}
+    body["entropix"] = {"keep": True}
+    with ask.client.stream("POST", "/v1/completions", json=body) as answer:
+        line = next(line for line in answer.iter_lines() if line)
+    row = json.loads(line.removeprefix("data: "))["choices"][0]["entropix"]["row"]
+    assert len(tokens(goes_on(ask, row, 1, max_tokens=3))) == 3
+
+
+# Traces and pages
+
+
+def trace_of(ask: Any, row: str) -> list[dict[str, Any]]:
+    answer = ask.client.get(f"/v1/rows/{row}/trace")
+    assert answer.status_code == 200
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_a_trace_is_as_the_command_writes_it(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask({**BODY, "max_tokens": 8}, sampler="min-p")
+    found = trace_of(ask, whole["entropix"]["row"])
+    path = tmp_path / "row.jsonl"
+    arguments = "--model tiny --sampler min-p --seed 10 --max-new-tokens 8 --trace-top 5".split()
+    prompt = ["--prompt", BODY["prompt"], "--trace", str(path), "--trace-layers", "--no-chat"]
+    assert generate.main([*arguments, *prompt]) == 0
+    wanted = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found[0] == wanted[0]
+    assert len(found) == len(wanted) == 10
+    for here, there in zip(found[1:-1], wanted[1:-1], strict=True):
+        assert [*here] == [*there]
+        assert here["token_id"] == there["token_id"]
+        np.testing.assert_allclose(here["layers"], there["layers"], atol=1e-3)
+        assert [i for i, *_ in here["top"]] == [i for i, *_ in there["top"]]
+    (here,), (there,) = found[-1]["rows"], wanted[-1]["rows"]
+    assert here.keys() == there.keys()
+    assert (here["text"], here["finish_reason"]) == (there["text"], there["finish_reason"])
+    assert found[-1]["timings"].keys() == wanted[-1]["timings"].keys()
+    assert tokens(whole) == found[1:-1]
+    report = ask.client.get(f"/v1/rows/{whole['entropix']['row']}/report")
+    assert report.headers["content-type"].startswith("text/html")
+    path = tmp_path / "again" / "row.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(ask.client.get(f"/v1/rows/{whole['entropix']['row']}/trace").content)
+    assert report.text == run_page(path)
+
+
+@pytest.mark.parametrize("kind", ["trace", "report"])
+def test_files_go_on(ask: Any, kind: str) -> None:
+    """They are kept as they were written; where no states are known the row is forced up to a
+    place, and from there on it draws with its own random numbers."""
+    whole = ask(BODY, sampler="min-p")
+    row = whole["entropix"]["row"]
+    content = ask.client.get(f"/v1/rows/{row}/{kind}").content
+    (told,) = ask.client.post("/v1/rows", content=content).json()["rows"]
+    assert told["row"] != row
+    assert (told["prompt"], told["text"]) == (trace_of(ask, row)[0]["prompt"], whole["text"])
+    assert told["tokens"] == tokens(whole)
+    assert told["sampler"]["truncation.rule"]
+    opened = told["row"]
+    again, before = trace_of(ask, opened), trace_of(ask, row)
+    assert again[:-1] == before[:-1]
+    assert again[-1]["rows"] == before[-1]["rows"]
+    for position in (0, 9):
+        rest = goes_on(ask, opened, position)
+        assert ids(rest) == ids(whole)[position:]
+    other = tokens(whole)[9]["top"][2][0]
+    forced = goes_on(ask, opened, 9, other, max_tokens=4)
+    assert ids(forced)[0] == other
+    # The row that went on has the first tokens as they were told, and now has states.
+    assert trace_of(ask, forced["entropix"]["row"])[1:10] == tokens(whole)[:9]
+    once_more = goes_on(ask, forced["entropix"]["row"], 10, max_tokens=3)
+    assert ids(once_more) == ids(forced)[1:]
+
+
+def test_files_of_all_actions_go_on(ask: Any) -> None:
+    whole = ask(BODY, sampler=FULL)
+    content = ask.client.get(f"/v1/rows/{whole['entropix']['row']}/trace").content
+    (told,) = ask.client.post("/v1/rows", content=content).json()["rows"]
+    for position in (3, 17, len(tokens(whole))):
+        rest = goes_on(ask, told["row"], position, max_tokens=5)
+        assert len(tokens(rest)) == 5 or rest["entropix"]["finish_reason"] == "eos"
+        again = goes_on(ask, rest["entropix"]["row"], position, max_tokens=5)
+        assert ids(again) == ids(rest)
+
+
+def test_files_that_are_refused(ask: Any) -> None:
+    whole = ask({**BODY, "max_tokens": 3}, sampler="min-p")
+    lines = trace_of(ask, whole["entropix"]["row"])
+
+    def refused(content: bytes, status: int = 400) -> str:
+        answer = ask.client.post("/v1/rows", content=content)
+        assert answer.status_code == status, answer.text
+        message: str = answer.json()["error"]["message"]
+        assert "/tmp" not in message
+        return message
+
+    def changed(number: int, **values: Any) -> bytes:
+        new = [dict(line) for line in lines]
+        new[number] |= values
+        return b"\n".join(json.dumps(line).encode() for line in new) + b"\n"
+
+    assert "empty" in refused(b"")
+    assert "not JSON" in refused(b"nothing")
+    assert "without a trace" in refused(b"<!DOCTYPE html><p>")
+    page = b'<script type="text/plain" id="trace-0">%s</script>'
+    assert "damaged" in refused(page % b"AAAA")
+    config = {**lines[0]["model_config"], "vocab_size": 7}
+    assert "another model" in refused(changed(0, model_config=config))
+    assert "another vocabulary" in refused(changed(0, prompt="Twice"))
+    assert "no token" in refused(changed(0, prompt_tokens=[10**9]))
+    values = lines[0]["sampler_parameters"]
+    odd = {**values, "base.top_k": "x"}
+    assert "base.top_k" in refused(changed(0, sampler_parameters=odd))
+    assert "no sampler key" in refused(changed(0, sampler_parameters={**values, "odd": 1}))
+    assert "is missing" in refused(changed(0, sampler_parameters={}))
+    assert "no token" in refused(changed(1, token_id=10**9))
+    for odd in ({"forwards": 2**31}, {"action": "odd"}, {"top_k": -1}):
+        assert "cannot be" in refused(changed(1, **odd))
+    first, _, *rest = changed(1).split(b"\n")
+    assert "cannot be" in refused(b"\n".join([first, *rest[:-2]]))
+    assert "not Unicode" in refused(changed(1, text="\ud800"))
+    assert "older version" in refused(changed(1, self_certainty=None))
+    assert "layers" in refused(changed(1, layers=[[1.0]]))
+    assert ask.client.post("/v1/completions", json=BODY).status_code == 200
+
+
+# What is refused, and what goes
+
+
+def test_places_that_are_refused(ask: Any) -> None:
+    whole = ask({**BODY, "max_tokens": 6}, sampler="min-p")
+    row = whole["entropix"]["row"]
+
+    def refused(status: int = 400, path: str = "completions", **body: Any) -> str:
+        answer = ask.client.post(f"/v1/{path}", json={"model": "tiny", **body})
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        return str(error["code"] or error["message"])
+
+    def at(position: Any, **place: Any) -> dict[str, Any]:
+        return {"entropix": {"from": {"row": row, "position": position, **place}}}
+
+    assert refused(404, **at(1, row="none")) == "row_not_found"
+    assert "the row has 6 tokens" in refused(**at(7))
+    assert "position" in refused(**at(-1))
+    assert "no token" in refused(**at(1, token=10**8))
+    assert "prompt: it does not go" in refused(**at(1), prompt="x")
+    assert "n: it does not go" in refused(**at(1), n=2)
+    assert "echo: it does not go" in refused(**at(1), echo=True)
+    assert "max_tokens" in refused(**at(1), max_tokens=0)
+    place = {"row": row, "position": 1}
+    odd = {"from": place, "sampler": {"base.odd": 1}}
+    assert "no sampler key" in refused(entropix=odd)
+    odd = {"from": place, "sampler": {"thresholds.h1": 9.0, "thresholds.h2": 1.0}}
+    assert "is above" in refused(entropix=odd)
+    talk = [{"role": "user", "content": "Hi"}]
+    assert refused(path="chat/completions", messages=talk, **at(1)) == "unsupported_parameter"
+    for path in ("trace", "report"):
+        assert ask.client.get(f"/v1/rows/none/{path}").status_code == 404
+    assert ask.client.delete(f"/v1/rows/{row}").status_code == 204
+    assert ask.client.delete(f"/v1/rows/{row}").status_code == 404
+    assert refused(404, **at(1)) == "row_not_found"
+
+
+def kept_row(tokens: int) -> KeptRow:
+    log: list[Any] = [(object(), False)] * (tokens - 1)
+    return KeptRow(Row(unrun([1]), log=log))
+
+
+def test_memory_is_bounded() -> None:
+    kept = Kept(100)
+    first = kept.put(kept_row(40))
+    second = kept.put(kept_row(40))
+    assert kept.size == 80
+    kept.get(first)  # used: the other one goes first
+    third = kept.put(kept_row(30))
+    assert kept.size == 70
+    assert kept.get(first).size == 40
+    with pytest.raises(ApiError, match="no such row"):
+        kept.get(second)
+    # A row that runs counts with what it has, and with all of it once it has ended.
+    running = kept_row(1)
+    number = kept.put(running)
+    with pytest.raises(ApiError, match="has not ended"):
+        kept.get(number, ended=True)
+    running.row.log += [(token, False) for token in [_plain_token()] * 60]
+    kept.settle(number)
+    assert kept.size <= 100
+    assert kept.get(number, ended=True) is running
+    for _ in range(300):
+        kept.put(kept_row(7))
+        assert kept.size <= 100
+    too_large = kept.put(kept_row(101))
+    assert kept.size == 0
+    with pytest.raises(ApiError):
+        kept.get(too_large)
+    kept.settle(too_large)
+    numbers = {kept.put(kept_row(1)) for _ in range(50)}
+    assert len(numbers) == 50
+    assert min(map(len, numbers)) >= 22  # 16 random bytes
+    del third
+
+
+def _plain_token() -> TokenRecord:
+    values: dict[str, Any] = dict.fromkeys(TokenRecord.__slots__, 0)
+    return TokenRecord(**{**values, "layers": None})
+
+
+def test_keys_and_origins_are_asked_for(tiny: LanguageModel) -> None:
+    async def check(client: Any) -> None:
+        async with client() as one:
+            for method, path in (
+                ("GET", "/v1/rows/x/trace"),
+                ("GET", "/v1/rows/x/report"),
+                ("DELETE", "/v1/rows/x"),
+                ("POST", "/v1/rows"),
+            ):
+                assert (await one.request(method, path)).status_code == 401
+                key = {"Authorization": "Bearer secret"}
+                foreign = {**key, "Origin": "https://other.org"}
+                assert (await one.request(method, path, headers=foreign)).status_code == 403
+                assert (await one.request(method, path, headers=key)).status_code in (400, 404)
+            body = {**BODY, "entropix": {"keep": True}}
+            answer = await one.post("/v1/completions", json=body, headers=key)
+            assert answer.json()["error"]["message"] == "entropix.keep: this server keeps no rows"
+            large = b" " * (32 * 2**20 + 1)
+            assert (await one.post("/v1/rows", content=large, headers=key)).status_code == 413
+
+    with standing_in(tiny, keys=["secret"], keep=0) as (_, _, client):
+        asyncio.run(check(client))
