@@ -23,7 +23,10 @@ export function firstChange({ items, facts }, changes, values = null) {
   // A token that was taken back later stood further left.
   const places = items.slice(index).filter((token, i) => i === 0 || token.type === "retracted").map((token) => token.position - start);
   const place = Math.min(...places);
-  return { index, position: goesBack({ ...facts.sampler, ...changes }) ? Math.max(0, place - REACH) : place };
+  const back = goesBack({ ...facts.sampler, ...changes }) ? place - REACH : place;
+  // What the reader chose before it stays.
+  const chosen = items.slice(0, index).findLast((token) => token.chosen);
+  return { index, position: Math.max(0, back, chosen ? chosen.position - start + 1 : 0) };
 }
 
 function goesBack(sampler) {
