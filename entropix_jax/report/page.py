@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -137,8 +137,7 @@ class _Reader(TraceReader):
             "speed": self._speed(),
             "rows": rows,
             "parameters": parameters,
-            "boxes": [{"regime": box, "conditions": self._conditions(box)} for box in BOXES],
-            "thresholds": {name: parameters.get(f"thresholds.{name}") for name in THRESHOLDS},
+            **regime_rule(parameters, f"{self.path}: line 1"),
         }
 
     def _speed(self) -> float | None:
@@ -148,25 +147,36 @@ class _Reader(TraceReader):
         seconds = timings.get("total", 0.0) - timings.get("first_token", 0.0)
         return count / seconds if count > 0 and seconds > 0 else None
 
-    def _conditions(self, box: str) -> list[dict[str, Any]]:
-        """A regime's conditions: quantity, sign, and the bound's name or value."""
-        parameters, where = self.header["sampler_parameters"], f"{self.path}: line 1"
-        texts = parameters.get(f"regimes.{box}")
-        if not isinstance(texts, list):
-            raise UserError(f"{where}: the sampler's parameters lack 'regimes.{box}'")
-        found = []
-        for text in texts:
-            try:
-                quantity, sign, bound = read_condition(str(text))
-            except ValueError as error:
-                raise UserError(f"{where}: regimes.{box}: {text!r}: {error}") from None
-            if isinstance(bound, str):
-                value = parameters.get(f"thresholds.{bound}")
-                if not isinstance(value, int | float) or isinstance(value, bool):
-                    raise UserError(f"{where}: regimes.{box}: 'thresholds.{bound}' is missing")
-            key = "name" if isinstance(bound, str) else "value"
-            found.append({"quantity": quantity, "sign": sign, key: bound})
-        return found
+
+def regime_rule(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """How a sampler of these parameters classifies tokens: its boxes in order, and its thresholds.
+    UserError, which begins with `where`, if a box has no such rule."""
+    return {
+        "boxes": [
+            {"regime": box, "conditions": _conditions(parameters, box, where)} for box in BOXES
+        ],
+        "thresholds": {name: parameters.get(f"thresholds.{name}") for name in THRESHOLDS},
+    }
+
+
+def _conditions(parameters: Mapping[str, Any], box: str, where: str) -> list[dict[str, Any]]:
+    """A regime's conditions: quantity, sign, and the bound's name or value."""
+    texts = parameters.get(f"regimes.{box}")
+    if not isinstance(texts, list | tuple):
+        raise UserError(f"{where}: the sampler's parameters lack 'regimes.{box}'")
+    found = []
+    for text in texts:
+        try:
+            quantity, sign, bound = read_condition(str(text))
+        except ValueError as error:
+            raise UserError(f"{where}: regimes.{box}: {text!r}: {error}") from None
+        if isinstance(bound, str):
+            value = parameters.get(f"thresholds.{bound}")
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise UserError(f"{where}: regimes.{box}: 'thresholds.{bound}' is missing")
+        key = "name" if isinstance(bound, str) else "value"
+        found.append({"quantity": quantity, "sign": sign, key: bound})
+    return found
 
 
 def _render(readers: Sequence[_Reader], payloads: Sequence[str], *, compare: bool) -> str:

@@ -27,6 +27,7 @@ from entropix_jax.sampler.presets import preset_names
 from entropix_jax.serve.answers import Answer, Choice
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import Kept, KeptRow
+from entropix_jax.serve.page import document, static
 from entropix_jax.serve.rows import KeptRows
 from entropix_jax.serve.schema import (
     MOST_TOP,
@@ -365,10 +366,13 @@ def make_app(
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/score", api.score, methods=["POST"]),
         Route("/v1/rows", rows.open, methods=["POST"]),
+        Route("/v1/rows/{id}", rows.about),
         Route("/v1/rows/{id}", rows.delete, methods=["DELETE"]),
         Route("/v1/rows/{id}/trace", rows.trace),
         Route("/v1/rows/{id}/report", rows.report),
         Route("/health", api.health),
+        Route("/", document),
+        Route("/static/{name}", static),
         Route("/metrics", api.metrics),
     ]
     middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]

@@ -14,7 +14,8 @@ from entropix_jax.host.files import read_text
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.wire import error_answer
 
-_OPEN = ("/health",)  # paths that need no key
+_OPEN = ("/health", "/")  # paths that need no key: the page asks for one
+_OPEN_FOLDER = "/static/"
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -56,7 +57,7 @@ class Guard:
         if origin is not None and origin not in (*self._origins, f"{scheme}://{host}"):
             told = f"the origin {origin!r} is not allowed: --allow-origin names those that are"
             raise ApiError(told, status=403, code="foreign_origin")
-        if self._keys and path not in _OPEN:
+        if self._keys and path not in _OPEN and not path.startswith(_OPEN_FOLDER):
             kind, _, given = headers.get("authorization", "").partition(" ")
             key = given.strip().encode("latin-1", "replace")
             # All of them, so that the time tells nothing.

@@ -131,13 +131,13 @@ def go_on(
     row: Row,
     request: Request,
     position: int,
-    token: int | None = None,
+    first: Sequence[int] = (),
     *,
     capacity: int | None = None,
 ) -> Begun:
-    """A row that goes on after the first `position` tokens of another one, with `token` first.
+    """A row that goes on after the first `position` tokens of another one, with `first` next.
 
-    Between the tokens of a thought or a branch nothing is decided: without `token` the rest of it
+    Between the tokens of a thought or a branch nothing is decided: without `first` the rest of it
     comes as it was, and then the row goes on. Where the tokens have no states they are forced one
     by one.
 
@@ -153,8 +153,8 @@ def go_on(
     if not 0 <= position <= len(tokens):
         told = f"position: the row has {len(tokens)} tokens, not {position}"
         raise ApiError(told, param="entropix.from")
-    before, rest = tokens[:position], _rest(tokens, position) if token is None else []
-    written = [one.token_id for one in rest] if token is None else [token]
+    before, rest = tokens[:position], [] if first else _rest(tokens, position)
+    written = [*first] or [one.token_id for one in rest]
     action = rest[0].action if rest else "inject"
     new = Row(request, number=row.number, finish_reason=row.finish_reason)
     known = not before or before[-1].state is not None
@@ -175,8 +175,8 @@ def go_on(
     budget = check_request(model, request, capacity)
     check_place(new, budget)
     if len(given) >= budget:
-        first = len(request.prompt)
-        raise ApiError(f"no room is left at position {first + position}", param="entropix.from")
+        told = f"no room is left at position {len(request.prompt) + position}"
+        raise ApiError(told, param="entropix.from")
     new.ahead, new.ahead_action = written[: budget - len(new.tokens)], action
     return Begun(new, given)
 

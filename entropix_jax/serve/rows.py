@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from entropix_jax.engine.results import Rows
 from entropix_jax.engine.trace import header
-from entropix_jax.report.page import run_page
+from entropix_jax.report.page import regime_rule, run_page
 from entropix_jax.serve.kept import Kept, KeptRow
 from entropix_jax.serve.reopened import reopen
 from entropix_jax.serve.schema import ApiError
@@ -34,6 +34,22 @@ class KeptRows:
         self._served = served
         self._kept = kept
         self._opening = asyncio.Lock()  # a file takes memory
+
+    async def about(self, request: Request) -> Response:
+        """`GET /v1/rows/ID`: its prompt, seed and sampler, and how that classifies tokens."""
+        number = request.path_params["id"]
+        row = self._kept.get(number).row
+        values = dict(sorted(row.request.sampler.values.items()))
+        decode = self._served.model.tokenizer.decode
+        return json_answer(
+            {
+                "row": number,
+                "prompt": await asyncio.to_thread(decode, row.request.prompt, skip_special=False),
+                "seed": row.request.seed,
+                "sampler": values,
+                **regime_rule(values, "the row"),
+            }
+        )
 
     async def trace(self, request: Request) -> Response:
         """`GET /v1/rows/ID/trace`: what `--trace` writes."""

@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 MOST_CHOICES = 128
 MOST_TOP = 20  # alternatives of a token
+MOST_GIVEN = 256  # tokens with which a row goes on
 
 
 class ApiError(Exception):
@@ -52,11 +53,21 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class From(_Object):
-    """A place within a row that was kept: after its first `position` tokens, with `token` first."""
+    """A place within a row that was kept: after its first `position` tokens, with `token` first,
+    one or several."""
 
     row: str
     position: int = Field(ge=0, lt=2**31)
-    token: Token | None = None
+    token: Token | Annotated[list[Token], Field(min_length=1, max_length=MOST_GIVEN)] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that come first."""
+        return (
+            []
+            if self.token is None
+            else [*([self.token] if isinstance(self.token, int) else self.token)]
+        )
 
 
 class Own(_Object):

@@ -157,8 +157,9 @@ def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
         raise ApiError("max_tokens: it must be at least 1", param="max_tokens")
     _check_top(served, body.logprobs, "logprobs")
     place, given = own.begin, body.model_fields_set
-    if place.token is not None and place.token >= served.model.config.vocab_size:
-        raise ApiError(f"entropix.from holds {place.token}, which is no token", param="entropix")
+    for token in place.tokens:
+        if token >= served.model.config.vocab_size:
+            raise ApiError(f"entropix.from holds {token}, which is no token", param="entropix")
     left = old.max_new_tokens - place.position
     most = body.max_tokens or (left if left > 0 else _USUAL_TOKENS)
     request = replace(
@@ -169,7 +170,7 @@ def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
         stop=_stops(body) if "stop" in given else old.stop,
     )
     begun = go_on(
-        served.model, kept.row, request, place.position, place.token, capacity=served.context
+        served.model, kept.row, request, place.position, place.tokens, capacity=served.context
     )
     read = [*old.prompt, *(token.token_id for token in kept.row.tokens[: place.position])]
     return Wanted([Prompt(read)], 1, request, body.logprobs, False, True, own, begun)

@@ -71,7 +71,7 @@ def ask(running: Running) -> Iterator[Any]:
         yield ask
 
 
-def goes_on(ask: Any, row: str, position: int, token: int | None = None, **options: Any) -> Any:
+def goes_on(ask: Any, row: str, position: int, token: Any = None, **options: Any) -> Any:
     place = {"row": row, "position": position} | ({} if token is None else {"token": token})
     own = options.pop("own", {})
     return ask({"model": "tiny", **options}, **{"from": place}, **own)
@@ -123,6 +123,28 @@ def test_a_token_comes_first(ask: Any, whole: Any) -> None:
         # And from that row once more: what was forced is a part of it.
         twice = goes_on(ask, again["entropix"]["row"], position + 1, max_tokens=5)
         assert ids(twice) == ids(again)[1:]
+
+
+def test_several_tokens_come_first(ask: Any, whole: Any) -> None:
+    row, told = whole["entropix"]["row"], tokens(whole)
+    others = [told[3]["top"][2][0], told[0]["token_id"], told[5]["top"][1][0]]
+    again = goes_on(ask, row, 3, others, max_tokens=6)
+    assert ids(again)[:3] == others
+    one = goes_on(ask, row, 3, others[0], max_tokens=1)
+    two = goes_on(ask, one["entropix"]["row"], 4, others[1], max_tokens=1)
+    three = goes_on(ask, two["entropix"]["row"], 5, others[2], max_tokens=4)
+    assert ids(three) == ids(again)[2:]
+
+
+def test_what_a_row_is(ask: Any, whole: Any) -> None:
+    row = whole["entropix"]["row"]
+    first, about = trace_of(ask, row)[0], ask.client.get(f"/v1/rows/{row}").json()
+    assert about["sampler"] == first["sampler_parameters"]
+    assert (about["prompt"], about["seed"]) == (first["prompt"], first["seed"])
+    assert [box["regime"] for box in about["boxes"]] == ["lelv", "helv", "lehv", "hehv"]
+    for name, value in about["thresholds"].items():
+        assert value == first["sampler_parameters"].get(f"thresholds.{name}")
+    assert ask.client.get("/v1/rows/nothing").status_code == 404
 
 
 def test_a_changed_threshold(ask: Any) -> None:

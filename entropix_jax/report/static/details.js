@@ -24,31 +24,38 @@ export function showDetails(texts) {
   const describe = texts.single ? describeToken : describePlace;
   texts.on("token bounds", () => {
     const found = texts.shown.map((side) => side.token);
-    const columns = found.length + texts.single;
-    const metrics = METRICS.map(({ title, fields }) => element("tbody", {}, groupRow(title, columns),
-      ...fields.map(([name, label, unit, meaning]) => row(label, [
-        ...found.map((token) => element("td", { class: "value" }, token ? numberNode(token[name]) : "–")),
-        ...(texts.single ? [element("td", { class: "unit" }, unit)] : [])], { "data-field": name, title: unit ? `${meaning}; ${unit}` : meaning }))));
     const [before, top] = describe(texts, found);
-    byId("details-body").replaceChildren(...before, element("table", { class: "columns" }, ...top, ...metrics));
+    byId("details-body").replaceChildren(...before, element("table", { class: "columns" }, ...top, ...metricRows(found, { units: texts.single })));
     if (texts.pinned) byId("announcement").textContent = announcement(texts, found);
   });
+}
+
+// The metrics of some tokens, a column for each; `units`: and one of the units.
+export function metricRows(found, { units }) {
+  return METRICS.map(({ title, fields }) => element("tbody", {}, groupRow(title, found.length + units),
+    ...fields.map(([name, label, unit, meaning]) => row(label, [
+      ...found.map((token) => element("td", { class: "value" }, token ? numberNode(token[name]) : "–")),
+      ...(units ? [element("td", { class: "unit" }, unit)] : [])], { "data-field": name, title: unit ? `${meaning}; ${unit}` : meaning }))));
 }
 
 const held = (texts) => (texts.pinned ? " · held (click or Esc releases)" : "");
 
 // One text: the token, what the sampler did, and the likeliest tokens.
 function describeToken(texts, [token]) {
-  const shown = texts.regimeOf(token);
-  return [[
+  return [tokenParts(token, { shown: texts.regimeOf(token), held: held(texts) }), []];
+}
+
+// `shown`: its regime by other thresholds; `choose`: what takes an alternative instead of the token.
+export function tokenParts(token, { shown, held, choose = null }) {
+  return [
     element("p", { class: "word", id: "details-word" }, quoted(token.text, token.token_id)),
     element("p", {}, regimeNode(token), ` ${REGIMES[token.regime].meaning}`),
     shown === token.regime ? "" : element("p", { class: "what-if" }, `With your thresholds: ${REGIMES[shown].title}`),
     element("p", {}, element("b", {}, token.action), `: ${ACTIONS[token.action] ?? "a custom arm"}`),
-    element("p", { class: "muted" }, "position ", numberNode(token.position), ", token id ", numberNode(token.token_id), held(texts)),
+    element("p", { class: "muted" }, "position ", numberNode(token.position), ", token id ", numberNode(token.token_id), held),
     ...notes(token).map((text) => element("p", { class: "note" }, text)),
-    alternatives(token),
-  ], []];
+    alternatives(token, choose),
+  ];
 }
 
 function notes(token) {
@@ -60,10 +67,10 @@ function notes(token) {
   return found;
 }
 
-function alternatives(token) {
+function alternatives(token, choose) {
   if (!token.top?.length) return "";
   return element("table", { class: "alternatives" }, element("caption", {}, "Likeliest tokens"), element("tbody", {}, ...token.top.map(([id, text, probability]) =>
-    row([quoted(text, id), id === token.token_id ? element("span", { class: "tag" }, "drawn") : ""], [
+    row([choose ? element("button", { type: "button", class: "choice", "data-token": id, title: "Go on with this token", onclick: () => choose([id], text) }, quoted(text, id)) : quoted(text, id), id === token.token_id ? element("span", { class: "tag" }, "drawn") : ""], [
       element("meter", { min: 0, max: 1, value: probability, "aria-hidden": "true" }),
       element("td", { class: "value" }, element("data", { value: probability }, percent(probability)))], { class: id === token.token_id ? "drawn" : "" }))));
 }

@@ -70,7 +70,7 @@ function selectSpan({ box, spans, token }, pinned, scroll) {
 }
 
 // The token that a key leads to: along the text, or to the line above or below.
-function neighbour(key, { items, spans, token }) {
+export function neighbour(key, { items, spans, token }) {
   if (!token) return /^(Arrow|Home|End)/.test(key) ? items.at(-1) : null; // beyond the end of this text
   const at = token.index;
   if (key === "ArrowRight") return items[Math.min(at + 1, items.length - 1)];

@@ -103,7 +103,7 @@ export function showWhatIf(texts) {
   });
 }
 
-function knobRow(knob, texts, apply) {
+export function knobRow(knob, texts, apply) {
   const top = limitOf(knob, texts);
   const label = knob.name ? `${knob.name}, ${QUANTITIES[knob.quantity]}` : QUANTITIES[knob.quantity];
   const change = (event) => {

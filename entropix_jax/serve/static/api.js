@@ -1,0 +1,57 @@
+// Requests to this page's own server: JSON, files, streams of events. Errors have one line for the reader.
+
+const KEY = "entropix-jax-key";
+
+export class Api {
+  // `askKey` resolves to a key that the reader types.
+  constructor(askKey) {
+    this.askKey = askKey;
+  }
+
+  async ask(path, { method = "GET", body, json, signal } = {}) {
+    const headers = {};
+    const key = sessionStorage.getItem(KEY);
+    if (key) headers.Authorization = `Bearer ${key}`;
+    if (json !== undefined) headers["Content-Type"] = "application/json";
+    const sent = json === undefined ? body : JSON.stringify(json);
+    let answer;
+    try {
+      answer = await fetch(path, { method, headers, body: sent, signal });
+    } catch (error) {
+      throw error.name === "AbortError" ? error : new Error("The server does not answer.");
+    }
+    if (answer.status === 401) {
+      sessionStorage.setItem(KEY, await this.askKey());
+      return this.ask(path, { method, body, json, signal });
+    }
+    if (!answer.ok) {
+      const told = await answer.json().catch(() => null);
+      throw new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
+    }
+    return answer;
+  }
+
+  async get(path, options) {
+    return (await this.ask(path, options)).json();
+  }
+
+  // The values of a stream's events.
+  async *stream(path, json, signal) {
+    const answer = await this.ask(path, { method: "POST", json: { ...json, stream: true }, signal });
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("The server ended the stream early.");
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        const data = event.slice("data: ".length);
+        if (data === "[DONE]") return;
+        const told = JSON.parse(data);
+        if (told.error) throw new Error(told.error.message);
+        yield told;
+      }
+    }
+  }
+}

@@ -1,0 +1,109 @@
+// A text on the page: tokens are added as they come, pointed at, held and walked through.
+
+import { element } from "./dom.js";
+import { neighbour } from "./text.js";
+
+export class Reading {
+  // `tell(token, {held})`: a token was pointed at.
+  constructor(card, tell) {
+    this.card = card;
+    this.box = card.querySelector(".text");
+    this.tell = tell;
+    this.spans = [];
+    this.node = null;
+    this.token = null;
+    this.held = false;
+    const tokenAt = (event) => this.node?.items[event.target.closest?.(".token")?.dataset.index];
+    this.box.addEventListener("pointerover", (event) => {
+      const token = event.pointerType !== "touch" && !this.held && tokenAt(event);
+      if (token) this.select(token, { held: false });
+    });
+    this.box.addEventListener("click", (event) => {
+      const token = tokenAt(event);
+      if (token) this.select(token, { held: !(this.held && token === this.token) });
+    });
+    this.follows = true;
+    this.box.addEventListener("scroll", () => (this.follows = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 40), { passive: true });
+    this.box.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  get items() {
+    return this.node?.items ?? [];
+  }
+
+  key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || !this.node?.items.length) return;
+    const token = neighbour(event.key, this);
+    if (event.key === "Escape" && this.token) this.select(this.token, { held: false });
+    else if (token) this.select(token, { held: true, scroll: true });
+    else return;
+    event.preventDefault();
+  }
+
+  // Shows all of a text.
+  show(node, regimeOf) {
+    this.node = node;
+    this.regimeOf = regimeOf;
+    this.spans = [];
+    this.line = null;
+    this.token = null;
+    this.held = false;
+    this.box.replaceChildren();
+    this.box.removeAttribute("aria-activedescendant");
+    if (node) this.grow();
+  }
+
+  // Adds what came since.
+  grow() {
+    const { items } = this.node;
+    for (let i = this.spans.length; i < items.length; i++) {
+      // A block for each line: only the last one is laid out again.
+      if (!this.line) this.box.append((this.line = element("div", { role: "none" })));
+      const span = this.draw(items[i], items[i - 1]);
+      this.spans.push(span);
+      this.line.append(span);
+      if (items[i].text.endsWith("\n")) this.line = null;
+    }
+    if (this.follows && !this.held) this.box.scrollTop = 1e7;
+  }
+
+  draw(token, before) {
+    const start = (action) => token.action === action && (action === "inject" ? before?.action !== "inject" : Boolean(token.branches));
+    const classes = { injected: token.action === "inject" && !token.chosen, "inject-start": start("inject") && !token.chosen, branched: token.action === "branch", "branch-start": start("branch"), loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
+    const span = element("span", {
+      id: `${this.box.id}-${token.index}`, role: "option", "aria-selected": "false", "data-index": token.index, "data-regime": this.regimeOf(token),
+      class: ["token", ...Object.keys(classes).filter((name) => classes[name])].join(" "), "aria-label": token.type === "retracted" ? `retracted: ${token.text}` : null,
+    });
+    (token.text || `⟨${token.token_id}⟩`).split("\n").forEach((line, i) => span.append(...(i ? [element("i", { class: "sign" }, "↵"), "\n"] : []), line));
+    return span;
+  }
+
+  select(token, { held, scroll = false, silent = false }) {
+    const before = this.token && this.spans[this.token.index];
+    before?.classList.remove("selected", "pinned");
+    before?.setAttribute("aria-selected", "false");
+    [this.token, this.held] = [token, held];
+    const span = this.spans[token.index];
+    span.classList.add("selected");
+    span.classList.toggle("pinned", held);
+    span.setAttribute("aria-selected", "true");
+    this.box.setAttribute("aria-activedescendant", span.id);
+    if (scroll) span.scrollIntoView({ block: "nearest" });
+    if (!silent) this.tell(this, token);
+  }
+
+  recolour() {
+    this.items.forEach((token, i) => this.spans[i] && (this.spans[i].dataset.regime = this.regimeOf(token)));
+  }
+
+  // Marks where the text parts from the one beside it; null: nowhere.
+  part(place, words) {
+    this.box.querySelector(".parting")?.remove();
+    this.box.querySelector(".parts")?.classList.remove("parts");
+    const token = place === null ? null : this.node?.tokens[place];
+    if (!token) return;
+    const span = this.spans[token.index];
+    span.classList.add("parts");
+    span.before(element("span", { class: "parting", "aria-hidden": "true" }, words));
+  }
+}

@@ -1,0 +1,130 @@
+// The texts of a session: a tree in which a text goes on from a place of another one. What is seen of it can be undone.
+
+export class Session {
+  constructor() {
+    this.nodes = [];
+    this.state = { current: null, beside: null, seen: new Set(), names: new Map() };
+    this.past = [];
+    this.future = [];
+    this.listeners = [];
+  }
+
+  on(listener) {
+    this.listeners.push(listener);
+  }
+
+  // A text. `at`: how many tokens it takes over from its parent; `own` says what it is, in the tree.
+  add({ parent = null, at = 0, label, ...own }) {
+    const node = { parent, at, label, items: [], tokens: [], waiting: [], pending: [], ended: null, error: null, row: null, facts: null, ...own, id: this.nodes.length };
+    this.nodes.push(node);
+    if (parent && at > 0) {
+      const last = parent.tokens[at - 1];
+      appendItems(node, parent.items.slice(0, last.index + 1).map(({ replaced, replacement, index, ...record }) => record));
+    }
+    return node;
+  }
+
+  get current() {
+    return this.nodes[this.state.current] ?? null;
+  }
+
+  get beside() {
+    return this.nodes[this.state.beside] ?? null;
+  }
+
+  nameOf(node) {
+    return this.state.names.get(node.id) ?? node.label;
+  }
+
+  // Changes what is seen; `silent`: not a step to undo.
+  change(changes, { silent = false } = {}) {
+    if (!silent) {
+      this.past.push(this.state);
+      this.future = [];
+    }
+    this.move({ ...this.state, ...changes });
+  }
+
+  move(state) {
+    this.state = state;
+    this.listeners.forEach((listener) => listener());
+  }
+
+  show(node, beside = null) {
+    const seen = new Set(this.state.seen).add(node.id);
+    this.change({ seen, current: node.id, beside: beside?.id ?? null });
+  }
+
+  walk(node) {
+    this.change({ current: node.id, beside: this.state.beside === node.id ? null : this.state.beside }, { silent: true });
+  }
+
+  name(node, text) {
+    const names = new Map(this.state.names);
+    if (text) names.set(node.id, text);
+    else names.delete(node.id);
+    this.change({ names });
+  }
+
+  // Takes a text, and those that went on from it, out of sight.
+  prune(node) {
+    const gone = new Set([node, ...this.nodes.filter((one) => ancestors(one).includes(node))].map(({ id }) => id));
+    const left = this.visible();
+    const seen = new Set([...this.state.seen].filter((id) => !gone.has(id)));
+    const before = left.slice(0, left.indexOf(node)).filter(({ id }) => seen.has(id));
+    const next = (seen.has(node.parent?.id) ? node.parent : before.at(-1)) ?? left.find(({ id }) => seen.has(id));
+    this.change({ seen, current: next?.id ?? null, beside: null });
+  }
+
+  undo() {
+    if (!this.past.length) return;
+    this.future.push(this.state);
+    this.move(this.past.pop());
+  }
+
+  redo() {
+    if (!this.future.length) return;
+    this.past.push(this.state);
+    this.move(this.future.pop());
+  }
+
+  // The texts in sight in the order of the tree, with their depths in `depths`.
+  visible() {
+    const found = [];
+    this.depths = new Map();
+    const add = (parent, depth) => {
+      for (const node of this.nodes) {
+        if (!this.state.seen.has(node.id) || this.parentOf(node) !== parent) continue;
+        this.depths.set(node, depth);
+        found.push(node);
+        add(node, depth + 1);
+      }
+    };
+    add(null, 0);
+    return found;
+  }
+
+  // The nearest one in sight.
+  parentOf(node) {
+    return ancestors(node).find(({ id }) => this.state.seen.has(id)) ?? null;
+  }
+}
+
+function ancestors({ parent }) {
+  return parent ? [parent, ...ancestors(parent)] : [];
+}
+
+// Adds records in the trace's order, linked as the page of a run has them.
+export function appendItems(node, records) {
+  for (const token of records) {
+    token.index = node.items.push(token) - 1;
+    if (token.type === "retracted") {
+      node.waiting.push(token);
+    } else {
+      node.tokens.push(token);
+      token.replaced = node.waiting;
+      node.waiting = [];
+      token.replaced.forEach((one) => (one.replacement = token));
+    }
+  }
+}

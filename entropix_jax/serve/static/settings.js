@@ -1,0 +1,65 @@
+// The settings of the text that is shown: sliders for the thresholds, any other one by its key.
+
+import { byId, element } from "./dom.js";
+import { boundsOf, valuesOf } from "./regimes.js";
+import { knobRow, knobsOf, problemOf } from "./whatif.js";
+
+// As `key=value key=value`; a value is JSON, or else a text.
+export function parseSettings(text) {
+  const found = {};
+  for (const [, key, quoted, plain] of text.matchAll(/([\w.]+)\s*=\s*(\[[^\]]*\]|"[^"]*")?([^\s"[]*)/g)) found[key] = valueOf(quoted ?? plain);
+  if (text.trim() && !Object.keys(found).length) throw new Error(`Settings are written key=value, not “${text.trim()}”.`);
+  return found;
+}
+
+function valueOf(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
+}
+
+const REST = 500; // ms without a move after which a slider rests
+
+export class Settings {
+  // `move(values)` while a slider moves, `drop()` once it rests, `apply(changes)` for a setting by its key.
+  constructor({ move, drop, apply }) {
+    this.texts = { values: {}, sides: [] };
+    this.move = move;
+    byId("knobs").addEventListener("change", () => { // keys move a slider step by step
+      clearTimeout(this.timer);
+      this.timer = setTimeout(drop, REST);
+    });
+    byId("setting").addEventListener("input", () => {
+      const value = this.sampler?.[byId("setting").value];
+      if (value !== undefined) byId("value").value = JSON.stringify(value);
+    });
+    byId("other").addEventListener("submit", (event) => {
+      event.preventDefault();
+      apply({ [byId("setting").value]: valueOf(byId("value").value) });
+    });
+  }
+
+  show(facts, tokens) {
+    clearTimeout(this.timer);
+    const focused = document.activeElement.id;
+    byId("settings").hidden = !facts;
+    if (!facts) return;
+    this.sampler = facts.sampler;
+    this.facts = facts;
+    this.texts = { values: valuesOf(facts), sides: [{ tokens }] };
+    this.rows = knobsOf(facts).map((knob) => knobRow(knob, this.texts, this.move));
+    byId("knobs").replaceChildren(...this.rows.map(({ node }) => node));
+    byId("keys").replaceChildren(...Object.keys(facts.sampler).map((value) => element("option", { value })));
+    this.refresh(this.texts.values);
+    if (focused.startsWith("knob-")) byId(focused)?.focus();
+  }
+
+  // Returns why a sampler would refuse the thresholds.
+  refresh(values) {
+    this.texts.values = values;
+    this.rows?.forEach(({ refresh }) => refresh());
+    return problemOf(values, boundsOf(this.facts.boxes, values));
+  }
+}

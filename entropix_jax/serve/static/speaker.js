@@ -1,0 +1,37 @@
+// Tells a screen reader the text as it comes: whole sentences, with a pause between them.
+
+const PAUSE = 1500; // ms
+const SENTENCE = /^[\s\S]*[.!?…:;\n](?=\s|$)/;
+
+export class Speaker {
+  constructor(region) {
+    this.region = region;
+    this.rest = "";
+    this.timer = null;
+  }
+
+  add(text) {
+    this.rest += text;
+    this.timer ??= setTimeout(() => this.speak(), PAUSE);
+  }
+
+  speak() {
+    this.timer = null;
+    const sentence = SENTENCE.exec(this.rest)?.[0];
+    if (!sentence) return;
+    this.rest = this.rest.slice(sentence.length);
+    this.say(sentence.trim());
+  }
+
+  // What is left, and how the text ended.
+  end(words) {
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.say(`${this.rest.trim()} ${words}`.trim());
+    this.rest = "";
+  }
+
+  say(words) {
+    this.region.textContent = words;
+  }
+}

@@ -1,0 +1,40 @@
+// What a text begins with: a prompt or a conversation, a sampler, and what is sent for it.
+
+import { byId, element } from "./dom.js";
+import { parseSettings } from "./settings.js";
+
+export class Start {
+  async offer(api) {
+    const [model] = (await api.get("/v1/models")).data;
+    this.model = model.id;
+    byId("model").textContent = model.id;
+    byId("preset").append(...model.entropix.samplers.map((value) => element("option", { value }, value)));
+    byId("tokens").max = model.entropix.context;
+    if (!model.entropix.keep) throw new Error("This server keeps no rows: texts cannot be gone on from. Start it with --keep.");
+  }
+
+  get chat() {
+    return byId("chat").checked;
+  }
+
+  // The request for a new text. `before`: the conversation so far.
+  request(before) {
+    const [text, tokens, seed] = ["prompt", "tokens", "seed"].map((id) => byId(id).value);
+    const [preset, own] = [byId("preset").value, parseSettings(byId("own").value)];
+    const sampler = Object.keys(own).length ? { ...(preset && { extends: preset }), ...own } : preset || null;
+    const body = { model: this.model, max_tokens: Number(tokens) || 200, ...(seed !== "" && { seed: Number(seed) }), entropix: asked({ ...(sampler && { sampler }) }) };
+    if (!this.chat) return { path: "/v1/completions", body: { ...body, prompt: text }, prompt: text };
+    const messages = [...before, { role: "user", content: text }];
+    return { path: "/v1/chat/completions", body: { ...body, messages }, messages };
+  }
+
+  // The request to go on from a place of a text.
+  more(node, position, { tokens, sampler } = {}) {
+    const from = { row: node.row, position, ...(tokens && { token: tokens }) };
+    return { path: "/v1/completions", body: { model: this.model, entropix: asked({ from, ...(sampler && { sampler }) }) } };
+  }
+}
+
+function asked(own) {
+  return { keep: true, details: true, retractions: true, ...own };
+}

@@ -1,0 +1,343 @@
+"""The live page in a browser: on a server with the engine, and under a stream that is played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from entropix_jax.model.loading import LanguageModel
+from entropix_jax.names import REGIMES
+from entropix_jax.report.page import regime_rule
+from tests.support.browser import Watched, each
+from tests.support.servers import Running, listening, standing_in
+
+READY, IDLE = "html[data-ready]", "html[data-state=idle]"
+OWN = {"backspace.max_prob": 1, "branch.min_p": 0.005}
+HELD = "#text-0 .token.pinned"
+
+
+@pytest.fixture(scope="module")
+def running(tiny: LanguageModel) -> Iterator[Running]:
+    with listening(tiny) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shown(running: Running, browser: Any) -> Iterator[Watched]:
+    one = Watched(browser, viewport={"width": 1440, "height": 900})
+    yield one
+    assert one.messages == []
+    assert {url.split("/")[2] for url in one.requests if not url.startswith("blob:")} == {
+        running.url.removeprefix("http://")
+    }
+    one.context.close()
+
+
+@pytest.fixture
+def page(shown: Watched, running: Running) -> Any:
+    """The page with a text that has ended."""
+    shown.page.goto(running.url)
+    shown.page.wait_for_selector(READY, state="attached")
+    generate(shown.page)
+    return shown.page
+
+
+def generate(page: Any, prompt: str = "Guests:") -> None:
+    page.fill("#prompt", prompt)
+    page.fill("#own", " ".join(f"{key}={value}" for key, value in OWN.items()))
+    page.fill("#tokens", "60")
+    page.fill("#seed", "3")
+    page.keyboard.press("Control+Enter")
+    settled(page, 1)
+
+
+def settled(page: Any, texts: int) -> None:
+    """Waits until so many texts are in the tree, and all have ended."""
+    page.wait_for_selector(f"#tree-list li:nth-child({texts})")
+    page.wait_for_selector(IDLE, state="attached")
+    page.wait_for_selector("#save-trace:enabled")
+    page.wait_for_selector("#settings:not([hidden])")
+
+
+def tokens(page: Any, number: int = 0) -> list[str]:
+    text = "[...node.childNodes].filter((c) => c.className !== 'sign').map((c) => c.data).join('')"
+    return [*each(page, f"#text-{number} .token:not(.retracted)", text)]
+
+
+def complete(running: Running, **changes: Any) -> list[dict[str, Any]]:
+    """The tokens of the same text, asked for without the page."""
+    body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 60, "seed": 3}
+    own = {"tokens": True, "details": True, "sampler": OWN | changes}
+    asked = httpx.post(f"{running.url}/v1/completions", json=body | {"entropix": own}, timeout=60)
+    found: list[dict[str, Any]] = asked.json()["choices"][0]["entropix"]["tokens"]
+    return found
+
+
+def texts_of(records: list[dict[str, Any]]) -> list[str]:
+    return [one["text"] or f"⟨{one['token_id']}⟩" for one in records]
+
+
+def test_the_text_is_the_servers_and_a_token_tells_what_else(page: Any, running: Running) -> None:
+    expected = complete(running)
+    assert tokens(page) == texts_of(expected)
+    assert each(page, "#text-0 .token:not(.retracted)", "node.dataset.regime") == [
+        one["regime"] for one in expected
+    ]
+    page.hover("#text-0 .token >> nth=5")
+    top = each(page, ".alternatives tr", "[Number(node.querySelector('button').dataset.token),"
+               " Number(node.querySelector('data').value)]")  # fmt: skip
+    assert top == [[number, share] for number, _, share in expected[5]["top"]]
+    assert page.locator("#details-body canvas").count() == 1
+    assert page.locator("#share-mid").text_content().endswith("%")
+
+
+def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
+    before = tokens(page)
+    page.click("#text-0 .token >> nth=5")
+    other = page.locator("#details-body .choice[data-token]", has_not_text=before[5].strip()).first
+    chosen = other.text_content().strip("“”")
+    other.click()
+    settled(page, 2)
+    after = tokens(page)
+    assert after[:6] == [*before[:5], chosen]
+    assert tokens(page, 1) == before
+    assert page.locator("#text-0 .token.chosen").count() == 1
+    assert each(page, ".text .parts", "Number(node.dataset.index)") == [5, 5]
+    page.fill("#name", "mine")
+    page.press("#name", "Enter")
+    assert page.locator("[aria-current]").text_content().startswith("mine")
+    page.keyboard.press("Alt+p")
+    assert tokens(page) == before
+    page.click("#undo")
+    assert tokens(page) == after
+    page.click("#undo")  # the name
+    page.click("#undo")
+    assert (tokens(page), page.locator("#tree-list li").count()) == (before, 1)
+    page.click("#redo")
+    assert tokens(page) == after
+
+
+def test_a_dragged_threshold_makes_the_text_anew(page: Any, running: Running) -> None:
+    """As if the text had been made with the new threshold."""
+    before = complete(running)
+    box = page.locator("#plane").bounding_box()
+    facts = page.locator("#knobs input[type=number]")
+    assert facts.count() == 4
+    h1 = float(facts.nth(0).input_value())
+    top = max(*(1.1 * one["entropy"] for one in before), 1.15 * float(facts.nth(1).input_value()))
+    width = box["width"] - 50
+    page.locator("#plane").scroll_into_view_if_needed()
+    box = page.locator("#plane").bounding_box()
+    x, y = box["x"] + 40 + width * h1 / np.ceil(top), box["y"] + 60
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 60, y)
+    page.mouse.move(x + 140, y)
+    page.wait_for_selector("#first:not(:empty)")
+    page.mouse.up()
+    settled(page, 2)
+    moved = float(page.locator("#knobs input[type=number]").nth(0).input_value())
+    assert moved > h1 + 0.5
+    assert tokens(page) == texts_of(complete(running, **{"thresholds.h1": moved}))
+    assert tokens(page, 1) == texts_of(before)
+    assert "with the same seed" in page.locator("#first").text_content()
+
+
+def test_a_slider_by_keys_and_another_setting(page: Any, running: Running) -> None:
+    page.locator("#knob-h1").focus()
+    for _ in range(3):
+        page.keyboard.press("PageUp")
+    settled(page, 2)
+    moved = float(page.locator("#knobs input[type=number]").nth(0).input_value())
+    assert tokens(page) == texts_of(complete(running, **{"thresholds.h1": moved}))
+    page.fill("#setting", "inject.thought")
+    page.fill("#value", " Hm,")
+    page.press("#value", "Enter")
+    settled(page, 3)
+    changes = {"thresholds.h1": moved, "inject.thought": " Hm,"}
+    assert tokens(page) == texts_of(complete(running, **changes))
+
+
+@pytest.mark.parametrize("kind", ["report", "trace"])
+def test_a_saved_text_is_opened_and_goes_on(page: Any, tmp_path: Path, kind: str) -> None:
+    before = tokens(page)
+    with page.expect_download() as saving:
+        page.click(f"#save-{kind}")
+    path = tmp_path / saving.value.suggested_filename
+    saving.value.save_as(path)
+    page.set_input_files("#file", path)
+    page.wait_for_selector("#tree-list li:nth-child(2)")
+    assert tokens(page) == before
+    page.wait_for_selector("#settings:not([hidden])")
+    page.click("#text-0 .token >> nth=5")
+    page.locator("#details-body .choice[data-token]").nth(1).click()
+    settled(page, 3)
+    assert tokens(page)[:5] == before[:5]
+
+
+def test_a_branch_that_lost_goes_on(page: Any) -> None:
+    page.fill("#setting", "arms.helv")
+    page.fill("#value", "branch")
+    page.press("#value", "Enter")
+    settled(page, 2)
+    page.click("#text-0 .token.branch-start >> nth=0")
+    lost = page.locator("#details-body [data-branch]").first
+    text = lost.text_content().strip("“”")
+    at = len(each(page, f"#text-0 .token:not(.retracted):has(~ {HELD.split()[1]})", "0"))
+    lost.click()
+    settled(page, 3)
+    assert "".join(tokens(page)[at:]).startswith(text)
+    assert page.locator("#text-0 .token.chosen").count() >= 1
+    assert tokens(page, 1)[at] != tokens(page)[at]
+
+
+def test_a_chat_goes_on(page: Any) -> None:
+    page.check("#chat")
+    page.fill("#prompt", "What is 1 + 1?")
+    page.click("#go")
+    settled(page, 2)
+    page.fill("#prompt", "And then?")
+    page.click("#go")
+    settled(page, 3)
+    asked = page.locator("#asked").text_content()
+    assert asked.startswith("user: What is 1 + 1?\nassistant: ")
+    assert asked.endswith("user: And then?")
+
+
+def test_errors_are_one_line(shown: Watched, page: Any) -> None:
+    page.fill("#own", "base.nothing=1")
+    page.click("#go")
+    page.wait_for_selector("#failure:not([hidden])")
+    assert "base.nothing" in page.locator("#failure-text").text_content()
+    page.wait_for_selector(IDLE, state="attached")
+    assert all("400" in told for told in shown.messages)
+    shown.messages.clear()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
+def test_axe_finds_nothing(running: Running, browser: Any, width: int, scheme: str) -> None:
+    viewport = {"width": width, "height": 844}
+    one = Watched(browser, viewport=viewport, color_scheme=scheme)
+    one.page.goto(running.url)
+    one.page.wait_for_selector(READY, state="attached")
+    generate(one.page)
+    one.page.click("#text-0 .token >> nth=5")
+    one.page.locator("#details-body .choice[data-token]").nth(1).click()
+    settled(one.page, 2)
+    one.page.keyboard.press("Alt+h")
+    one.page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text("utf-8"))
+    found = one.page.evaluate("axe.run(document)")["violations"]
+    assert [(rule["id"], rule["impact"], rule["nodes"][0]["html"]) for rule in found] == []
+    assert one.page.evaluate("document.documentElement.scrollWidth") == width
+    assert one.messages == []
+    one.context.close()
+
+
+# A stream of 2,000 tokens.
+
+PLAYED = """(events) => {
+    const real = window.fetch;
+    window.fetch = (path, options) => {
+        if (path === "/v1/rows/R") return Promise.resolve(new Response(events.about));
+        if (path !== "/v1/completions") return real(path, options);
+        return Promise.resolve(new Response(new ReadableStream({ async start(control) {
+            for (const event of events.stream) {
+                control.enqueue(new TextEncoder().encode(event));
+                await new Promise((done) => setTimeout(done, 4));
+            }
+            control.close();
+        } })));
+    };
+}"""
+
+
+def stream(template: dict[str, Any], count: int) -> Iterator[str]:
+    """Events of up to 8 tokens, every 12th a fork, every 25th after a retracted one."""
+    rng = random.Random(1)
+    branches = [{"text": " a b", "tokens": [1, 2], "score": -1.0, "chosen": True}]
+    branches.append({"text": " c", "tokens": [3], "score": -2.0, "chosen": False})
+    made: list[dict[str, Any]] = []
+    for i in range(count):
+        own = {"position": 3 + i, "regime": rng.choice(REGIMES), "action": "sample"}
+        own |= {"entropy": 5 * rng.random(), "varentropy": 5 * rng.random()}
+        own["text"] = rng.choice([" word", " other", ",", " some", ".", "\n"])
+        if i % 25 == 0:
+            made.append(template | own | {"type": "retracted"})
+        forks = {} if i % 12 else {"branches": branches, "action": "branch"}
+        made.append(template | own | forks)
+    while made:
+        size = rng.choice([1, 4, 8])
+        part, made = made[:size], made[size:]
+        own = {"tokens": part, "row": "R", **({} if made else {"finish_reason": "length"})}
+        yield f"data: {json.dumps({'choices': [{'index': 0, 'text': '', 'entropix': own}]})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def test_two_thousand_tokens_take_no_long_task(running: Running, browser: Any) -> None:
+    """No task of the page's thread takes 50 ms of its processor, whatever else the machine runs."""
+    template = complete(running)[0]
+    values = dict(running.served.sampler.values)
+    about = {"row": "R", "prompt": "x", "seed": 1, "sampler": values, **regime_rule(values, "")}
+    one = Watched(browser, viewport={"width": 1440, "height": 900})
+    page = one.page
+    page.goto(running.url)
+    page.wait_for_selector(READY, state="attached")
+    events = {"stream": [*stream(template, 2000)], "about": json.dumps(about)}
+    page.evaluate(PLAYED, events)
+    page.fill("#prompt", "x")
+    browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
+    page.click("#go")
+    page.wait_for_selector("#text-0 .token[data-index='2079']", state="attached", timeout=60_000)
+    page.wait_for_selector(IDLE, state="attached")
+    trace = json.loads(browser.stop_tracing())["traceEvents"]
+    threads = {
+        (event["pid"], event["tid"])
+        for event in trace
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    }
+    took = [
+        event["tdur"] / 1000
+        for event in trace
+        if event["name"].endswith("RunTask")
+        and (event["pid"], event["tid"]) in threads
+        and "tdur" in event
+    ]
+    assert len(took) > 100
+    assert max(took) < 50
+    assert one.messages == []
+    one.context.close()
+
+
+# Without a browser.
+
+
+def test_its_parts_need_no_key(tiny: LanguageModel) -> None:
+    """And nothing else is among them."""
+
+    async def check() -> None:
+        with standing_in(tiny, keys=["secret"]) as (_, _, client):
+            async with client() as ask:
+                document = await ask.get("/")
+                assert document.status_code == 200
+                assert "default-src 'none'" in document.headers["content-security-policy"]
+                kinds = {"live.js": "javascript", "regimes.js": "javascript", "page.css": "css"}
+                for name, kind in kinds.items():
+                    part = await ask.get(f"/static/{name}")
+                    assert part.status_code == 200
+                    assert kind in part.headers["content-type"]
+                for path in ("/static/..%2fapp.py", "/static/app.py", "/static/"):
+                    assert (await ask.get(path)).status_code == 404
+                assert (await ask.get("/v1/models")).status_code == 401
+
+    with ThreadPoolExecutor() as pool:  # a browser's event loop may run in this thread
+        pool.submit(asyncio.run, check()).result()
