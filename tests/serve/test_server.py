@@ -58,7 +58,7 @@ def talk(client: openai.OpenAI, messages: Any = TALK, **options: Any) -> Any:
 def generate(
     model: LanguageModel,
     prompt: Any,
-    sampler: Sampler | str = "entropix",
+    sampler: Sampler | str = "quadrants",
     *,
     max_new_tokens: int,
     samples: int = 1,
@@ -202,7 +202,7 @@ def test_an_assistant_who_has_begun(client: openai.OpenAI, tiny: LanguageModel) 
 def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
     """What a request says of sampling, and the settings that it means."""
     first = tiny.tokenizer.encode_within(" Ivan")[0]
-    plain, entropix = load_sampler("temperature"), load_sampler("entropix")
+    plain, quadrants = load_sampler("temperature"), load_sampler("quadrants")
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"temperature": 0.5}, plain.with_values({"base.temperature": 0.5})),
         (
@@ -212,8 +212,8 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
             ),
         ),
         ({"temperature": 0, "top_p": 0}, "greedy"),
-        ({"frequency_penalty": 2}, entropix.with_values({"repetition.frequency": 2.0})),
-        ({"logit_bias": {str(first): -100}}, entropix.with_values({"draw.bans": [first]})),
+        ({"frequency_penalty": 2}, quadrants.with_values({"repetition.frequency": 2.0})),
+        ({"logit_bias": {str(first): -100}}, quadrants.with_values({"draw.bans": [first]})),
         ({"entropix": {"sampler": "min-p"}}, "min-p"),
         (
             {"entropix": {"sampler": {"extends": "top-k", "base.top_k": 3}}, "temperature": 0.9},
@@ -435,7 +435,7 @@ def test_clients_that_vanish_leave_the_others_alone(running: Running, tiny: Lang
 
     told = asyncio.run(texts())
     wait_until(lambda: worker.stats() == (0, 0))
-    sampler = load_sampler("entropix").with_values({"draw.bans": [*map(int, ends)]})
+    sampler = load_sampler("quadrants").with_values({"draw.bans": [*map(int, ends)]})
     for seed in range(0, number, 2):
         (row,) = generate(tiny, "Guests:", sampler, seed=seed, max_new_tokens=40)
         assert told[seed] == row.text

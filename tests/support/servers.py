@@ -38,7 +38,7 @@ class Running:
 
 
 def serve(model: LanguageModel, top: int = TOP) -> Served:
-    return Served("tiny", model, load_sampler("entropix"), CONTEXT, top)
+    return Served("tiny", model, load_sampler("quadrants"), CONTEXT, top)
 
 
 def make_engine(model: LanguageModel) -> Engine:
