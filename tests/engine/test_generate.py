@@ -335,7 +335,7 @@ def test_generate(model: LanguageModel) -> None:
     prompt = encode_prompt(model, "Once", chat=True)
     assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
     assert all(map(same, rows, run(model, requests([prompt] * 3, 8), seed=3)))
-    (row,) = generate(model, [{"role": "user", "content": "Once"}], **options)
+    (row,) = generate(model, [{"role": "user", "content": "Once"}], "quadrants", **options)
     assert nearly(row, rows[0])
 
 

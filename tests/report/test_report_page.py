@@ -48,7 +48,7 @@ from tests.support.traces import Trace, load_trace
 
 # A run of the embedded model in which everything happens.
 RUN = [
-    *("--model", "tiny"),
+    *("--model", "tiny", "--sampler", "quadrants"),
     *("--prompt", "Guests:", "--max-new-tokens", "1000", "--seed", "3", "--ignore-eos"),
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
     *("sampler.base.temperature=1.0", "sampler.backspace.max_prob=1"),
