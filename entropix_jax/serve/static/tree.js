@@ -6,7 +6,7 @@ export function showTree(session) {
   const list = byId("tree-list");
   session.on(() => {
     const nodes = session.visible();
-    byId("tree").hidden = nodes.length === 0;
+    byId("tree").hidden = nodes.length + session.past.length + session.future.length === 0;
     list.replaceChildren(...nodes.map((node) => {
       const { current, beside } = session;
       const line = element("li", { class: "twig" },
@@ -18,6 +18,7 @@ export function showTree(session) {
     }));
     byId("undo").disabled = session.past.length === 0;
     byId("redo").disabled = session.future.length === 0;
+    byId("name").disabled = byId("prune").disabled = !session.current;
     if (document.activeElement !== byId("name")) byId("name").value = session.current ? session.nameOf(session.current) : "";
   });
   byId("name").addEventListener("change", () => session.current && session.name(session.current, byId("name").value.trim()));
