@@ -212,6 +212,11 @@ def test_a_chat_goes_on(page: Any) -> None:
     asked = page.locator("#asked").text_content()
     assert asked.startswith("user: What is 1 + 1?\nassistant: ")
     assert asked.endswith("user: And then?")
+    page.click("#afresh")
+    page.keyboard.type("Another")
+    page.click("#go")
+    settled(page, 4)
+    assert page.locator("#asked").text_content() == "user: Another"
 
 
 def test_errors_are_one_line(shown: Watched, page: Any) -> None:
@@ -222,6 +227,10 @@ def test_errors_are_one_line(shown: Watched, page: Any) -> None:
     page.wait_for_selector(IDLE, state="attached")
     assert all("400" in told for told in shown.messages)
     shown.messages.clear()
+    page.fill("#own", 'base.temperature=1 base.top_p 0.9 inject.thought="x"y')
+    page.click("#go")
+    words = 'key=value, not “base.top_p 0.9 inject.thought="x"y”'
+    page.wait_for_selector(f"#failure-text:has-text('{words}')")
 
 
 def refused(message: str) -> dict[str, Any]:
@@ -248,8 +257,45 @@ def test_the_only_text_is_pruned_and_comes_back(page: Any) -> None:
     before = tokens(page)
     page.click("#prune")
     assert page.locator("#work").is_hidden()
-    page.click("#undo")
+    assert focused(page) == "undo"
+    page.keyboard.press("Enter")
     assert tokens(page) == before
+
+
+def focused(page: Any) -> str:
+    found: str = page.evaluate("document.activeElement.id || document.activeElement.textContent")
+    return found
+
+
+def test_names_and_focus_stay_with_their_texts(page: Any) -> None:
+    page.click("#text-0 .token >> nth=5")
+    page.locator("#details-body .choice[data-token]").nth(1).focus()
+    page.keyboard.press("Enter")
+    settled(page, 2)
+    assert focused(page) == "details-body"
+    page.keyboard.press("Alt+n")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("second")
+    page.keyboard.press("Alt+ArrowUp")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("first")
+    page.keyboard.press("Tab")
+    names = each(page, "#tree-list button", "node.firstChild.textContent")
+    assert names == ["first", "second"]
+    page.locator("#tree-list button").nth(1).focus()
+    page.keyboard.press("Enter")
+    assert focused(page).startswith("second")
+
+
+def test_keys_that_type_a_sign_do_nothing_else(page: Any) -> None:
+    press = """([id, key, code]) => document.getElementById(id).dispatchEvent(
+        new KeyboardEvent("keydown", { key, code, altKey: true, bubbles: true }))"""
+    for place in (["prompt", "π", "KeyP"], ["prompt", "Dead", "KeyN"], ["preset", "p", "KeyP"]):
+        page.evaluate(press, place)
+    assert page.locator("#tree-list li").count() == 1
+    assert focused(page) != "name"
+    page.evaluate(press, ["text-0", "π", "KeyP"])
+    assert page.locator("#tree-list li").count() == 0
 
 
 def test_going_on_asks_for_the_tokens_of_the_field(page: Any) -> None:

@@ -4,10 +4,18 @@ import { byId, element } from "./dom.js";
 import { metricRows, tokenParts } from "./details.js";
 import { number, quoted } from "./format.js";
 
+// In place of what is shown, which may have had the focus.
+export function showDetails(...nodes) {
+  const body = byId("details-body");
+  const focused = body !== document.activeElement && body.contains(document.activeElement);
+  body.replaceChildren(...nodes);
+  if (focused) body.focus({ preventScroll: true });
+}
+
 // `choose(tokens, text)`: goes on with these in the token's place; null: nothing can.
 export function showToken(token, { shown, held, choose }) {
   const own = token.chosen ? [element("p", { class: "note" }, "You chose this token.")] : [];
-  byId("details-body").replaceChildren(
+  showDetails(
     ...tokenParts(token, { shown, held: held ? " · held (click or Esc releases)" : "", choose }),
     ...own,
     ...(token.branches ? [branches(token, choose)] : []),

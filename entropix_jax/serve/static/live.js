@@ -1,6 +1,6 @@
 // The live page: texts come from the server, and go on from wherever the reader says.
 
-import { showToken } from "./about.js";
+import { showDetails, showToken } from "./about.js";
 import { Api, isKey } from "./api.js";
 import { changesOf, firstChange } from "./decisions.js";
 import { byId, element } from "./dom.js";
@@ -189,7 +189,7 @@ function point(reading, token, { silent = false } = {}) {
   const other = reading === main ? beside : main;
   const twin = other.node?.tokens[token.position - node.items[0].position];
   if (twin && !other.held) other.select(twin, { held: false, silent: true });
-  if (reading.held) byId("announcement").textContent = `${token.text}: ${REGIMES[token.regime].title}, ${REGIMES[token.regime].meaning}, ${token.action}`;
+  if (reading.held) byId("announcement").textContent = `${token.text}${token.type === "retracted" ? ", retracted" : ""}: ${REGIMES[token.regime].title}, ${REGIMES[token.regime].meaning}, ${token.action}`;
 }
 
 function count(tokens) {
@@ -203,8 +203,11 @@ function refresh() {
   byId("first").textContent = "";
   byId("beside").hidden = !other;
   byId("texts").classList.toggle("two", Boolean(other));
-  if (main.node !== current) pointed = null;
-  if (!pointed) byId("details-body").replaceChildren(element("p", { class: "muted" }, "Point at a token."));
+  if (main.node !== current) {
+    pointed = null;
+    speaker.clear();
+  }
+  if (!pointed) showDetails(element("p", { class: "muted" }, "Point at a token."));
   main.show(current, regimeOf);
   beside.show(other, (token) => token.regime);
   [common, parted] = [0, null];
@@ -214,6 +217,11 @@ function refresh() {
   for (const node of session.nodes) if (node.stopper && !session.state.seen.has(node.id)) node.stopper.abort();
   showFacts();
   refreshStatus();
+  offerAfresh();
+}
+
+function offerAfresh() {
+  byId("afresh").hidden = !start.chat || !session.current?.messages;
 }
 
 function showFacts() {
@@ -325,10 +333,13 @@ const ALT = {
 };
 
 function key(event) {
+  if (byId("key-box").open) return;
   const typing = event.target.closest("input:not([type=range], [type=radio]), textarea");
+  // Alt types a sign on some keyboards, and opens lists.
+  const types = event.target.closest("select") || (typing && (event.key === "Dead" || /^[^\x20-\x7e]$/.test(event.key)));
   if ((event.ctrlKey || event.metaKey) && event.key === "Enter") generate();
   else if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z" && !typing) event.shiftKey ? session.redo() : session.undo();
-  else if (event.altKey && ALT[event.code]) ALT[event.code]();
+  else if (event.altKey && !types && ALT[event.code]) ALT[event.code]();
   else return;
   event.preventDefault();
 }
@@ -339,6 +350,11 @@ function listen() {
     generate();
   });
   byId("stop").addEventListener("click", stop);
+  byId("afresh").addEventListener("click", () => {
+    session.walk(null);
+    byId("prompt").focus();
+  });
+  for (const id of ["chat", "completion"]) byId(id).addEventListener("change", offerAfresh);
   byId("together").addEventListener("click", toggleBeside);
   byId("save-report").addEventListener("click", () => save("report", "text.html", "text/html"));
   byId("save-trace").addEventListener("click", () => save("trace", "text.jsonl", "application/jsonl"));

@@ -57,8 +57,10 @@ export class Session {
     this.change({ seen, current: node.id, beside: beside?.id ?? null });
   }
 
+  // null: to none, for something new.
   walk(node) {
-    this.change({ current: node.id, beside: this.state.beside === node.id ? null : this.state.beside }, { silent: true });
+    const beside = node && this.state.beside !== node.id ? this.state.beside : null;
+    this.change({ current: node?.id ?? null, beside }, { silent: true });
   }
 
   name(node, text) {
