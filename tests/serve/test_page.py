@@ -212,6 +212,11 @@ def test_a_chat_goes_on(page: Any) -> None:
     asked = page.locator("#asked").text_content()
     assert asked.startswith("user: What is 1 + 1?\nassistant: ")
     assert asked.endswith("user: And then?")
+    page.click("#afresh")
+    page.keyboard.type("Another")
+    page.click("#go")
+    settled(page, 4)
+    assert page.locator("#asked").text_content() == "user: Another"
 
 
 def test_errors_are_one_line(shown: Watched, page: Any) -> None:
@@ -222,6 +227,146 @@ def test_errors_are_one_line(shown: Watched, page: Any) -> None:
     page.wait_for_selector(IDLE, state="attached")
     assert all("400" in told for told in shown.messages)
     shown.messages.clear()
+    page.fill("#own", 'base.temperature=1 base.top_p 0.9 inject.thought="x"y')
+    page.click("#go")
+    words = 'key=value, not “base.top_p 0.9 inject.thought="x"y”'
+    page.wait_for_selector(f"#failure-text:has-text('{words}')")
+
+
+def refused(message: str) -> dict[str, Any]:
+    return {"error": {"message": message}}
+
+
+def test_a_request_that_fails_leaves_no_text(shown: Watched, page: Any) -> None:
+    before = tokens(page)
+    page.route("**/v1/completions", lambda route: route.fulfill(status=429, json=refused("busy")))
+    page.fill("#setting", "base.temperature")
+    page.fill("#value", "0.5")
+    page.press("#value", "Enter")
+    page.wait_for_selector("#failure:not([hidden])")
+    page.wait_for_selector(IDLE, state="attached")
+    assert (tokens(page), page.locator("#tree-list li").count()) == (before, 1)
+    assert page.locator("#first").text_content() == ""
+    page.unroute("**/v1/completions")
+    page.click("#undo")  # the first text: nothing else is a step
+    assert page.locator("#work").is_hidden()
+    shown.messages.clear()
+
+
+def test_the_only_text_is_pruned_and_comes_back(page: Any) -> None:
+    before = tokens(page)
+    page.click("#prune")
+    assert page.locator("#work").is_hidden()
+    assert focused(page) == "undo"
+    page.keyboard.press("Enter")
+    assert tokens(page) == before
+
+
+def focused(page: Any) -> str:
+    found: str = page.evaluate("document.activeElement.id || document.activeElement.textContent")
+    return found
+
+
+def test_names_and_focus_stay_with_their_texts(page: Any) -> None:
+    page.click("#text-0 .token >> nth=5")
+    page.locator("#details-body .choice[data-token]").nth(1).focus()
+    page.keyboard.press("Enter")
+    settled(page, 2)
+    assert focused(page) == "details-body"
+    page.keyboard.press("Alt+n")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("second")
+    page.keyboard.press("Alt+ArrowUp")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("first")
+    page.keyboard.press("Tab")
+    names = each(page, "#tree-list button", "node.firstChild.textContent")
+    assert names == ["first", "second"]
+    page.locator("#tree-list button").nth(1).focus()
+    page.keyboard.press("Enter")
+    assert focused(page).startswith("second")
+
+
+def test_keys_that_type_a_sign_do_nothing_else(page: Any) -> None:
+    press = """([id, key, code]) => document.getElementById(id).dispatchEvent(
+        new KeyboardEvent("keydown", { key, code, altKey: true, bubbles: true }))"""
+    for place in (["prompt", "π", "KeyP"], ["prompt", "Dead", "KeyN"], ["preset", "p", "KeyP"]):
+        page.evaluate(press, place)
+    assert page.locator("#tree-list li").count() == 1
+    assert focused(page) != "name"
+    page.evaluate(press, ["text-0", "π", "KeyP"])
+    assert page.locator("#tree-list li").count() == 0
+
+
+def test_going_on_asks_for_the_tokens_of_the_field(page: Any) -> None:
+    page.fill("#tokens", "9")
+    page.locator("#text-0 .token").last.click()
+    with page.expect_request("**/v1/completions") as asking:
+        page.locator("#details-body .choice[data-token]").nth(1).click()
+    assert asking.value.post_data_json["max_tokens"] == 9
+    settled(page, 2)
+
+
+def test_a_server_that_keeps_no_rows_generates(running: Running, browser: Any) -> None:
+    one = Watched(browser)
+    asked: list[dict[str, Any]] = []
+
+    def keep_none(route: Any) -> None:
+        told = route.fetch().json()
+        told["data"][0]["entropix"]["keep"] = 0
+        route.fulfill(json=told)
+
+    def refuse_keep(route: Any) -> None:
+        asked.append(route.request.post_data_json["entropix"])
+        route.continue_()
+
+    one.page.route("**/v1/models", keep_none)
+    one.page.route("**/v1/completions", refuse_keep)
+    one.page.goto(running.url)
+    one.page.wait_for_selector(READY, state="attached")
+    assert one.page.locator("#keeps-none").is_visible()
+    one.page.fill("#prompt", "Guests:")
+    one.page.fill("#tokens", "5")
+    one.page.click("#go")
+    one.page.wait_for_selector("#main .about:text('5 tokens, 0 retracted, ended')")
+    assert [body.get("keep") for body in asked] == [None]
+    one.page.click("#text-0 .token >> nth=2")
+    assert one.page.locator(".alternatives tr").count() > 1
+    assert one.page.locator(".choice").count() == 0
+    assert one.messages == []
+    one.context.close()
+
+
+def test_a_key_is_asked_for_until_it_is_the_one(running: Running, browser: Any) -> None:
+    one = Watched(browser)
+    page = one.page
+    given: list[str | None] = []
+
+    def guard(route: Any) -> None:
+        given.append(route.request.headers.get("authorization"))
+        if given[-1] == "Bearer right":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json=refused("no such API key"))
+
+    page.route("**/v1/**", guard)
+    page.goto(running.url)
+    page.wait_for_selector("#key-box[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#failure:not([hidden])")
+    page.fill("#prompt", "Guests:")
+    page.fill("#tokens", "5")
+    page.click("#go")
+    for key, told in (("schlüssel", "ASCII"), ("wrong", "refuses")):
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        page.wait_for_selector(f"#key-problem:text('{told}')")
+    page.fill("#key", " right ")
+    page.press("#key", "Enter")
+    settled(page, 1)
+    assert given[:4] == [None, None, "Bearer wrong", "Bearer right"]
+    assert {*given[4:]} == {"Bearer right"}
+    one.context.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
@@ -283,16 +428,20 @@ def stream(template: dict[str, Any], count: int) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
+def about_row(running: Running) -> str:
+    values = dict(running.served.sampler.values)
+    about = {"row": "R", "prompt": "x", "seed": 1, "sampler": values, **regime_rule(values, "")}
+    return json.dumps(about)
+
+
 def test_two_thousand_tokens_take_no_long_task(running: Running, browser: Any) -> None:
     """No task of the page's thread takes 50 ms of its processor, whatever else the machine runs."""
     template = complete(running)[0]
-    values = dict(running.served.sampler.values)
-    about = {"row": "R", "prompt": "x", "seed": 1, "sampler": values, **regime_rule(values, "")}
     one = Watched(browser, viewport={"width": 1440, "height": 900})
     page = one.page
     page.goto(running.url)
     page.wait_for_selector(READY, state="attached")
-    events = {"stream": [*stream(template, 2000)], "about": json.dumps(about)}
+    events = {"stream": [*stream(template, 2000)], "about": about_row(running)}
     page.evaluate(PLAYED, events)
     page.fill("#prompt", "x")
     browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
@@ -315,6 +464,32 @@ def test_two_thousand_tokens_take_no_long_task(running: Running, browser: Any) -
     assert len(took) > 100
     assert max(took) < 50
     assert one.messages == []
+    one.context.close()
+
+
+def test_a_slider_that_moves_as_a_text_ends_counts(running: Running, browser: Any) -> None:
+    one = Watched(browser)
+    page = one.page
+    page.goto(running.url)
+    page.wait_for_selector(READY, state="attached")
+    events = {"stream": [*stream(complete(running)[0], 200)], "about": about_row(running)}
+    page.evaluate(PLAYED, events)
+    page.fill("#prompt", "x")
+    page.evaluate(
+        """async () => {
+            document.getElementById("go").click();
+            const frame = () => new Promise(requestAnimationFrame);
+            while (!document.getElementById("knob-h1")) await frame();
+            while (!document.querySelector("#text-0 .token")) await frame();
+            const slider = document.getElementById("knob-h1");
+            const fire = (kind) => slider.dispatchEvent(new Event(kind, { bubbles: true }));
+            slider.value *= 0.9;
+            fire("input");
+            fire("change");
+        }"""
+    )
+    page.wait_for_selector("#tree-list li:nth-child(2)")
+    page.wait_for_selector(IDLE, state="attached")
     one.context.close()
 
 

@@ -4,10 +4,18 @@ import { byId, element } from "./dom.js";
 import { metricRows, tokenParts } from "./details.js";
 import { number, quoted } from "./format.js";
 
-// `choose(tokens, text)`: goes on with these in the token's place.
+// In place of what is shown, which may have had the focus.
+export function showDetails(...nodes) {
+  const body = byId("details-body");
+  const focused = body !== document.activeElement && body.contains(document.activeElement);
+  body.replaceChildren(...nodes);
+  if (focused) body.focus({ preventScroll: true });
+}
+
+// `choose(tokens, text)`: goes on with these in the token's place; null: nothing can.
 export function showToken(token, { shown, held, choose }) {
   const own = token.chosen ? [element("p", { class: "note" }, "You chose this token.")] : [];
-  byId("details-body").replaceChildren(
+  showDetails(
     ...tokenParts(token, { shown, held: held ? " · held (click or Esc releases)" : "", choose }),
     ...own,
     ...(token.branches ? [branches(token, choose)] : []),
@@ -21,7 +29,7 @@ function branches(token, choose) {
   return element("div", { class: "lost" },
     element("h3", {}, "Branches, best first"),
     element("ul", {}, ...sorted.map(({ text, tokens, score, chosen }) => element("li", { class: chosen ? "leaf chosen" : "leaf" },
-      chosen || !tokens.length ? element("span", { class: "leaf-text" }, quoted(text, tokens[0])) : element("button", { type: "button", class: "choice", "data-branch": "", title: "Go on with this branch", onclick: () => choose(tokens, text) }, quoted(text, tokens[0])),
+      chosen || !tokens.length || !choose ? element("span", { class: "leaf-text" }, quoted(text, tokens[0])) : element("button", { type: "button", class: "choice", "data-branch": "", title: "Go on with this branch", onclick: () => choose(tokens, text) }, quoted(text, tokens[0])),
       element("span", { class: "leaf-score" }, score == null ? "no score" : number(score), chosen ? element("b", { class: "tag" }, "kept") : null)))));
 }
 

@@ -2,8 +2,11 @@
 
 const KEY = "entropix-jax-key";
 
+// A header holds nothing else.
+export const isKey = (text) => /^[\x21-\x7e]+$/.test(text);
+
 export class Api {
-  // `askKey` resolves to a key that the reader types.
+  // `askKey(problem)` resolves to a key that the reader types, and rejects if there is none.
   constructor(askKey) {
     this.askKey = askKey;
   }
@@ -21,7 +24,8 @@ export class Api {
       throw error.name === "AbortError" ? error : new Error("The server does not answer.");
     }
     if (answer.status === 401) {
-      sessionStorage.setItem(KEY, await this.askKey());
+      const now = sessionStorage.getItem(KEY);
+      if (!now || now === key) await this.newKey(key ? "The server refuses this key." : "");
       return this.ask(path, { method, body, json, signal });
     }
     if (!answer.ok) {
@@ -29,6 +33,13 @@ export class Api {
       throw new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
     }
     return answer;
+  }
+
+  // Asks once, whatever waits for the key.
+  newKey(problem) {
+    sessionStorage.removeItem(KEY);
+    this.asking ??= this.askKey(problem).then((key) => sessionStorage.setItem(KEY, key)).finally(() => (this.asking = null));
+    return this.asking;
   }
 
   async get(path, options) {

@@ -1,7 +1,7 @@
 // The live page: texts come from the server, and go on from wherever the reader says.
 
-import { showToken } from "./about.js";
-import { Api } from "./api.js";
+import { showDetails, showToken } from "./about.js";
+import { Api, isKey } from "./api.js";
 import { changesOf, firstChange } from "./decisions.js";
 import { byId, element } from "./dom.js";
 import { percent } from "./format.js";
@@ -29,6 +29,7 @@ let bounds = null;
 let common = 0; // tokens that both texts begin with
 let parted = null;
 let frame = null;
+let offering = null;
 
 const regimeOf = (token) => (bounds ? classify(token, bounds) : token.regime);
 const plane = new Plane(byId("plane"), { move: moveThresholds, drop: dropThresholds });
@@ -36,7 +37,15 @@ const settings = new Settings({ move: moveThresholds, drop: dropThresholds, appl
 
 // Requests.
 
-async function run(node, { path, body }) {
+// What the server has. Asked for again where there was no answer, or no key.
+async function offer() {
+  if (start.model) return;
+  await (offering ??= start.offer(api).finally(() => (offering = null)));
+  document.documentElement.dataset.ready = "true";
+}
+
+// `begun()`: called once it has begun. Returns whether it did.
+async function run(node, { path, body }, begun = null) {
   node.stopper = new AbortController();
   const chosen = node.given?.length ?? 0;
   let seen = 0;
@@ -44,6 +53,8 @@ async function run(node, { path, body }) {
   refreshStatus();
   try {
     for await (const { choices } of api.stream(path, body, node.stopper.signal)) for (const { entropix: own = {} } of choices) {
+      begun?.();
+      begun = null;
       if (own.row && !node.row) {
         node.row = own.row;
         learn(node).catch(fail);
@@ -60,6 +71,9 @@ async function run(node, { path, body }) {
   node.stopper = null;
   node.reason = reason;
   frame ??= requestAnimationFrame(grow);
+  const empty = reason === "error" && seen === 0 && !node.row;
+  if (empty) session.forget(node);
+  return !empty;
 }
 
 async function learn(node) {
@@ -86,7 +100,7 @@ function grow() {
       node.ended = node.reason;
       if (node === session.current) {
         speaker.end(`Ended: ${ENDS[node.ended] ?? node.ended}.`);
-        settings.show(node.facts, node.tokens);
+        if (!values) settings.show(node.facts, node.tokens); // not under the reader's hand
         if (!pointed && innerWidth >= 900) point(main, node.items.at(-1), { silent: true });
       }
     }
@@ -102,23 +116,24 @@ async function generate() {
   const talks = start.chat && current?.messages;
   const before = talks ? [...current.messages, { role: "assistant", content: current.tokens.map((token) => token.text).join("") }] : [];
   try {
+    await offer();
     const asked = start.request(before);
     const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages });
     if (start.chat) byId("prompt").value = "";
     session.show(node);
-    await run(node, asked);
+    if (!(await run(node, asked)) && !byId("prompt").value) byId("prompt").value = text;
   } catch (error) {
     fail(error);
   }
 }
 
 // Goes on from a place of a text: a sibling of what stood there.
-function goOn(node, position, label, { tokens = null, sampler = null, beside = null } = {}) {
+function goOn(node, position, label, { tokens = null, sampler = null, beside = null, begun = null } = {}) {
   if (!node.row) return fail(new Error("This text is not on the server yet."));
   const asked = start.more(node, position, { tokens, sampler });
   const next = session.add({ parent: node, at: position, label, prompt: node.prompt, messages: node.messages, given: tokens });
   session.show(next, beside);
-  run(next, asked);
+  run(next, asked, begun);
 }
 
 function choose(tokens, text) {
@@ -156,8 +171,8 @@ function rerun(changes, moved = null) {
     byId("first").textContent = `With ${words} no decision of this text changes.`;
     return;
   }
-  goOn(node, found.position, words, { sampler: changes, beside: node });
-  byId("first").textContent = `${words}: made anew from token ${found.position + 1}, with the same seed.`;
+  const begun = () => (byId("first").textContent = `${words}: made anew from token ${found.position + 1}, with the same seed.`);
+  goOn(node, found.position, words, { sampler: changes, beside: node, begun });
 }
 
 // What is shown.
@@ -168,13 +183,13 @@ function point(reading, token, { silent = false } = {}) {
   const { node } = reading;
   if (!token) return;
   pointed = { node, token };
-  showToken(token, { shown: regimeOf(token), held: reading.held, choose });
+  showToken(token, { shown: regimeOf(token), held: reading.held, choose: start.keeps ? choose : null });
   if (silent) return;
   if (node === session.current) plane.select(token);
   const other = reading === main ? beside : main;
   const twin = other.node?.tokens[token.position - node.items[0].position];
   if (twin && !other.held) other.select(twin, { held: false, silent: true });
-  if (reading.held) byId("announcement").textContent = `${token.text}: ${REGIMES[token.regime].title}, ${REGIMES[token.regime].meaning}, ${token.action}`;
+  if (reading.held) byId("announcement").textContent = `${token.text}${token.type === "retracted" ? ", retracted" : ""}: ${REGIMES[token.regime].title}, ${REGIMES[token.regime].meaning}, ${token.action}`;
 }
 
 function count(tokens) {
@@ -188,8 +203,11 @@ function refresh() {
   byId("first").textContent = "";
   byId("beside").hidden = !other;
   byId("texts").classList.toggle("two", Boolean(other));
-  if (main.node !== current) pointed = null;
-  if (!pointed) byId("details-body").replaceChildren(element("p", { class: "muted" }, "Point at a token."));
+  if (main.node !== current) {
+    pointed = null;
+    speaker.clear();
+  }
+  if (!pointed) showDetails(element("p", { class: "muted" }, "Point at a token."));
   main.show(current, regimeOf);
   beside.show(other, (token) => token.regime);
   [common, parted] = [0, null];
@@ -199,6 +217,11 @@ function refresh() {
   for (const node of session.nodes) if (node.stopper && !session.state.seen.has(node.id)) node.stopper.abort();
   showFacts();
   refreshStatus();
+  offerAfresh();
+}
+
+function offerAfresh() {
+  byId("afresh").hidden = !start.chat || !session.current?.messages;
 }
 
 function showFacts() {
@@ -254,6 +277,7 @@ async function save(kind, name, type) {
 
 async function open(file) {
   try {
+    await offer();
     const { rows } = await api.get("/v1/rows", { method: "POST", body: await file.arrayBuffer() });
     for (const [i, { row, prompt, tokens, finish_reason }] of rows.entries()) {
       const node = session.add({ label: rows.length > 1 ? `${file.name} ${i + 1}` : file.name, prompt, row, ended: finish_reason ?? "interrupted" });
@@ -268,15 +292,22 @@ async function open(file) {
 
 // The reader.
 
-function askKey() {
-  const box = byId("key-box");
+function askKey(problem) {
+  const [box, field] = [byId("key-box"), byId("key")];
+  let found = null;
+  byId("key-problem").textContent = problem;
+  field.value = "";
   box.showModal();
-  return new Promise((resolve) => {
+  return new Promise((resolve, reject) => {
     byId("key-form").onsubmit = (event) => {
       event.preventDefault();
+      const text = field.value.trim();
+      if (!isKey(text)) return (byId("key-problem").textContent = "A key has letters, digits and signs of ASCII, without spaces.");
+      found = text;
       box.close();
-      resolve(byId("key").value.trim());
     };
+    byId("key-cancel").onclick = () => box.close();
+    box.onclose = () => (found ? resolve(found) : reject(new Error("The server asks for a key.")));
   });
 }
 
@@ -302,10 +333,13 @@ const ALT = {
 };
 
 function key(event) {
+  if (byId("key-box").open) return;
   const typing = event.target.closest("input:not([type=range], [type=radio]), textarea");
+  // Alt types a sign on some keyboards, and opens lists.
+  const types = event.target.closest("select") || (typing && (event.key === "Dead" || /^[^\x20-\x7e]$/.test(event.key)));
   if ((event.ctrlKey || event.metaKey) && event.key === "Enter") generate();
   else if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z" && !typing) event.shiftKey ? session.redo() : session.undo();
-  else if (event.altKey && ALT[event.code]) ALT[event.code]();
+  else if (event.altKey && !types && ALT[event.code]) ALT[event.code]();
   else return;
   event.preventDefault();
 }
@@ -316,6 +350,11 @@ function listen() {
     generate();
   });
   byId("stop").addEventListener("click", stop);
+  byId("afresh").addEventListener("click", () => {
+    session.walk(null);
+    byId("prompt").focus();
+  });
+  for (const id of ["chat", "completion"]) byId(id).addEventListener("change", offerAfresh);
   byId("together").addEventListener("click", toggleBeside);
   byId("save-report").addEventListener("click", () => save("report", "text.html", "text/html"));
   byId("save-trace").addEventListener("click", () => save("trace", "text.jsonl", "application/jsonl"));
@@ -338,4 +377,4 @@ function listen() {
 
 listen();
 session.move(session.state);
-start.offer(api).then(() => (document.documentElement.dataset.ready = "true"), fail);
+offer().catch(fail);

@@ -6,6 +6,7 @@ export class Session {
     this.state = { current: null, beside: null, seen: new Set(), names: new Map() };
     this.past = [];
     this.future = [];
+    this.shown = new Map(); // what was seen before a text was first shown
     this.listeners = [];
   }
 
@@ -52,11 +53,14 @@ export class Session {
 
   show(node, beside = null) {
     const seen = new Set(this.state.seen).add(node.id);
+    this.shown.set(node.id, this.state);
     this.change({ seen, current: node.id, beside: beside?.id ?? null });
   }
 
+  // null: to none, for something new.
   walk(node) {
-    this.change({ current: node.id, beside: this.state.beside === node.id ? null : this.state.beside }, { silent: true });
+    const beside = node && this.state.beside !== node.id ? this.state.beside : null;
+    this.change({ current: node?.id ?? null, beside }, { silent: true });
   }
 
   name(node, text) {
@@ -74,6 +78,23 @@ export class Session {
     const before = left.slice(0, left.indexOf(node)).filter(({ id }) => seen.has(id));
     const next = (seen.has(node.parent?.id) ? node.parent : before.at(-1)) ?? left.find(({ id }) => seen.has(id));
     this.change({ seen, current: next?.id ?? null, beside: null });
+  }
+
+  // Takes a text that never began out of all steps.
+  forget(node) {
+    const before = this.shown.get(node.id);
+    const without = (state) => {
+      if (!state.seen.has(node.id)) return state;
+      const seen = new Set([...state.seen].filter((id) => id !== node.id));
+      const place = state.current === node.id ? before : state;
+      const [current, beside] = [place.current, place.beside].map((id) => (seen.has(id) ? id : null));
+      return { ...state, seen, current, beside };
+    };
+    this.past = this.past.map(without);
+    this.future = this.future.map(without);
+    const state = without(this.state);
+    for (const steps of [this.past, this.future]) while (steps.length && same(steps.at(-1), state)) steps.pop();
+    this.move(state);
   }
 
   undo() {
@@ -108,6 +129,10 @@ export class Session {
   parentOf(node) {
     return ancestors(node).find(({ id }) => this.state.seen.has(id)) ?? null;
   }
+}
+
+function same(one, other) {
+  return one.current === other.current && one.beside === other.beside && one.names === other.names && one.seen.size === other.seen.size && [...one.seen].every((id) => other.seen.has(id));
 }
 
 function ancestors({ parent }) {

@@ -4,11 +4,13 @@ import { byId, element } from "./dom.js";
 import { boundsOf, valuesOf } from "./regimes.js";
 import { knobRow, knobsOf, problemOf } from "./whatif.js";
 
+const SETTING = /([\w.]+)\s*=\s*(\[[^\]]*\]|"(?:[^"\\]|\\.)*"|[^\s"[\]=]+)(?=\s|$)/g;
+
 // As `key=value key=value`; a value is JSON, or else a text.
 export function parseSettings(text) {
   const found = {};
-  for (const [, key, quoted, plain] of text.matchAll(/([\w.]+)\s*=\s*(\[[^\]]*\]|"[^"]*")?([^\s"[]*)/g)) found[key] = valueOf(quoted ?? plain);
-  if (text.trim() && !Object.keys(found).length) throw new Error(`Settings are written key=value, not “${text.trim()}”.`);
+  const rest = text.replace(SETTING, (_, key, value) => ((found[key] = valueOf(value)), "")).trim();
+  if (rest) throw new Error(`Settings are written key=value, not “${rest}”.`);
   return found;
 }
 

@@ -23,12 +23,17 @@ export class Speaker {
     this.say(sentence.trim());
   }
 
-  // What is left, and how the text ended.
-  end(words) {
+  // Another text comes.
+  clear() {
     clearTimeout(this.timer);
     this.timer = null;
-    this.say(`${this.rest.trim()} ${words}`.trim());
     this.rest = "";
+  }
+
+  // What is left, and how the text ended.
+  end(words) {
+    this.say(`${this.rest.trim()} ${words}`.trim());
+    this.clear();
   }
 
   say(words) {

@@ -10,31 +10,37 @@ export class Start {
     byId("model").textContent = model.id;
     byId("preset").append(...model.entropix.samplers.map((value) => element("option", { value }, value)));
     byId("tokens").max = model.entropix.context;
-    if (!model.entropix.keep) throw new Error("This server keeps no rows: texts cannot be gone on from. Start it with --keep.");
+    this.keeps = model.entropix.keep > 0;
+    byId("keeps-none").hidden = this.keeps;
+    byId("open").disabled = !this.keeps;
   }
 
   get chat() {
     return byId("chat").checked;
   }
 
+  get most() {
+    return Number(byId("tokens").value) || 200;
+  }
+
   // The request for a new text. `before`: the conversation so far.
   request(before) {
-    const [text, tokens, seed] = ["prompt", "tokens", "seed"].map((id) => byId(id).value);
+    const [text, seed] = ["prompt", "seed"].map((id) => byId(id).value);
     const [preset, own] = [byId("preset").value, parseSettings(byId("own").value)];
     const sampler = Object.keys(own).length ? { ...(preset && { extends: preset }), ...own } : preset || null;
-    const body = { model: this.model, max_tokens: Number(tokens) || 200, ...(seed !== "" && { seed: Number(seed) }), entropix: asked({ ...(sampler && { sampler }) }) };
+    const body = { model: this.model, max_tokens: this.most, ...(seed !== "" && { seed: Number(seed) }), entropix: this.asked({ ...(sampler && { sampler }) }) };
     if (!this.chat) return { path: "/v1/completions", body: { ...body, prompt: text }, prompt: text };
     const messages = [...before, { role: "user", content: text }];
     return { path: "/v1/chat/completions", body: { ...body, messages }, messages };
   }
 
-  // The request to go on from a place of a text.
+  // The request to go on from a place of a text: with other tokens for as many as are asked for now, else to the text's own end.
   more(node, position, { tokens, sampler } = {}) {
     const from = { row: node.row, position, ...(tokens && { token: tokens }) };
-    return { path: "/v1/completions", body: { model: this.model, entropix: asked({ from, ...(sampler && { sampler }) }) } };
+    return { path: "/v1/completions", body: { model: this.model, ...(tokens && { max_tokens: Math.max(this.most, tokens.length) }), entropix: this.asked({ from, ...(sampler && { sampler }) }) } };
   }
-}
 
-function asked(own) {
-  return { keep: true, details: true, retractions: true, ...own };
+  asked(own) {
+    return { ...(this.keeps && { keep: true }), details: true, retractions: true, ...own };
+  }
 }

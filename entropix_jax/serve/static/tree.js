@@ -6,7 +6,8 @@ export function showTree(session) {
   const list = byId("tree-list");
   session.on(() => {
     const nodes = session.visible();
-    byId("tree").hidden = nodes.length === 0;
+    const before = document.activeElement;
+    byId("tree").hidden = nodes.length + session.past.length + session.future.length === 0;
     list.replaceChildren(...nodes.map((node) => {
       const { current, beside } = session;
       const line = element("li", { class: "twig" },
@@ -18,9 +19,15 @@ export function showTree(session) {
     }));
     byId("undo").disabled = session.past.length === 0;
     byId("redo").disabled = session.future.length === 0;
+    byId("name").disabled = byId("prune").disabled = !session.current;
+    // The focus stays near where it was.
+    if (!before.isConnected) list.querySelector("[aria-current]")?.focus();
+    else if (before.disabled && byId("tree").contains(before)) byId(session.past.length ? "undo" : "redo").focus();
     if (document.activeElement !== byId("name")) byId("name").value = session.current ? session.nameOf(session.current) : "";
   });
-  byId("name").addEventListener("change", () => session.current && session.name(session.current, byId("name").value.trim()));
+  let named = null; // what the field had as it was entered: the text may be another one when it is left
+  byId("name").addEventListener("focus", () => (named = session.current));
+  byId("name").addEventListener("change", () => named && session.name(named, byId("name").value.trim()));
   byId("prune").addEventListener("click", () => session.current && session.prune(session.current));
   byId("undo").addEventListener("click", () => session.undo());
   byId("redo").addEventListener("click", () => session.redo());
@@ -30,5 +37,9 @@ export function showTree(session) {
 export function walk(session, step) {
   const nodes = session.visible();
   const next = nodes[nodes.indexOf(session.current) + step];
-  if (next) session.walk(next);
+  if (!next) return;
+  const naming = document.activeElement === byId("name");
+  if (naming) byId("name").blur(); // names the text that is left
+  session.walk(next);
+  if (naming) byId("name").focus();
 }
