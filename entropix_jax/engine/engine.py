@@ -228,11 +228,12 @@ class Engine:
         self._chunk_steps = 1
         kept, self._kept = self._kept, None
         if kept is None or first.request.sampler.mechanisms != self._mechanisms:
+            kept = None  # its memory is free before more is allocated
             self._begin(first)
         else:
-            state, rows = kept
-            self._state = emptied(state)
-            self._roster.take_over(rows)
+            self._state = emptied(kept[0])
+            self._roster.take_over(kept[1])
+            kept = None
         try:
             yield from self._run(between or (lambda: None))
             if self._keep:

@@ -83,7 +83,7 @@ def _main(arguments: Arguments) -> int:
 
     check_range("--port", arguments.port, 0, 65535)
     check_range("--slots", arguments.slots, 1, _LARGEST)
-    check_range("--context", arguments.context, 2, _LARGEST)
+    check_range("--context", arguments.context, 4, _LARGEST)
     check_range("--queue", arguments.queue, 0, _LARGEST)
     check_range("--keep", arguments.keep, 0, _LARGEST)
     check_range("--top-logprobs", arguments.top_logprobs, 0, _MOST_TOP)

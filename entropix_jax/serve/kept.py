@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,33 +18,52 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.schema import ApiError
 
 _ID_BYTES = 16  # of a row's id, which nobody guesses
+ROW_TOKENS = 16  # what a row takes besides its tokens, its sampler above all, as so many of them
+Log = Sequence[tuple[TokenRecord, bool]]  # tokens, and whether each was retracted
 _WRITTEN = ("inject", "think_end", "budget_forcing")  # actions that force a text
 
 
 @dataclass(eq=False)
 class KeptRow:
-    """A row that is kept. `given` are tokens whose record the row takes over once it has ended: it
-    was forced to repeat them. `ended` is by `time.perf_counter`; None while it runs."""
+    """A row that is kept. `given` is the log of tokens whose records the row takes over once it has
+    ended: it was forced to repeat those that were not retracted. `ended` is by
+    `time.perf_counter`; None while it runs."""
 
     row: Row
-    given: Sequence[TokenRecord] = ()
+    given: Log = ()
     ended: float | None = None
 
     @property
     def size(self) -> int:
-        """Its tokens in all, prompt and retracted ones included."""
-        return len(self.row.request.prompt) + len(self.row.log)
+        """Its tokens in all, prompt and retracted ones included, and what a row takes itself."""
+        return len(self.row.request.prompt) + len(self.row.log) + ROW_TOKENS
 
     def settle(self) -> None:
         """The row has ended: nothing else is added."""
         self.ended, row = time.perf_counter(), self.row
-        for i, given in enumerate(self.given[: len(row.tokens)]):  # forced, so none was retracted
-            row.tokens[i] = replace(given, state=row.tokens[i].state)
-            row.log[i] = row.tokens[i], False
-        self.given = ()
+        self._take_over()
         for token, _ in row.log:
             if isinstance(token.layers, np.ndarray):  # without those of the rows beside it
                 token.layers = token.layers.copy()
+
+    def _take_over(self) -> None:
+        """The records of the given tokens; what was spent, and the states, are this row's own."""
+        row, count, spent = self.row, 0, 0
+        log: list[tuple[TokenRecord, bool]] = []
+        for given, gone in self.given:
+            if gone:
+                log.append((replace(given, forwards=spent), True))
+            elif count < len(row.tokens):
+                own = row.tokens[count]
+                spent = own.forwards
+                row.tokens[count] = replace(given, state=own.state, forwards=spent)
+                log.append((row.tokens[count], False))
+                count += 1
+            else:
+                break
+        row.log[:count] = log  # they were forced: nothing was retracted in between
+        row.retracted_tokens[:0] = [token for token, gone in log if gone]
+        self.given = ()
 
     def timings(self) -> dict[str, float]:
         """Of its trace, in seconds."""
@@ -57,17 +76,14 @@ class KeptRow:
 
 class Kept:
     """The rows that are kept, by their ids: at most `most` tokens in all, so far as they have
-    ended. The one that was not used for longest goes first."""
+    ended. The one that was not used for longest goes first; one that is too large itself is not
+    kept."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._rows: OrderedDict[str, KeptRow] = OrderedDict()
         self._sizes: dict[str, int] = {}
-
-    @property
-    def size(self) -> int:
-        """Tokens in all."""
-        return sum(self._sizes.values())
+        self.size = 0  # tokens in all
 
     def put(self, kept: KeptRow) -> str:
         """Keeps a row, which may still run. Returns its id."""
@@ -99,31 +115,33 @@ class Kept:
         self._forget(number)
 
     def _weigh(self, number: str) -> None:
-        self._sizes[number] = self._rows[number].size
+        size = self._rows[number].size
+        self.size += size - self._sizes.get(number, 0)
+        self._sizes[number] = size
         self._rows.move_to_end(number)
+        if size > self.most:
+            self._forget(number)
         while self.size > self.most:
             self._forget(next(iter(self._rows)))
 
     def _forget(self, number: str) -> None:
-        del self._rows[number], self._sizes[number]
+        del self._rows[number]
+        self.size -= self._sizes.pop(number)
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A row that goes on: its first `skip` tokens to come are forced ones that `given` has."""
+    """A row that goes on: its first `skip` tokens to come are forced ones that `given` has, for
+    which see `KeptRow`. `forwards` is what was spent before."""
 
     row: Row
-    given: Sequence[TokenRecord] = field(default=())
+    given: Log
+    forwards: int
 
     @property
     def skip(self) -> int:
         """How many of its tokens to come are no news."""
-        return len(self.given)
-
-    @property
-    def forwards(self) -> int:
-        """What was spent before."""
-        return max((token.forwards for token in self.row.tokens), default=0)
+        return sum(not gone for _, gone in self.given)
 
 
 def go_on(
@@ -158,9 +176,13 @@ def go_on(
     action = rest[0].action if rest else "inject"
     new = Row(request, number=row.number, finish_reason=row.finish_reason)
     known = not before or before[-1].state is not None
-    given: list[TokenRecord] = [] if known else before
+    log = _log_before(row, position)
+    given: Log = () if known else log
     if known:
         new.tokens = [replace(one) for one in before]
+        copies = iter(new.tokens)
+        new.log = [(one if gone else next(copies), gone) for one, gone in log]
+        new.retracted_tokens = [one for one, gone in log if gone]
         if rest and before and rest[0].action == "branch" and rest[-1].state is not None:
             # What the branches took is counted when they end.
             state, end = new.tokens[-1].state, rest[-1].state
@@ -174,11 +196,22 @@ def go_on(
         new.finish_reason = None
     budget = check_request(model, request, capacity)
     check_place(new, budget)
-    if len(given) >= budget:
+    if not known and position >= budget:
         told = f"no room is left at position {len(request.prompt) + position}"
         raise ApiError(told, param="entropix.from")
     new.ahead, new.ahead_action = written[: budget - len(new.tokens)], action
-    return Begun(new, given)
+    spent = max((token.forwards for token in new.tokens), default=0)
+    return Begun(new, given, spent)
+
+
+def _log_before(row: Row, position: int) -> Log:
+    """The row's log up to the last of its first `position` tokens."""
+    log, count = row.log[:], 0
+    for end, (_, gone) in enumerate(log):
+        if count == position:
+            return log[:end]
+        count += not gone
+    return log
 
 
 def _rest(tokens: Sequence[TokenRecord], position: int) -> list[TokenRecord]:

@@ -2,11 +2,13 @@
 
 import base64
 import binascii
+import functools
+import math
 import re
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -15,25 +17,31 @@ from typing import Any
 import numpy as np
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
-from entropix_jax.engine.preparation import CalibratedSampler, sampler_settings
+from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.records import Decode
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.running import find_no_token
 from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.report.reading import TraceReader
+from entropix_jax.report.reading import METRICS, TraceReader
 from entropix_jax.sampler.mechanisms import MECHANISMS
+from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
 from entropix_jax.serve.kept import KeptRow
-from entropix_jax.serve.schema import ApiError
+from entropix_jax.serve.schema import MOST_TOP, ApiError
 from entropix_jax.serve.wanted import Served
 
 MOST_BYTES = 64 * 2**20  # of the trace within a page
 _NAME = "the file"
 _LARGEST = 2**31 - 1
+_GREATEST = float(np.finfo(np.float32).max)
+_LONGEST = 1024  # characters of a token's text, of a name, or of an error
 _PAYLOAD = re.compile(rb'<script type="text/plain" id="trace-0">([A-Za-z0-9+/=]*)</script>')
 _OWN = {"state", "branches", "top", "layers", "ambiguous"}  # fields that a line may lack
 _FIELDS = [field.name for field in fields(TokenRecord)]
+_NUMBERS = (*METRICS, "token_confidence", "self_certainty")
+_WHOLE = ("row", "position", "top_k", "forwards")
+_ENDS = {None, "eos", "length", "context", "stop", "confidence", "error", "interrupt", "cancelled"}
 
 
 def reopen(served: Served, body: bytes) -> list[KeptRow]:
@@ -61,19 +69,24 @@ def reopen(served: Served, body: bytes) -> list[KeptRow]:
     _check(served, reader.header)
     sampler = _sampler(served, reader.header)
     rows: dict[int, Row] = {}
+    decode = functools.cache(served.model.tokenizer.decode_within)  # one text for equal tokens
     for record in lines:
         if record["type"] not in ("token", "retracted"):
             continue
         row = rows.setdefault(record["row"], _row(served, reader.header, sampler, record["row"]))
-        token = _token(row, record, served.model)
+        token = _token(row, record, served.model, decode)
         row.log.append((token, record["type"] == "retracted"))
         (row.retracted_tokens if row.log[-1][1] else row.tokens).append(token)
     ends = {} if reader.footer is None else {one["row"]: one for one in reader.footer["rows"]}
     now = time.perf_counter()
     for number, row in rows.items():
         end = ends.get(number, {})
-        row.text = end.get("text", "".join(token.text for token in row.tokens))
+        row.text = "".join(token.text for token in row.tokens)
+        if row.text.startswith(end.get("text", row.text)):  # less of it where a stop text ended it
+            row.text = row.text[: len(end.get("text", row.text))]
         row.finish_reason, row.error = end.get("finish_reason"), end.get("error")
+        if row.finish_reason not in _ENDS or len(row.error or "") > _LONGEST:
+            raise ApiError(f"{_NAME}: row {number} cannot have ended so")
         row.request = _with_budget(row)
         row.started = now
     return [KeptRow(row, ended=now) for row in rows.values()]
@@ -100,8 +113,10 @@ def _check(served: Served, header: Mapping[str, Any]) -> None:
     if header.get("model_config") != from_json(to_json(asdict(model.config))):
         raise ApiError(f"{_NAME} is of another model than {served.name!r}")
     tokens = header["prompt_tokens"]
-    if not tokens or find_no_token(model, tokens) is not None:
+    if not tokens or not _are_tokens(model, tokens):
         raise ApiError(f"{_NAME}: its prompt holds what is no token of {served.name!r}")
+    if len(header["sampler"]) > _LONGEST:
+        raise ApiError(f"{_NAME}: the sampler's name is too long")
     if model.tokenizer.decode(tokens, skip_special=False) != header["prompt"]:
         raise ApiError(f"{_NAME} is of a model with another vocabulary than {served.name!r}")
 
@@ -117,8 +132,7 @@ def _sampler(served: Served, header: Mapping[str, Any]) -> CalibratedSampler:
     check_values(values, where, own)
     check_whole(values, where)
     assert own[: len(MECHANISMS)] == MECHANISMS
-    sampler = Sampler(header["sampler"], "", values, mechanisms=own)
-    return CalibratedSampler(sampler, sampler_settings(served.model, sampler))
+    return served.settle_sampler(Sampler(header["sampler"], "", values, mechanisms=own))
 
 
 def _row(served: Served, header: Mapping[str, Any], sampler: CalibratedSampler, number: int) -> Row:
@@ -140,32 +154,60 @@ def _with_budget(row: Row) -> Request:
     return replace(row.request, max_new_tokens=max(len(row.tokens), 1))
 
 
-def _token(row: Row, line: Mapping[str, Any], model: LanguageModel) -> TokenRecord:
-    """The next token of a row, whose numbers an engine can go on from."""
+def _token(row: Row, line: Mapping[str, Any], model: LanguageModel, decode: Decode) -> TokenRecord:
+    """The next token of a row, whose numbers an engine can go on from. Nothing in it is larger than
+    what an engine writes; the texts of alternatives and branches are made of their tokens."""
     values: dict[str, Any] = {name: line.get(name) for name in _FIELDS}
     if missing := [name for name in _FIELDS if values[name] is None and name not in _OWN]:
         raise ApiError(f"{_NAME}: its tokens lack {missing[0]!r}, as an older version writes them")
-    if find_no_token(model, [values["token_id"]]) is not None:
-        raise ApiError(f"{_NAME} holds {values['token_id']}, which is no token")
+    top, branches = (values["top"] or [])[:MOST_TOP], values["branches"] or []
+    named = [values["token_id"], *(i for i, _, _ in top), *chain(*(b["tokens"] for b in branches))]
+    if not _are_tokens(model, named):
+        raise ApiError(f"{_NAME}: one of its tokens holds what is no token of the model")
     known = values["action"] in (mechanism.name for mechanism in row.request.sampler.mechanisms)
-    whole = all(0 <= values[name] <= _LARGEST for name in ("row", "top_k", "forwards"))
+    whole = all(0 <= values[name] <= _LARGEST for name in _WHOLE)
     here = line["type"] == "retracted" or values["position"] == _length(row)
-    if not (known and whole and here):
-        raise ApiError(f"{_NAME}: what it says of position {values['position']} cannot be")
+    short = len(values["text"]) <= _LONGEST and len(branches) <= MAX_WIDTH
+    short = short and all(len(branch["tokens"]) <= MAX_DEPTH for branch in branches)
+    plain = values["ambiguous"] in (None, True, False)
+    if not (known and whole and here and short and plain):
+        raise ApiError(f"{_NAME}: what it says of position {_length(row)} cannot be")
+    values |= {name: _number(values[name]) for name in _NUMBERS}
     if values["branches"] is not None:
         values["branches"] = [
-            BranchRecord(one["tokens"], one["text"], one.get("score"), one["chosen"])
-            for one in values["branches"]
+            BranchRecord(
+                one["tokens"],
+                decode(tuple(one["tokens"])),
+                None if one.get("score") is None else _number(one["score"]),
+                one["chosen"],
+            )
+            for one in branches
         ]
     if values["top"] is not None:
-        values["top"] = [tuple(one) for one in values["top"]]
+        values["top"] = [(i, decode((i,)), _number(p)) for i, _, p in top]
     if values["layers"] is not None:
         config = model.config
-        values["layers"] = np.asarray([*chain(*values["layers"])], np.float32)
+        values["layers"] = np.array([*map(_number, chain(*values["layers"]))], np.float32)
         if values["layers"].size != config.num_layers * config.num_heads:
             raise ApiError(f"{_NAME} has another number of layers or heads than the model")
         values["layers"] = values["layers"].reshape(config.num_layers, -1)
     return TokenRecord(**values)
+
+
+def _number(value: float) -> float:
+    """A number that float32 can hold, as all that an engine writes. ApiError for another one."""
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not abs(number) <= _GREATEST:
+        raise ApiError(f"{_NAME} holds a number that is beyond single precision")
+    return number
+
+
+def _are_tokens(model: LanguageModel, values: Sequence[Any]) -> bool:
+    size = model.config.vocab_size
+    return all(type(one) is int and 0 <= one < size for one in values)
 
 
 def _length(row: Row) -> int:

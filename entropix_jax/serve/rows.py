@@ -2,9 +2,10 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,10 @@ from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.wanted import Served
 from entropix_jax.serve.wire import json_answer, read_bytes
 
+Result = TypeVar("Result")
 MOST_BYTES = 32 * 2**20  # of a file that is opened
+_FILES = 4  # that arrive side by side
+_THREADS = 2
 # What a row says is never run as this server's own page.
 _FILE = {
     "Cache-Control": "no-store",
@@ -33,7 +37,14 @@ class KeptRows:
     def __init__(self, served: Served, kept: Kept) -> None:
         self._served = served
         self._kept = kept
-        self._opening = asyncio.Lock()  # a file takes memory
+        self._arriving = asyncio.Semaphore(_FILES)  # they take memory
+        self._opening = asyncio.Lock()  # what is made of one takes more
+        # Of its own: no text that is to be read waits for files.
+        self._threads = ThreadPoolExecutor(_THREADS, "files")
+
+    async def _apart(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """A call's result, from a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def about(self, request: Request) -> Response:
         """`GET /v1/rows/ID`: its prompt, seed and sampler, and how that classifies tokens."""
@@ -75,7 +86,7 @@ class KeptRows:
                 self._write(kept, trace)
                 return make(trace)
 
-        content = await asyncio.to_thread(write)
+        content = await self._apart(write)
         headers = _FILE | {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(content, 200, headers, kind)
 
@@ -91,14 +102,18 @@ class KeptRows:
 
     async def open(self, request: Request) -> Response:
         """`POST /v1/rows`: keeps the rows of a trace, or of a page."""
-        async with self._opening:
+        async with self._arriving:
             body = await read_bytes(request, MOST_BYTES)
-            found = await asyncio.to_thread(reopen, self._served, body)
-            if (tokens := sum(one.size for one in found)) > self._kept.most:
-                told = f"the file has {tokens} tokens, this server keeps {self._kept.most}"
-                raise ApiError(told, status=413)
-            own = await asyncio.to_thread(lambda: [self._told(one) for one in found])
-            rows = [{"row": self._kept.put(one), **of} for one, of in zip(found, own, strict=True)]
+            async with self._opening:
+                found = await self._apart(reopen, self._served, body)
+                if (tokens := sum(one.size for one in found)) > self._kept.most:
+                    told = f"the file takes {tokens} tokens, this server keeps {self._kept.most}"
+                    raise ApiError(told, status=413)
+                ids = [self._kept.put(one) for one in found]
+                return await self._apart(self._opened, ids, found)
+
+    def _opened(self, ids: Sequence[str], found: Sequence[KeptRow]) -> Response:
+        rows = [{"row": i, **self._told(one)} for i, one in zip(ids, found, strict=True)]
         return json_answer({"rows": rows})
 
     def _told(self, kept: KeptRow) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler, preset_names
-from entropix_jax.sampler.sampler import Sampler, scalars
+from entropix_jax.sampler.sampler import Sampler, check_whole, scalars
 from entropix_jax.sampler.settings import MAX_BANS
 from entropix_jax.serve.kept import Begun, KeptRow, go_on
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, Own
 
 _SAMPLERS = 256  # that are kept
+_LONGEST = 2**16  # characters of the settings of one
 _USUAL_TOKENS = 16  # of a completion, where nothing is said, as in the API
 _BAN = -100.0  # the bias that bans a token
 _PLAIN, _GREEDY = "temperature", "greedy"  # presets
@@ -57,9 +58,7 @@ class Served:
         """The sampler that a request asks for, changed. ApiError if there is none, or a setting is
         wrong."""
         try:
-            chosen: CalibratedSampler = self._calibrated(
-                json.dumps([own.sampler, changes], sort_keys=True)
-            )
+            chosen: CalibratedSampler = self._calibrated(_key(own.sampler, changes))
         except UserError as error:
             raise ApiError(str(error), param="entropix.sampler") from None
         return chosen
@@ -73,9 +72,25 @@ class Served:
             return sampler
         try:
             changed = sampler.sampler.with_values(changes)
-            return CalibratedSampler(changed, sampler_settings(self.model, changed))
+            check_whole(changed.values, changed.name)
+            return self.settle_sampler(changed)
         except UserError as error:
             raise ApiError(str(error), param="entropix.sampler") from None
+
+    @functools.cached_property
+    def _settled(self) -> Any:
+        return functools.lru_cache(_SAMPLERS)(self._settle)
+
+    def settle_sampler(self, sampler: Sampler) -> CalibratedSampler:
+        """A sampler with the thresholds that it has; equal ones take memory once. UserError if the
+        model cannot have its texts."""
+        settled: CalibratedSampler = self._settled(_key(sampler.name, dict(sampler.values)))
+        return settled
+
+    def _settle(self, key: str) -> CalibratedSampler:
+        name, values = json.loads(key)
+        sampler = Sampler(name, "", values, mechanisms=self.sampler.mechanisms)
+        return CalibratedSampler(sampler, sampler_settings(self.model, sampler))
 
     def _load(self, key: str) -> CalibratedSampler:
         asked, changes = json.loads(key)
@@ -89,6 +104,14 @@ class Served:
         sampler = self.sampler if asked is None else load_sampler(asked, mechanisms)
         # No request waits until a model has been calibrated, which the start has seen to.
         return calibrate_sampler(sampler.with_values(changes), self.model, "reuse")
+
+
+def _key(*parts: Any) -> str:
+    """What a sampler is kept by. UserError if its settings are too long."""
+    key = json.dumps(parts, sort_keys=True)
+    if len(key) > _LONGEST:
+        raise UserError(f"the sampler's settings take more than {_LONGEST} characters")
+    return key
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from entropix_jax.engine import slots
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Request, Row
+from entropix_jax.engine.running import RunningRow
 from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_STOP, FORKS, RUNNING
 from entropix_jax.model.loading import LanguageModel
@@ -200,3 +202,20 @@ def test_nothing_is_kept_of_a_run_that_failed(tiny: LanguageModel) -> None:
     (row,) = run(engine, wanted)
     assert engine.read - before == len(wanted.prompt) - 1
     assert is_the_row_that_reads_all(tiny, row)
+
+
+def test_kept_caches_go_before_others_are_allocated(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny)
+    run(engine, of(tiny, [1, 2, 3], 2))
+    assert engine._kept is not None
+    old, begin = weakref.ref(engine._kept[0].history), Engine._begin
+
+    def check(self: Engine, first: RunningRow) -> None:
+        assert old() is None
+        begin(self, first)
+
+    monkeypatch.setattr(Engine, "_begin", check)
+    engine._mechanisms = ()  # as after a run of other ones
+    assert len(ids(run(engine, of(tiny, [1, 2, 3], 2))[0])) == 2

@@ -61,6 +61,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("--port", 70000, message="--port must be at most 65535")
     refused("--host", "no.such.host.invalid", message="--host no.such.host.invalid")
     refused("--slots", 0, message="--slots must be at least 1")
+    refused("--context", 3, message="--context must be at least 4")
     refused("--time-limit", 0, message="--time-limit must be above 0")
     refused("--top-logprobs", 21, message="--top-logprobs must be at most 20")
     refused("--api-key-file", tmp_path / "none", message="none")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.report.page import run_page
 from entropix_jax.sampler.state import MAX_REACH
-from entropix_jax.serve.kept import Kept, KeptRow
-from entropix_jax.serve.schema import ApiError
+from entropix_jax.serve.kept import ROW_TOKENS, Kept, KeptRow
+from entropix_jax.serve.schema import ApiError, Own
 from tests.support.runs import unrun
-from tests.support.servers import Running, standing_in
+from tests.support.servers import Running, serve, standing_in
 
 # On `tiny` it draws, thinks, goes back, follows branches, and has settings that count over the row.
 FULL: dict[str, Any] = {
@@ -343,7 +345,118 @@ def test_files_that_are_refused(ask: Any) -> None:
     assert "not Unicode" in refused(changed(1, text="\ud800"))
     assert "older version" in refused(changed(1, self_certainty=None))
     assert "layers" in refused(changed(1, layers=[[1.0]]))
+    layers = [[*heads] for heads in lines[1]["layers"]]
+    layers[0][0] = 1e300
+    odd_numbers: dict[str, Any] = {"token_confidence": 10**400, "temperature": 1e39}
+    odd_numbers |= {"layers": layers, "top": [[1, "x", 10**400]]}
+    for name, value in odd_numbers.items():
+        assert "single precision" in refused(changed(1, **{name: value})), name
+    branch = {"tokens": [1], "text": "x", "chosen": True, "score": None}
+    assert "no token" in refused(changed(1, branches=[{**branch, "tokens": [None]}]))
+    assert "no token" in refused(changed(1, top=[[10**9, "x", 0.5]]))
+    assert "no token" in refused(changed(0, prompt_tokens=[None]))
+    for odd in (
+        {"text": "x" * 5000},
+        {"branches": [branch] * 9},
+        {"branches": [{**branch, "tokens": [1] * 33}]},
+        {"ambiguous": ["x" * 5000]},
+    ):
+        assert "cannot be" in refused(changed(1, **odd))
+    (end,) = lines[-1]["rows"]
+    for odd in ({"finish_reason": "x" * 5000}, {"error": "x" * 5000}):
+        assert "ended so" in refused(changed(-1, rows=[{**end, **odd}]))
+    assert "too long" in refused(changed(0, sampler="x" * 5000))
+    long = {**values, "regimes.lelv": ["entropy < 1"] * 10000}
+    assert "characters" in refused(changed(0, sampler_parameters=long))
     assert ask.client.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_texts_of_a_file_are_its_tokens(ask: Any) -> None:
+    """What a file says of them takes no memory."""
+    whole = ask({**BODY, "stop": ["e"]}, sampler="min-p")
+    assert whole["entropix"]["finish_reason"] == "stop"
+    lines = trace_of(ask, whole["entropix"]["row"])
+    top = [[i, "x" * 9000, p] for i, _, p in lines[1]["top"]]
+    branches = [{"tokens": ids(whole)[:2], "text": "x" * 9000, "chosen": True, "score": None}]
+    (end,) = lines[-1]["rows"]
+
+    def opened(text: str, **token: Any) -> Any:
+        footer = {**lines[-1], "rows": [{**end, "text": text}]}
+        new = [lines[0], {**lines[1], **token}, *lines[2:-1], footer]
+        content = b"\n".join(json.dumps(line).encode() for line in new) + b"\n"
+        (told,) = ask.client.post("/v1/rows", content=content).json()["rows"]
+        return told
+
+    assert opened(end["text"])["text"] == whole["text"]
+    told = opened("y" * 9000, top=top * 9, branches=branches)
+    assert told["text"] == "".join(token["text"] for token in tokens(whole))
+    assert told["tokens"][0]["top"] == (lines[1]["top"] * 9)[:20]
+    assert len(told["tokens"][0]["branches"][0]["text"]) < 100
+
+
+def test_counts_of_a_file_play_no_part(ask: Any, running: Running) -> None:
+    """A row that goes on counts what it spends itself."""
+    whole = ask({**BODY, "max_tokens": 5}, sampler="min-p")
+    lines = trace_of(ask, whole["entropix"]["row"])
+    for line in lines[1:-1]:
+        line["forwards"] = 2**31 - 1
+    content = b"\n".join(json.dumps(line).encode() for line in lines) + b"\n"
+    (told,) = ask.client.post("/v1/rows", content=content).json()["rows"]
+    row = told["row"]
+    for position in (3, 4, 5):
+        again = goes_on(ask, row, position, max_tokens=3)
+        assert max(token["forwards"] for token in tokens(again)) < 100
+        row = again["entropix"]["row"]
+    assert max(line["forwards"] for line in trace_of(ask, row)[1:-1]) < 100
+    assert running.worker.failures == 0
+
+
+def test_usage_counts_what_is_new(ask: Any) -> None:
+    whole = ask(BODY, sampler="min-p")
+    place = {"row": whole["entropix"]["row"], "position": 5}
+    for stream in (False, True):
+        body = {"model": "tiny", "max_tokens": 6, "entropix": {"from": place}, "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+            answer = ask.client.post("/v1/completions", json=body).text.strip().split("\n\n")
+            usage = json.loads(answer[-2].removeprefix("data: "))["usage"]
+        else:
+            usage = ask.client.post("/v1/completions", json=body).json()["usage"]
+        told = tokens(whole)
+        assert usage["forwards"] == told[10]["forwards"] - told[4]["forwards"] > 0
+
+
+def test_retracted_tokens_before_the_place_stay(ask: Any) -> None:
+    """In a row that goes on, from its states or from a file."""
+    whole = ask(BODY, sampler=FULL)
+    row = whole["entropix"]["row"]
+    content = ask.client.get(f"/v1/rows/{row}/trace").content
+    (told,) = ask.client.post("/v1/rows", content=content).json()["rows"]
+    log = trace_of(ask, row)[1:-1]
+    committed = [i for i, line in enumerate(log) if line["type"] == "token"]
+    position = 30
+    before = log[: committed[position - 1] + 1]
+    assert len(before) > position
+
+    def plain(lines: Any) -> Any:
+        return [{k: v for k, v in line.items() if k != "forwards"} for line in lines]
+
+    for source in (row, told["row"]):
+        again = goes_on(ask, source, position, max_tokens=2)
+        lines = trace_of(ask, again["entropix"]["row"])
+        assert plain(lines[1 : len(before) + 1]) == plain(before)
+        assert lines[-1]["rows"][0]["retracted"] >= len(before) - position
+        assert len([line for line in lines if line["type"] == "token"]) <= position + 2
+
+
+def test_slow_files_hold_nobody_up(ask: Any, running: Running) -> None:
+    host, _, port = running.url.removeprefix("http://").rpartition(":")
+    head = f"POST /v1/rows HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9\r\n\r\nx"
+    with socket.create_connection((host, int(port))) as slow:
+        slow.sendall(head.encode())
+        time.sleep(0.2)
+        answer = httpx.post(f"{running.url}/v1/rows", content=b"", timeout=10)
+        assert "empty" in answer.json()["error"]["message"]
 
 
 # What is refused, and what goes
@@ -385,7 +498,7 @@ def test_places_that_are_refused(ask: Any) -> None:
 
 
 def kept_row(tokens: int) -> KeptRow:
-    log: list[Any] = [(object(), False)] * (tokens - 1)
+    log: list[Any] = [(object(), False)] * (tokens - 1 - ROW_TOKENS)
     return KeptRow(Row(unrun([1]), log=log))
 
 
@@ -401,7 +514,7 @@ def test_memory_is_bounded() -> None:
     with pytest.raises(ApiError, match="no such row"):
         kept.get(second)
     # A row that runs counts with what it has, and with all of it once it has ended.
-    running = kept_row(1)
+    running = kept_row(1 + ROW_TOKENS)
     number = kept.put(running)
     with pytest.raises(ApiError, match="has not ended"):
         kept.get(number, ended=True)
@@ -410,17 +523,46 @@ def test_memory_is_bounded() -> None:
     assert kept.size <= 100
     assert kept.get(number, ended=True) is running
     for _ in range(300):
-        kept.put(kept_row(7))
+        kept.put(kept_row(27))
         assert kept.size <= 100
     too_large = kept.put(kept_row(101))
-    assert kept.size == 0
+    assert kept.size == 81  # the others stay
     with pytest.raises(ApiError):
         kept.get(too_large)
     kept.settle(too_large)
-    numbers = {kept.put(kept_row(1)) for _ in range(50)}
+    numbers = {kept.put(kept_row(20)) for _ in range(50)}
     assert len(numbers) == 50
     assert min(map(len, numbers)) >= 22  # 16 random bytes
     del third
+
+
+def test_rows_that_are_kept_take_no_time() -> None:
+    """However many there are."""
+    kept, rows = Kept(2**31), [kept_row(20) for _ in range(20000)]
+    began = time.thread_time()
+    numbers = [kept.put(row) for row in rows]
+    assert time.thread_time() - began < 1
+    assert kept.size == 20 * len(rows)
+    for number in numbers[::2]:
+        kept.drop(number)
+    assert kept.size == 10 * len(rows)
+
+
+def test_equal_samplers_take_memory_once(tiny: LanguageModel) -> None:
+    served = serve(tiny)
+    own = served.choose_sampler(Own(), {})
+    first, second, other = (
+        served.change_sampler(own, {"base.temperature": one}) for one in (0.5, 0.5, 0.7)
+    )
+    assert first is second is not other
+    assert dict(first.values) == {**own.values, "base.temperature": 0.5}
+    with pytest.raises(ApiError, match="is above"):
+        served.change_sampler(first, {"thresholds.h1": 9.0, "thresholds.h2": 1.0})
+    for long in ({"regimes.lelv": ["entropy < 1"] * 10000}, {"extends": "x" * 2**17}):
+        with pytest.raises(ApiError, match="characters"):
+            served.choose_sampler(Own(sampler=long), {})
+    with pytest.raises(ApiError, match="characters"):
+        served.change_sampler(own, {"regimes.lelv": ["entropy < 1"] * 10000})
 
 
 def _plain_token() -> TokenRecord:
