@@ -8,9 +8,10 @@ export const REGIMES = {
   mid: { title: "MID", meaning: "between", symbol: "triangle-up" },
 };
 
-// Each box's open bounds: quantity to [low, high]. `values` has the thresholds by key.
+// Each box's open bounds: quantity to [low, high]. `values` has the thresholds by key. A box within one before it is
+// left out: no token is ever in it.
 export function boundsOf(boxes, values) {
-  return boxes.map(({ regime, conditions }) => {
+  const all = boxes.map(({ regime, conditions }) => {
     const bounds = {};
     for (const condition of conditions) {
       const [low, high] = bounds[condition.quantity] ?? [-Infinity, Infinity];
@@ -18,6 +19,14 @@ export function boundsOf(boxes, values) {
       bounds[condition.quantity] = condition.sign === "<" ? [low, Math.min(high, bound)] : [Math.max(low, bound), high];
     }
     return { regime, bounds };
+  });
+  return all.filter(({ bounds }, i) => !all.slice(0, i).some((before) => contains(before.bounds, bounds)));
+}
+
+function contains(outer, inner) {
+  return Object.entries(outer).every(([quantity, [low, high]]) => {
+    const [from, to] = inner[quantity] ?? [-Infinity, Infinity];
+    return low <= from && to <= high;
   });
 }
 
