@@ -27,37 +27,14 @@ from tests.support import reference
 from tests.support.meshes import two
 from tests.support.models import teacher_forced
 from tests.support.runs import Spec, requests, set_pace
+from tests.support.samplers import EVERYTHING
 from tests.support.traces import load_trace
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 RECORDING = Recording(top=2, state=True)
 LONGEST = 96  # tokens of a text
-# On `tiny` it draws, thinks with a cooldown, goes back, and follows branches of several tokens.
-FULL = load_sampler("quadrants").with_values(
-    {
-        "thresholds.calibrated": False,
-        "regimes.lelv": ["entropy < 0.2"],
-        "regimes.helv": ["entropy > 0.2", "entropy < 0.6"],
-        "regimes.lehv": ["entropy > 0.6", "entropy < 2.0"],
-        "regimes.hehv": ["entropy > 2.0"],
-        "arms.helv": "inject",
-        "arms.lehv": "branch",
-        "arms.hehv": "backspace",
-        "base.temperature": 3.0,
-        "base.min_p": 0.0,
-        "base.top_p": 1.0,
-        "base.top_k": 0,
-        "inject.thought": [" and then", "."],
-        "inject.cooldown": 3,
-        "branch.width": 3,
-        "branch.depth": 4,
-        "branch.max_share": 1000.0,
-        "backspace.reach": 4,
-        "backspace.per_row": 1000,
-        "loop.max_period": 0,
-    }
-)
+FULL = load_sampler("quadrants").with_values({**EVERYTHING, "loop.max_period": 0})
 SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
 PACE = Engine._pace  # tests set another
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")

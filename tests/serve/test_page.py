@@ -127,7 +127,24 @@ def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
     assert tokens(page) == after
 
 
-def test_a_dragged_threshold_makes_the_text_anew(page: Any, running: Running) -> None:
+def test_a_box_within_one_before_it_is_not_drawn(page: Any) -> None:
+    """No token is ever in it. One that only overlaps stays, as does one that comes first."""
+    kept = page.evaluate("""async () => {
+        const { boundsOf } = await import("/static/regimes.js");
+        const condition = ([quantity, sign, value]) => ({ quantity, sign, value });
+        const box = (regime, ...signs) => ({ regime, conditions: signs.map(condition) });
+        const [low, high] = [["entropy", "<", 2], ["entropy", ">", 3]];
+        const values = { "entropy 2": 2, "entropy 3": 3, "varentropy 1": 1 };
+        const rest = [["entropy", "<", 3], ["varentropy", ">", 1]];
+        const kept = (...boxes) => boundsOf(boxes, values).map(({ regime }) => regime);
+        return [kept(box("lelv", low), box("helv", high), box("lehv", ["entropy", "<", 3]),
+                     box("hehv", high, ["varentropy", ">", 1])),
+                kept(box("lelv", ["varentropy", ">", 1], low), box("lehv", ...rest), box("hehv"))];
+    }""")
+    assert kept == [["lelv", "helv", "lehv"], ["lelv", "lehv", "hehv"]]
+
+
+def test_a_dragged_threshold_regenerates_the_text(page: Any, running: Running) -> None:
     """As if the text had been made with the new threshold."""
     before = complete(running)
     box = page.locator("#plane").bounding_box()

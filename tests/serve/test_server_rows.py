@@ -23,32 +23,13 @@ from entropix_jax.sampler.state import MAX_REACH
 from entropix_jax.serve.kept import ROW_TOKENS, Kept, KeptRow
 from entropix_jax.serve.schema import ApiError, Own
 from tests.support.runs import unrun
+from tests.support.samplers import EVERYTHING
 from tests.support.servers import Running, serve, standing_in
 
-# On `tiny` it draws, thinks, goes back, follows branches, and has settings that count over the row.
+# With settings that count over the row.
 FULL: dict[str, Any] = {
     "extends": "quadrants",
-    "thresholds.calibrated": False,
-    "thresholds.h1": 0.2,
-    "thresholds.h2": 0.6,
-    "regimes.lelv": ["entropy < h1"],
-    "regimes.helv": ["entropy > h1", "entropy < h2"],
-    "regimes.lehv": ["entropy > h2", "entropy < 2.0"],
-    "regimes.hehv": ["entropy > 2.0"],
-    "arms.helv": "inject",
-    "arms.lehv": "branch",
-    "arms.hehv": "backspace",
-    "base.temperature": 3.0,
-    "base.min_p": 0.0,
-    "base.top_p": 1.0,
-    "base.top_k": 0,
-    "inject.thought": [" and then", "."],
-    "inject.cooldown": 3,
-    "branch.width": 3,
-    "branch.depth": 4,
-    "branch.max_share": 1000.0,
-    "backspace.reach": 4,
-    "backspace.per_row": 1000,
+    **EVERYTHING,
     "dry.multiplier": 0.5,
     "truncation.rule": "mirostat",
     "mirostat.target": 9.0,

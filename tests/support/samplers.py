@@ -47,6 +47,30 @@ LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
 NUM_LAYERS = 2
 NUM_HEADS = 4
+# On `tiny` rows draw, think with a cooldown, go back, and follow branches of several tokens.
+EVERYTHING: dict[str, Any] = {
+    "thresholds.calibrated": False,
+    "thresholds.h1": 0.2,
+    "thresholds.h2": 0.6,
+    "regimes.lelv": ["entropy < h1"],
+    "regimes.helv": ["entropy > h1", "entropy < h2"],
+    "regimes.lehv": ["entropy > h2", "entropy < 2.0"],
+    "regimes.hehv": ["entropy > 2.0"],
+    "arms.helv": "inject",
+    "arms.lehv": "branch",
+    "arms.hehv": "backspace",
+    "base.temperature": 3.0,
+    "base.min_p": 0.0,
+    "base.top_p": 1.0,
+    "base.top_k": 0,
+    "inject.thought": [" and then", "."],
+    "inject.cooldown": 3,
+    "branch.width": 3,
+    "branch.depth": 4,
+    "branch.max_share": 1000.0,
+    "backspace.reach": 4,
+    "backspace.per_row": 1000,
+}
 VOCAB_SIZE = 1000  # of a row that is viewed
 EPSILON = 2.0**-7
 

@@ -11,24 +11,28 @@ function fromBase64(text) {
   return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 }
 
-// Each row's tokens in the trace's order: `items` with the retracted ones, `tokens` without. A token's `index` counts
-// items; `replaced` lists the retracted tokens that a token replaced.
+// Each row's tokens in the trace's order, see `addItem`.
 export function readRows(bytes) {
   const rows = new Map();
   for (const line of new TextDecoder().decode(bytes).split("\n")) {
     const token = line && JSON.parse(line);
     if (!token || !["token", "retracted"].includes(token.type)) continue;
     if (!rows.has(token.row)) rows.set(token.row, { items: [], tokens: [], waiting: [] });
-    const row = rows.get(token.row);
-    token.index = row.items.push(token) - 1;
-    if (token.type === "retracted") {
-      row.waiting.push(token);
-    } else {
-      row.tokens.push(token);
-      token.replaced = row.waiting;
-      row.waiting = [];
-      token.replaced.forEach((retracted) => (retracted.replacement = token));
-    }
+    addItem(rows.get(token.row), token);
   }
   return rows;
+}
+
+// Adds a row's next token: `items` has the retracted ones, too, `tokens` has not. A token's `index` counts items;
+// `replaced` lists the retracted tokens that a token replaced.
+export function addItem(row, token) {
+  token.index = row.items.push(token) - 1;
+  if (token.type === "retracted") {
+    row.waiting.push(token);
+  } else {
+    row.tokens.push(token);
+    token.replaced = row.waiting;
+    row.waiting = [];
+    token.replaced.forEach((retracted) => (retracted.replacement = token));
+  }
 }

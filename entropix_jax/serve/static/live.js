@@ -2,13 +2,14 @@
 
 import { showDetails, showToken } from "./about.js";
 import { Api, isKey } from "./api.js";
+import { addItem } from "./data.js";
 import { changesOf, firstChange } from "./decisions.js";
 import { byId, element } from "./dom.js";
 import { percent } from "./format.js";
 import { Plane } from "./plane.js";
 import { Reading } from "./reading.js";
 import { REGIMES, boundsOf, classify, valuesOf } from "./regimes.js";
-import { Session, appendItems } from "./session.js";
+import { Session } from "./session.js";
 import { Settings } from "./settings.js";
 import { Speaker } from "./speaker.js";
 import { Start } from "./start.js";
@@ -87,7 +88,7 @@ function grow() {
   for (const node of session.nodes) {
     if (node.pending.length) {
       const fresh = node.pending.splice(0, AT_ONCE);
-      appendItems(node, fresh);
+      for (const token of fresh) addItem(node, token);
       if (node === session.current) {
         speaker.add(fresh.map((token) => (token.type === "retracted" ? "" : token.text)).join(""));
         count(fresh);
@@ -171,7 +172,7 @@ function rerun(changes, moved = null) {
     byId("first").textContent = `With ${words} no decision of this text changes.`;
     return;
   }
-  const begun = () => (byId("first").textContent = `${words}: made anew from token ${found.position + 1}, with the same seed.`);
+  const begun = () => (byId("first").textContent = `${words}: regenerated from token ${found.position + 1}, with the same seed.`);
   goOn(node, found.position, words, { sampler: changes, beside: node, begun });
 }
 
@@ -241,8 +242,8 @@ function part() {
   while (common < most && one.tokens[common].token_id === other.tokens[common].token_id) common += 1;
   if (common >= most) return;
   parted = common;
-  main.part(parted, "texts part here");
-  beside.part(parted, "texts part here");
+  main.part(parted, "texts diverge");
+  beside.part(parted, "texts diverge");
 }
 
 function refreshStatus() {
@@ -281,7 +282,7 @@ async function open(file) {
     const { rows } = await api.get("/v1/rows", { method: "POST", body: await file.arrayBuffer() });
     for (const [i, { row, prompt, tokens, finish_reason }] of rows.entries()) {
       const node = session.add({ label: rows.length > 1 ? `${file.name} ${i + 1}` : file.name, prompt, row, ended: finish_reason ?? "interrupted" });
-      appendItems(node, tokens);
+      for (const token of tokens) addItem(node, token);
       session.show(node);
       await learn(node);
     }

@@ -1,5 +1,7 @@
 // The texts of a session: a tree in which a text goes on from a place of another one. What is seen of it can be undone.
 
+import { addItem } from "./data.js";
+
 export class Session {
   constructor() {
     this.nodes = [];
@@ -20,7 +22,7 @@ export class Session {
     this.nodes.push(node);
     if (parent && at > 0) {
       const last = parent.tokens[at - 1];
-      appendItems(node, parent.items.slice(0, last.index + 1).map(({ replaced, replacement, index, ...record }) => record));
+      for (const { replaced, replacement, index, ...record } of parent.items.slice(0, last.index + 1)) addItem(node, record);
     }
     return node;
   }
@@ -137,19 +139,4 @@ function same(one, other) {
 
 function ancestors({ parent }) {
   return parent ? [parent, ...ancestors(parent)] : [];
-}
-
-// Adds records in the trace's order, linked as the page of a run has them.
-export function appendItems(node, records) {
-  for (const token of records) {
-    token.index = node.items.push(token) - 1;
-    if (token.type === "retracted") {
-      node.waiting.push(token);
-    } else {
-      node.tokens.push(token);
-      token.replaced = node.waiting;
-      node.waiting = [];
-      token.replaced.forEach((one) => (one.replacement = token));
-    }
-  }
 }
