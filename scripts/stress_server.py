@@ -13,27 +13,22 @@ no answer. The exit status is 1 if there are any. Linux: memory is read from /pr
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
+from serving import HEADERS, KEY, PATIENCE, Server, free_port
 
-ROOT = Path(__file__).parents[1]
-KEY = "stress"
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 SLOTS, CONTEXT, TOKENS = 8, 256, 24
+KEEP = 2048  # tokens of kept rows: soon as many as there may be
+PARTS = 5  # of the malformed bodies; the first ones compile what they need
 CONNECTIONS, CHUNK = 8, 250  # of malformed bodies
-PATIENCE = 300.0  # seconds for one answer: a busy machine compiles
 SLOW_SECONDS = 5.0  # of slow readers
 
 COMPLETION: dict[str, Any] = {
@@ -68,69 +63,6 @@ ODD: tuple[Any, ...] = (
     *([], [[]], [1, 2], ["a"], [[1], [2]], [None], {}, {"a": {}}, {"extends": "min-p"}),
     *({"row": "x", "position": 1}, "word " * 400, [[[[[[[[1]]]]]]]], {"role": "user"}),
 )
-
-
-class Server:
-    """A server in a process of its own, on a port that it keeps."""
-
-    def __init__(self, folder: Path, port: int, queue: int) -> None:
-        keys = folder / "keys"
-        keys.write_text(KEY + "\n")
-        command = f"-m entropix_jax.serve --model tiny --port {port} --slots {SLOTS}".split()
-        command += f"--context {CONTEXT} --queue {queue} --api-key-file {keys}".split()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        self.log: list[str] = []
-        self._listens = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        if not self._listens.wait(PATIENCE):
-            self.process.kill()
-            raise SystemExit("the server does not listen:\n" + "".join(self.log))
-        url = next(line for line in self.log if "listening on" in line).split()[-1]
-        self.url = url.removesuffix("/v1")
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if "listening on" in line:
-                self._listens.set()
-        self._listens.set()
-
-    def resident(self) -> float:
-        """MiB of memory."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return round(int(next(x for x in lines if x.startswith("VmRSS")).split()[1]) / 1024, 1)
-
-    def gauges(self) -> dict[str, float]:
-        """What /metrics says."""
-        text = httpx.get(f"{self.url}/metrics", headers=HEADERS, timeout=PATIENCE).text
-        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-        return {name.removeprefix("entropix_"): float(value) for name, _, value in lines}
-
-    def settle(self) -> dict[str, float]:
-        """The same, once nothing runs; or after a while."""
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            found = self.gauges()
-            if not found["slots_running"] and not found["queue_waiting"]:
-                break
-            time.sleep(0.1)
-        return found
-
-    def end(self, number: signal.Signals) -> int:
-        """Ends it by a signal. Returns its exit status."""
-        self.process.send_signal(number)
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-        finally:
-            self._reader.join(5)
 
 
 def body_of(seed: int) -> dict[str, Any]:
@@ -278,17 +210,12 @@ def ask_without_a_key(url: str, number: int) -> Counter[int]:
         )
 
 
-def free_port() -> int:
-    """A port that was free a moment ago; the server is to have the same one twice."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port
-
-
 def stress(folder: Path, *, clients: int, bodies: int, readers: int, seed: int) -> dict[str, Any]:
     """What happened, and `faults`."""
-    port, queue = free_port(), max(clients, 16)
-    server, faults = Server(folder, port, queue), list[str]()
+    port, faults = free_port(), list[str]()
+    options = f"--model tiny --slots {SLOTS} --context {CONTEXT} --keep {KEEP}".split()
+    options += ["--queue", str(max(clients, 16))]
+    server = Server(folder, port, options)
     report: dict[str, Any] = {"clients": clients, "bodies": bodies, "slow_readers": readers}
     try:
         texts = alone(server.url, clients)
@@ -312,12 +239,14 @@ def stress(folder: Path, *, clients: int, bodies: int, readers: int, seed: int) 
         report["rss_after_crowd_mib"] = server.resident()
 
         began = time.monotonic()
-        statuses = Counter[int]()
-        for half in range(2):
-            found, more = asyncio.run(ask_malformed(server.url, bodies // 2, 2 * seed + half))
+        statuses, resident = Counter[int](), list[float]()
+        for part in range(PARTS):
+            asked = ask_malformed(server.url, bodies // PARTS, PARTS * seed + part)
+            found, more = asyncio.run(asked)
             statuses += found
             faults += more
-            report[f"rss_after_bodies_{half + 1}_mib"] = server.resident()
+            resident.append(server.resident())
+        report["rss_after_bodies_mib"] = resident
         report["malformed_seconds"] = round(time.monotonic() - began, 1)
         report["malformed"] = dict(sorted(statuses.items()))
         report["oversized"] = dict(ask_too_much(server.url, 8))
@@ -340,7 +269,7 @@ def stress(folder: Path, *, clients: int, bodies: int, readers: int, seed: int) 
 
         report["killed"] = kill_while_it_streams(server)
         faults += tracebacks(server)
-        server = Server(folder, port, queue)
+        server = Server(folder, port, options)
         if alone(server.url, 4) != {i: texts[i] for i in range(0, 4, 2)}:
             faults.append("another text after the restart")
         report["exit_status"] = server.end(signal.SIGTERM)

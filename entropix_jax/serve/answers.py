@@ -39,11 +39,16 @@ class Choice:
         self.kept: str | None = None  # the id of its row, where that is kept
         self._began = False
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return self._wanted.top is not None
+
     def echo(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         """The part that repeats the prompt; `scored` are its tokens but the first, if they are
         asked for."""
         logprobs: dict[str, list[Any]] | None = None
-        if self._wanted.top is not None:
+        if self.has_logprobs:
             first = self._prompt.tokens[:1]
             text = self._tokenizer.decode(first)
             logprobs = {
@@ -77,7 +82,7 @@ class Choice:
             self.counts["forwards"] = tokens[-1].forwards - before
         text = "".join(piece.text for one in updates for piece in one.pieces)
         logprobs = None
-        if self._wanted.top is not None:
+        if self.has_logprobs:
             logprobs = {"content": self._content(tokens)} if self._chat else self._logprobs(tokens)
         own = self._own(updates, reason)
         return {

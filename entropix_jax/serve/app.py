@@ -326,7 +326,8 @@ class Api:
 async def _chunks(
     answer: Answer, echoes: Sequence[Sequence[dict[str, Any]]], run: Run, *, usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a stream; one is all that happened to a row in a chunk of steps."""
+    """The chunks of a stream; one is all that happened to a row in a chunk of steps, or a token
+    where log-probabilities are asked for: clients that show them take a chunk for a token."""
 
     def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
         return answer.frame([*choices], chunk=True) | ({"usage": None} if usage else {})
@@ -340,7 +341,9 @@ async def _chunks(
         yield chunk(part)
     async with aclosing(run.updates()) as told:
         async for number, updates in told:
-            yield chunk(answer.choices[number].part(updates))
+            choice = answer.choices[number]
+            for some in ([one] for one in updates) if choice.has_logprobs else (updates,):
+                yield chunk(choice.part(some))
     if usage:
         yield answer.frame([], chunk=True) | {"usage": answer.usage()}
 

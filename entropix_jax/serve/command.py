@@ -57,7 +57,7 @@ class Arguments:
     """Number of rows that may wait for a slot; more are refused (429)."""
     time_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
     """The time after which a request's rows end with what they have."""
-    top_logprobs: Count = 5
+    top_logprobs: Count = 10
     """Most alternatives of a token that a request may ask for, to 20: all rows pay for them."""
     keep: Count = 32768
     """Tokens of rows that requests have it keep, to go on from later, in all; 0: none are kept, and

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 MOST_CHOICES = 128
 MOST_TOP = 20  # alternatives of a token
 MOST_GIVEN = 256  # tokens with which a row goes on
+MOST_ID = 256  # characters of a row's id
 
 
 class ApiError(Exception):
@@ -71,9 +72,11 @@ class From(_Object):
 
 
 class Own(_Object):
-    """The key `entropix`. `details` are whole records of a trace, `keep` has the rows stay."""
+    """The key `entropix`. `id` names the request's one row, whose draws depend on it and on the
+    seed, `details` are whole records of a trace, `keep` has the rows stay."""
 
     sampler: str | dict[str, Any] | None = None
+    id: Annotated[str, Field(min_length=1, max_length=MOST_ID)] | None = None
     tokens: bool = False
     retractions: bool = False
     details: bool = False

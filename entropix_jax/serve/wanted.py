@@ -144,12 +144,13 @@ class Wanted:
     begun: Begun | None = None
 
     def new_rows(self) -> list[Row]:
-        """Prompt by prompt. A choice is the same wherever its prompt stands."""
+        """Prompt by prompt. A choice is the same wherever its prompt stands: its id is its number,
+        unless the request names its one row."""
         if self.begun is not None:
             return [self.begun.row]
         return [
             Row(
-                replace(self.request, prompt=prompt.tokens, row_id=str(choice)),
+                replace(self.request, prompt=prompt.tokens, row_id=self.own.id or str(choice)),
                 number=choice,
             )
             for prompt in self.prompts
@@ -173,6 +174,8 @@ def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
     own, old = body.entropix, kept.row.request
     assert own.begin is not None
     _check_best(body)
+    if own.id is not None:
+        raise ApiError("entropix.id: it does not go with entropix.from", param="entropix")
     for name, usual in (("prompt", None), ("echo", False), ("n", 1)):
         if getattr(body, name) != usual:
             raise ApiError(f"{name}: it does not go with entropix.from", param=name)
@@ -248,6 +251,8 @@ def _want(
     chat: bool = False,
 ) -> Wanted:
     _check_top(served, top, "top_logprobs" if chat else "logprobs")
+    if body.entropix.id is not None and body.rows != 1:
+        raise ApiError("entropix.id: it names one row alone", param="entropix")
     request = Request(
         (),
         served.choose_sampler(*_sampling(body)),

@@ -154,6 +154,8 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
             "messages.0.role",
         ),
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs: it needs logprobs"),
+        ("/v1/completions", {"n": 2, "entropix": {"id": "a"}}, "entropix.id: it names one row"),
+        ("/v1/completions", {"entropix": {"id": ""}}, "entropix.id: String should have at least"),
         ("/v1/chat/completions", {"logprobs": 2}, "logprobs: "),
         ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens: it must be at least 1"),
         (

@@ -242,6 +242,20 @@ def test_seeds(client: openai.OpenAI) -> None:
     assert again.text == first.text
 
 
+def test_a_row_is_the_record_of_its_id(client: openai.OpenAI, tiny: LanguageModel) -> None:
+    """With its seed: a file of records is asked for again, one by one."""
+    texts = set()
+    for name in ("7", "a name"):
+        own = {"entropix": {"id": name, "sampler": "temperature", "tokens": True}}
+        choice = complete(client, seed=3, max_tokens=12, extra_body=own).choices[0]
+        specs = [Spec(encode_prompt(tiny, "Guests:", chat=False), name, 12)]
+        (row,) = map(Row, requests(tiny, specs, "temperature", seed=3))
+        assert [*make_engine(tiny).run([row])]
+        check_same(choice, row)
+        texts.add(choice.text)
+    assert len(texts) == 2
+
+
 def test_stops(client: openai.OpenAI, tiny: LanguageModel) -> None:
     (row,) = generate(tiny, "Guests:", "greedy", max_new_tokens=20, stop=[", L", "!"])
     answer = complete(client, temperature=0, max_tokens=20, stop=[", L", "!"], extra_body=TOKENS)

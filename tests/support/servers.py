@@ -25,7 +25,7 @@ from entropix_jax.serve.warm_up import warm_up
 from entropix_jax.serve.worker import Worker
 from tests.support.waiting import PATIENCE
 
-SLOTS, QUEUE, CONTEXT, TOP = 4, 12, 256, 5
+SLOTS, QUEUE, CONTEXT, TOP = 4, 12, 256, 10
 
 
 @dataclass

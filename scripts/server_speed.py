@@ -1,0 +1,222 @@
+"""What the server costs: its throughput beside `batch`'s own, and the wait for a first token.
+
+    python scripts/server_speed.py                                  some minutes, with smollm2
+    python scripts/server_speed.py --model tiny --rounds 1          a minute
+    python scripts/server_speed.py --server "--keep 0"              a server that keeps no rows
+
+Starts `serve` in a process of its own, over loopback, and ends it. 50 prompts are answered by
+`batch`, in this process, and by the server, whose clients are those of the `openai` package: they
+stream side by side, each its next prompt when one has ended. The two take turns, after a round that
+warms them up. Prints a line of JSON: tokens a second of each, medians of ratios, milliseconds to a
+first token where nothing else runs, and `faults`, prompts whose tokens differ. The exit status is 1
+if there are any.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import openai
+from serving import KEY, Server, free_port
+
+from entropix_jax.batch.records import Record
+from entropix_jax.batch.run import BatchRun, Defaults
+from entropix_jax.cli.options import EXIT_OK
+from entropix_jax.engine.results import Row
+from entropix_jax.host.compile_cache import use_compilation_cache
+from entropix_jax.model.loading import load
+from entropix_jax.sampler.presets import load_sampler
+
+TOPICS = (
+    *("a lighthouse", "the rain", "an old clock", "two brothers", "a long walk", "a broken bridge"),
+    *("a bakery at night", "the first snow", "a lost letter", "a small garden"),
+)
+ASKS = (
+    *("Write a short story about {}.", "Write four lines of a poem about {}."),
+    *("List three facts about {}.", "Explain to a child what is special about {}."),
+    "What would you ask someone who knows all about {}?",
+)
+PROMPTS = [ask.format(topic) for topic in TOPICS for ask in ASKS]
+FIRST_TOKENS = 15  # times that each is asked for one
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says."""
+
+    model: str
+    dtype: str | None
+    sampler: str
+    clients: int
+    tokens: int
+    rounds: int
+    server: str
+
+
+class Batch:
+    """The prompts in this process."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._run = BatchRun(
+            load(asked.model, asked.dtype),
+            Defaults(load_sampler(asked.sampler)),
+            slots=asked.clients,
+            capacity=CONTEXT,
+        )
+        self._tokens = asked.tokens
+
+    def records(self, prompts: Sequence[str]) -> Iterator[Record]:
+        """A record for each, whose seed is its number."""
+        for number, prompt in enumerate(prompts):
+            talk = [{"role": "user", "content": prompt}]
+            limit = self._tokens
+            yield Record(number, str(number), "", messages=talk, max_new_tokens=limit, seed=number)
+
+    def answer(self) -> tuple[float, dict[int, list[int]]]:
+        """Seconds, and the tokens of each prompt."""
+        found: dict[int, list[int]] = {}
+
+        def keep(record: Any, result: Any) -> None:
+            found[int(record.id)] = result["token_ids"]
+
+        began = time.perf_counter()
+        self._run.run(self.records(PROMPTS), keep)
+        return time.perf_counter() - began, found
+
+    def first_token(self) -> float:
+        """Seconds of the engine to the first token of a row that has all slots to itself."""
+        row = Row(self._run._request(next(self.records(PROMPTS))))
+        began, events = time.perf_counter(), self._run.engine.run([row])
+        next(event for event in events if event.token is not None)
+        seconds = time.perf_counter() - began
+        for _ in events:
+            pass
+        return seconds
+
+
+class Clients:
+    """The same prompts, asked of a server."""
+
+    def __init__(self, asked: Asked, url: str) -> None:
+        self._asked = asked
+        self._url = f"{url}/v1"
+
+    async def _stream(self, client: openai.AsyncOpenAI, number: int) -> tuple[float, list[int]]:
+        """Seconds to the first token, and all of them."""
+        began, first, tokens = time.perf_counter(), 0.0, list[int]()
+        parts = await client.chat.completions.create(
+            model=self._asked.model,
+            messages=[{"role": "user", "content": PROMPTS[number]}],
+            max_completion_tokens=self._asked.tokens,
+            seed=number,
+            stream=True,
+            extra_body={"entropix": {"tokens": True, "id": str(number)}},
+        )
+        async for part in parts:
+            own: Any = getattr(part.choices[0], "entropix", {})
+            for token in own.get("tokens", ()):
+                first = first or time.perf_counter() - began
+                tokens.append(token["token_id"])
+        return first, tokens
+
+    async def _all(self) -> dict[int, list[int]]:
+        waiting, found = iter(range(len(PROMPTS))), dict[int, list[int]]()
+        async with self._client() as client:
+
+            async def ask() -> None:
+                for number in waiting:
+                    _, found[number] = await self._stream(client, number)
+
+            await asyncio.gather(*(ask() for _ in range(self._asked.clients)))
+        return found
+
+    def _client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self._url, api_key=KEY, max_retries=0)
+
+    def answer(self) -> tuple[float, dict[int, list[int]]]:
+        """See `Batch`."""
+        began = time.perf_counter()
+        found = asyncio.run(self._all())
+        return time.perf_counter() - began, found
+
+    def first_token(self) -> float:
+        """Seconds to the first token of a stream, its connection included."""
+
+        async def ask() -> float:
+            async with self._client() as client:
+                seconds, _ = await self._stream(client, 0)
+            return seconds
+
+        return asyncio.run(ask())
+
+
+def compare(asked: Asked, batch: Batch, clients: Clients) -> dict[str, Any]:
+    """What was measured, and `faults`."""
+    speeds: dict[str, list[float]] = {"batch": [], "server": []}
+    firsts: dict[str, list[float]] = {"batch": [], "server": []}
+    faults: list[str] = []
+    for turn in range(1 + asked.rounds):
+        texts = {}
+        for name, contestant in (("batch", batch), ("server", clients)):
+            seconds, texts[name] = contestant.answer()
+            if turn:
+                total = sum(map(len, texts[name].values()))
+                speeds[name].append(round(total / seconds, 1))
+        differ = [n for n in range(len(PROMPTS)) if texts["batch"][n] != texts["server"].get(n)]
+        faults += [f"round {turn}: prompt {number} has other tokens" for number in differ]
+    for turn in range(1 + FIRST_TOKENS):
+        for name, contestant in (("batch", batch), ("server", clients)):
+            seconds = contestant.first_token()
+            firsts[name] += [1e3 * seconds] if turn else []
+    ratios = [a / b for a, b in zip(speeds["server"], speeds["batch"], strict=True)]
+    waits = [a - b for a, b in zip(firsts["server"], firsts["batch"], strict=True)]
+    return {
+        **vars(asked),
+        "tokens_per_second": speeds,
+        "server_of_batch": round(statistics.median(ratios), 3),
+        "first_token_ms": {k: round(statistics.median(v), 1) for k, v in firsts.items()},
+        "server_later_ms": round(statistics.median(waits), 1),
+        "prompts_compared": (1 + asked.rounds) * len(PROMPTS),
+        "faults": faults,
+    }
+
+
+def main() -> int:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", help="the type of the weights (default: the checkpoint's)")
+    parser.add_argument("--sampler", default="entropix")
+    parser.add_argument("--clients", type=int, default=16, help="and slots")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--rounds", type=int, default=3, help="after the first, which is not timed")
+    parser.add_argument("--server", default="", help="more options of serve, in one word")
+    asked = Asked(**vars(parser.parse_args()))
+    use_compilation_cache()
+    options = ["--model", asked.model, "--slots", str(asked.clients), "--context", str(CONTEXT)]
+    options += ["--sampler", asked.sampler, *asked.server.split()]
+    options += [] if asked.dtype is None else ["--dtype", asked.dtype]
+    with TemporaryDirectory(prefix="entropix-jax-") as folder:
+        server = Server(Path(folder), free_port(), options)
+        try:
+            found = compare(asked, Batch(asked), Clients(asked, server.url))
+        finally:
+            server.end(signal.SIGTERM)
+    print(json.dumps(found, indent=2))
+    return 1 if found["faults"] else EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
