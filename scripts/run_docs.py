@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMAND = re.compile(r"(scripts/|\.ci/|\.venv/bin/|printf |for )")
 # Commands that take minutes, or a lot of memory.
 LONG = re.compile(
-    r"scripts/(test|bench|parity|precision|train_tiny|demo|whole_texts)|\.ci/run"
+    r"scripts/(test|bench|devices|parity|precision|train_tiny|demo|whole_texts)|\.ci/run"
     r"|entropix_jax\.(ablate|evaluate)|--self-tokens 32000|calibrate --model smollm2"
 )
 

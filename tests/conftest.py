@@ -36,7 +36,7 @@ REQUIRE_ALL = bool(os.environ.get("ENTROPIX_REQUIRE_ALL"))
 SHARED_DATA = os.environ.get("ENTROPIX_SHARED_DATA", "")
 TASK_DATA = os.environ.get("ENTROPIX_DATA", "")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SLOW_SECONDS = 1200  # limit of a slow test; pyproject.toml has that of the others
+SLOW_SECONDS = 1200  # limit of a test that takes minutes; pyproject.toml has that of the others
 BROWSER = os.environ.get("ENTROPIX_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), "")
 NO_BROWSER = f"no browser: none of {', '.join(BROWSERS)} is there, ENTROPIX_BROWSER names none"
 
@@ -99,15 +99,17 @@ def _compiled_programs_stay_there() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by their fixtures. Leaves out slow tests unless they are asked for. A complete
-    run leaves out those that have no data to read, or no browser to open."""
+    """Marks tests by their fixtures. Leaves out slow tests, and those that compile for devices,
+    unless they are asked for. A complete run leaves out those that have no data to read, or no
+    browser to open."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKER_OF_FIXTURE:
                 item.add_marker(MARKER_OF_FIXTURE[fixture])
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") or item.get_closest_marker("devices"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     absent = {
+        "devices": "devices" not in config.getoption("markexpr"),
         "slow": not (config.getoption("all") or "slow" in config.getoption("markexpr")),
         "shared_data": REQUIRE_ALL and not SHARED_DATA,
         "task_data": REQUIRE_ALL and not TASK_DATA,

@@ -1,0 +1,71 @@
+"""What the compilers for an H100 and a TPU v5e make of a step and of reading a prompt.
+
+Nothing runs. The bounds are what is true now, of the versions of JAX that the extras `devices-cuda`
+and `devices-tpu` pin: a change that lowers a figure lowers its bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import devices
+import pytest
+from device_program import DECODE, H100, PREFILL, V5E, Wanted
+
+pytestmark = pytest.mark.devices
+
+# A version of a package that comes with the compiler may move figures a little.
+SLACK = 1.02
+
+
+@dataclass(frozen=True)
+class Most:
+    """Upper bounds."""
+
+    temporary: float  # GB beside the arguments
+    moved: float  # GB read and written, see `device_reading.Figures`
+    copies: int  # of a whole array of the cache, or of a weight, in a step
+    kernels: int
+    sorts: int = 0  # of the vocabulary
+    call_copies: int = 0  # once in each call
+    syncs: int = 0
+    branch_syncs: int = 0
+    cycles: float = 0  # millions, of a TPU
+    collectives: int = 0
+
+
+MOST: dict[Wanted, Most] = {}
+
+
+def check(figures: dict[str, Any], most: Most) -> list[str]:
+    """What is above its bound, each with what there is."""
+    copies, call_copies = figures["copies"], figures["call_copies"]
+    found = {
+        "temporary": (figures["temporary_bytes"] / 1e9, most.temporary * SLACK),
+        "moved": (figures["bytes_moved"] / 1e9, most.moved * SLACK),
+        "kernels": (figures["kernels"], most.kernels * SLACK),
+        "cycles": (figures["cycles"] / 1e6, most.cycles * SLACK),
+        "copies": (sum(copies.values()), most.copies),
+        "call_copies": (sum(call_copies.values()), most.call_copies),
+        "sorts": (figures["sorts"], most.sorts),
+        "syncs": (figures["syncs"], most.syncs),
+        "branch_syncs": (figures["branch_syncs"], most.branch_syncs),
+        "collectives": (sum(figures["collectives"].values()), most.collectives),
+    }
+    details = {"copies": copies, "call_copies": call_copies, "collectives": figures["collectives"]}
+    return [
+        f"{name}: {number:.6g}, at most {bound:.6g} {details.get(name, '')}".rstrip()
+        for name, (number, bound) in found.items()
+        if number > bound
+    ]
+
+
+@pytest.mark.parametrize(
+    "wanted", MOST, ids=lambda wanted: f"{wanted.device} {wanted.program} {wanted.shape}"
+)
+def test_no_figure_rises(wanted: Wanted) -> None:
+    if devices.python_for(wanted.device) is None:
+        pytest.skip(devices.missing(wanted.device))
+    figures = devices.measured(wanted)
+    assert check(figures, MOST[wanted]) == [], figures

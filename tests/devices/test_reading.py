@@ -1,0 +1,151 @@
+"""What is read off a compiled program, on programs small enough to read by hand."""
+
+from __future__ import annotations
+
+from device_reading import Array, read_program
+
+# A loop of three kernels: one copies an array, one writes a slot of it in place, one sorts. A
+# conditional copies once more, in one of its branches.
+GPU = """\
+HloModule jit_decode, is_scheduled=true
+
+%fused_masked (p.0: bf16[4,8], p.1: pred[4,8]) -> bf16[4,8] {
+  %p.0 = bf16[4,8]{1,0} parameter(0)
+  %p.1 = pred[4,8]{1,0} parameter(1)
+  ROOT %select.1 = bf16[4,8]{1,0} select(%p.1, %p.0, %p.0)
+}
+
+%fused_written (p.2: bf16[4,8], p.3: bf16[1,8], p.4: s32[]) -> bf16[4,8] {
+  %p.2 = bf16[4,8]{1,0} parameter(0)
+  %p.3 = bf16[1,8]{1,0} parameter(1)
+  %p.4 = s32[] parameter(2)
+  ROOT %put.1 = bf16[4,8]{1,0} dynamic-update-slice(%p.2, %p.3, %p.4, %p.4)
+}
+
+%fused_sorted (p.5: f32[16]) -> f32[16] {
+  %p.5 = f32[16]{0} parameter(0)
+  ROOT %sort.1 = f32[16]{0} sort(%p.5), dimensions={0}, to_apply=%less
+}
+
+%fused_taken (p.6: bf16[4,8], p.7: s32[]) -> bf16[1,8] {
+  %p.6 = bf16[4,8]{1,0} parameter(0)
+  %p.7 = s32[] parameter(1)
+  ROOT %slice.1 = bf16[1,8]{1,0} dynamic-slice(%p.6, %p.7, %p.7), dynamic_slice_sizes={1,8}
+}
+
+%less (a: f32[], b: f32[]) -> pred[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %lt = pred[] compare(%a, %b), direction=LT
+}
+
+%no (n: bf16[4,8]) -> bf16[4,8] {
+  ROOT %n = bf16[4,8]{1,0} parameter(0)
+}
+
+%yes (y: bf16[4,8]) -> bf16[4,8] {
+  %y = bf16[4,8]{1,0} parameter(0)
+  ROOT %copy.1 = bf16[4,8]{1,0} copy(%y)
+}
+
+%body (s: (s32[], bf16[4,8], pred[4,8], f32[16])) -> (s32[], bf16[4,8], pred[4,8], f32[16]) {
+  %s = (s32[], bf16[4,8]{1,0}, pred[4,8]{1,0}, f32[16]{0}) parameter(0)
+  %at = s32[] get-tuple-element(%s), index=0
+  %keys = bf16[4,8]{1,0} get-tuple-element(%s), index=1
+  %mask = pred[4,8]{1,0} get-tuple-element(%s), index=2
+  %logits = f32[16]{0} get-tuple-element(%s), index=3
+  %taken = bf16[1,8]{1,0} fusion(%keys, %at), kind=kLoop, calls=%fused_taken
+  %masked = bf16[4,8]{1,0} fusion(%keys, %mask), kind=kLoop, calls=%fused_masked, \
+metadata={op_name="jit(decode)/while/body/jit(decode_step)/layer_3/select_n"}
+  %written = bf16[4,8]{1,0} fusion(%masked, %taken, %at), kind=kLoop, calls=%fused_written
+  %sorted = f32[16]{0} fusion(%logits), kind=kCustom, calls=%fused_sorted
+  %either = bf16[4,8]{1,0} conditional(%at, %written, %written), branch_computations={%no, %yes}
+  ROOT %next = (s32[], bf16[4,8]{1,0}, pred[4,8]{1,0}, f32[16]{0}) \
+tuple(%at, %either, %mask, %sorted)
+}
+
+%more (m: (s32[], bf16[4,8], pred[4,8], f32[16])) -> pred[] {
+  %m = (s32[], bf16[4,8]{1,0}, pred[4,8]{1,0}, f32[16]{0}) parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+
+ENTRY %main (i: s32[], k: bf16[4,8], v: pred[4,8], l: f32[16]) -> bf16[4,8] {
+  %i = s32[] parameter(0)
+  %k = bf16[4,8]{1,0} parameter(1)
+  %v = pred[4,8]{1,0} parameter(2)
+  %l = f32[16]{0} parameter(3)
+  %before = bf16[4,8]{1,0} copy(%k)
+  %start = (s32[], bf16[4,8]{1,0}, pred[4,8]{1,0}, f32[16]{0}) tuple(%i, %before, %v, %l)
+  %loop = (s32[], bf16[4,8]{1,0}, pred[4,8]{1,0}, f32[16]{0}) while(%start), condition=%more, \
+body=%body
+  ROOT %out = bf16[4,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+SEQUENCE = """\
+000: kCopy [source | sink] kCopy
+001: kWhile [prev=000 (1) | sink]
+condition:
+    002: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | sink]
+        003: kCustomKernel [source | sink] loop_select_fusion grid: [1, 1, 1]
+        004: kConditional [source | sink]
+          false_branch:
+            005: kCopy [source | sink] kCopy
+        006: kCustomKernel [source | sink] sort_1 grid: [1, 1, 1]
+    007: kConditional [source | sink]
+      false_branch:
+        No thunks.      true_branch:
+        008: kConditional [source | sink]
+          true_branch:
+            009: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1]
+010: kCustomKernel [source | sink] loop_add_fusion_2 grid: [1, 1, 1]
+"""
+# Of a TPU: a prefetch into near memory, a write back, a top-k, and two exchanges.
+TPU = """\
+HloModule jit_prefill, is_scheduled=true
+
+ENTRY %main (w: bf16[8,16], l: f32[64]) -> bf16[8,16] {
+  %w = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
+  %l = f32[64]{0:T(128)} parameter(1)
+  %fetch = (bf16[8,16]{1,0:T(8,128)(2,1)S(1)}, bf16[8,16]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) \
+copy-start(%w)
+  %near = bf16[8,16]{1,0:T(8,128)(2,1)S(1)} copy-done(%fetch)
+  %all = bf16[8,16]{1,0:T(8,128)(2,1)S(1)} all-reduce(%near), replica_groups={{0,1}}
+  %back = (bf16[8,16]{1,0:T(8,128)(2,1)}, bf16[8,16]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) \
+copy-start(%all)
+  %gathered = (f32[32]{0:T(128)}, f32[64]{0:T(128)}) all-gather-start(%l), dimensions={0}
+  %first = (f32[4]{0:T(128)}, s32[4]{0:T(128)}) custom-call(%l), custom_call_target="TopK", \
+backend_config={"estimated_cycles":"250"}
+  ROOT %out = bf16[8,16]{1,0:T(8,128)(2,1)} copy-done(%back)
+}
+"""
+
+
+def is_large(array: Array) -> bool:
+    return array.dtype == "bf16" and array.size >= 32
+
+
+def test_a_step_of_a_gpu() -> None:
+    """What is sliced counts as the slice, what is written in place as what is put there; branches
+    count apart, and a loop or conditional outside of a graph has the host wait."""
+    figures = read_program(GPU, SEQUENCE, in_loop=True, large=is_large, vocab=16)
+    whole, one, mask, logits = 64, 16, 32, 64
+    moved = (one + one) + (whole + mask + whole) + (one + one + 4) + (logits + logits)
+    assert figures.bytes_moved - moved == 4  # the slice's index
+    assert figures.copies == {"fusion bf16[4,8] layer/select_n": 1}
+    assert figures.copied_bytes == whole
+    assert figures.call_copies == {"copy bf16[4,8]": 1}
+    assert (figures.sorts, figures.top_ks) == (1, 0)
+    assert (figures.kernels, figures.sort_kernels, figures.graphs) == (3, 1, 1)
+    assert (figures.syncs, figures.branch_kernels, figures.branch_syncs) == (2, 2, 1)
+
+
+def test_a_program_of_a_tpu() -> None:
+    """What is fetched into near memory is read, not copied; what is written back is."""
+    figures = read_program(TPU, None, in_loop=False, large=is_large, vocab=64)
+    assert figures.copies == {"copy-start bf16[8,16]": 1}
+    assert (figures.sorts, figures.top_ks) == (0, 1)
+    assert figures.collectives == {"all-reduce": 1, "all-gather": 1}
+    assert figures.collective_bytes == 256 + 256
+    assert figures.cycles == 250
