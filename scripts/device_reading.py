@@ -21,6 +21,7 @@ _CALLED = re.compile(
     r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%([\w.\-]+)"
     r"|branch_computations=\{([^}]*)\}"
 )
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 COLLECTIVES = (
     "all-gather all-reduce all-to-all reduce-scatter collective-permute collective-broadcast"
 ).split()
@@ -100,6 +101,7 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
+    places: dict[str, str]  # file and function of each stack frame, by its number
 
     @classmethod
     def parse(cls, text: str) -> "Module":
@@ -112,7 +114,20 @@ class Module:
                 entry = head[2] if head[1] else entry
             elif (instruction := _instruction(line)) is not None:
                 current[instruction.name] = instruction
-        return cls(computations, entry)
+        return cls(computations, entry, _places(text[: text.find("\n%")]))
+
+    def place(self, instruction: Instruction) -> str:
+        """The file and the function that an instruction comes from; of a fusion that does not say,
+        those of what it holds."""
+        named = [instruction]
+        if instruction.operation == "fusion":
+            named += reversed(self.computations[instruction.called[0]].values())
+        for one in named:
+            found = re.search(r"stack_frame_id=(\d+)", one.rest)
+            if found and found[1] in self.places:
+                return self.places[found[1]]
+        is_transfer = instruction.operation.endswith("-start")
+        return "transfers" if is_transfer else instruction.operation
 
     def all(self) -> list[Placed]:
         """What stands in the module."""
@@ -200,6 +215,31 @@ class Module:
         if one is not placed.instruction:
             within = self._inner(placed.instruction, within)
         return [a for name in one.operands if name in within for a in within[name].arrays]
+
+
+def _places(head: str) -> dict[str, str]:
+    """The tables at the beginning of a module: frames to locations to files and functions."""
+    names = re.compile(r'^(\d+) "(.*)"$', re.M)
+    at = [head.find(f"\n{title}\n") for title in _TABLES]
+    if min(at) < 0:
+        return {}
+    files, functions, locations, frames = (
+        head[start:end] for start, end in zip(at, [*at[1:], len(head)], strict=True)
+    )
+    file_of, function_of = dict(names.findall(files)), dict(names.findall(functions))
+    location_of = {
+        number: f"{_short(file_of[file])} {function_of[function].rpartition('.')[2]}"
+        for number, file, function in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+)", locations, re.M
+        )
+    }
+    found = re.findall(r"^(\d+) \{file_location_id=(\d+)", frames, re.M)
+    return {frame: location_of[location] for frame, location in found}
+
+
+def _short(path: str) -> str:
+    """The path within the package; else the name."""
+    return path.partition("/entropix_jax/")[2] or path.rpartition("/")[2]
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -415,6 +455,8 @@ class Figures:
     branch of a conditional or in an inner loop is left out of all but `sorts` and `top_ks`."""
 
     bytes_moved: int  # read and written in main memory, without padding
+    # By file and function: those bytes, `kernels` without a GPU's copies and sorts, and `cycles`.
+    by_place: dict[str, tuple[int, int, int]]
     copies: dict[str, int]  # of whole arrays of the cache or of weights, by what makes them
     copied_bytes: int  # written by those
     call_copies: dict[str, int]  # the same before and after the loop, once in each call
@@ -447,7 +489,9 @@ def read_program(
     module = Module.parse(text)
     copies: Counter[str] = Counter()
     collectives: Counter[str] = Counter()
-    moved, copied, received, sorts, top_ks, kernels, cycles = 0, 0, 0, 0, 0, 0, 0
+    by_place: dict[str, tuple[int, int, int]] = {}
+    on_gpu = sequence is not None
+    copied, received, sorts, top_ks = 0, 0, 0, 0
     for placed in module.step() if in_loop else module.all():
         instruction = placed.instruction
         for one in module.with_inner(placed):
@@ -457,28 +501,32 @@ def read_program(
             top_ks += wide and "topk" in target
         if placed.in_branch or placed.in_loop:
             continue
-        moved += module.moved_bytes(placed)
         operation = instruction.operation
-        is_work = operation not in FREE and operation not in CALLS
-        ends = operation.endswith(("-done", "-update"))
-        kernels += is_work and not ends and max(a.size for a in instruction.arrays) > 1
+        is_work = operation not in (*FREE, *CALLS) and not operation.endswith(("-done", "-update"))
+        is_kernel = is_work and (on_gpu or max(array.size for array in instruction.arrays) > 1)
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
-        cycles += int(estimate[1]) if estimate else 0
+        cost = module.moved_bytes(placed), int(is_kernel), int(estimate[1]) if estimate else 0
+        if any(cost):
+            place = module.place(instruction)
+            before = by_place.get(place, (0, 0, 0))
+            by_place[place] = before[0] + cost[0], before[1] + cost[1], before[2] + cost[2]
         made = _copies(module, placed, large)
         copied += sum(array.nbytes for array in made)
-        copies.update(_named(instruction, array) for array in made)
+        copies.update(f"{array} {module.place(instruction)}" for array in made)
         kind = operation.removesuffix("-start")
         if kind in COLLECTIVES:
             collectives[kind] += 1
             received += instruction.arrays[-1].nbytes
     outside = module.outside() if in_loop else []
+    moved, kernels, cycles = map(sum, zip(*by_place.values(), strict=True))
     figures = Figures(
         bytes_moved=moved,
+        by_place=dict(sorted(by_place.items(), key=lambda item: item[1], reverse=True)),
         copies=dict(copies),
         copied_bytes=copied,
         call_copies=dict(
             Counter(
-                _named(placed.instruction, array)
+                f"{array} {module.place(placed.instruction)}"
                 for placed in outside
                 for array in _copies(module, placed, large)
             )
@@ -502,17 +550,6 @@ def _copies(module: Module, placed: Placed, large: Callable[[Array], bool]) -> l
     return [array for array in module.makes_anew(placed) if large(array)]
 
 
-def _named(instruction: Instruction, array: Array) -> str:
-    return f"{instruction.operation} {array} {_without_layer(instruction.source)}".strip()
-
-
 def _custom_target(instruction: Instruction) -> str:
     found = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
     return found[1].lower() if found else ""
-
-
-def _without_layer(source: str) -> str:
-    """The same for all layers, without what all have."""
-    source = re.sub(r"layer_\d+", "layer", source)
-    source = re.sub(r"\[\d+\]", "", source)
-    return source.removeprefix("jit(decode)/while/body/jit(decode_step)/")

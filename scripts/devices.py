@@ -126,6 +126,20 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def places_of(rows: Sequence[dict[str, Any]], number: int) -> Table:
+    """What moves most in each program, by file and function."""
+    table = Table(
+        "device", "program", "rows x context", "file, function", "MB", "kernels", "M cycles"
+    )
+    for row in rows:
+        for place, (moved, kernels, cycles) in [*row["by_place"].items()][:number]:
+            shape = f"{row['batch']} x {row['context']}"
+            name = row["device"], row["program"], shape, place
+            table.add_row(*name, f"{moved / 1e6:.0f}", str(kernels), f"{cycles / 1e6:.2f}")
+        table.add_section()
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -144,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt read at once")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--keep", type=Path, help="a folder for what XLA dumps of each program")
+    parser.add_argument("--places", type=int, default=0, help="so many of the costliest functions")
     args = parser.parse_args(argv)
     console = Console(width=150)
     absent = [missing(device) for device in args.devices if python_for(device) is None]
@@ -167,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     console.print(table_of(rows))
+    if args.places:
+        console.print(places_of(rows, args.places))
     return 0
 
 

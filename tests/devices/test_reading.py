@@ -9,6 +9,19 @@ from device_reading import Array, read_program
 GPU = """\
 HloModule jit_decode, is_scheduled=true
 
+FileNames
+1 "/home/entropix_jax/model/attention.py"
+
+FunctionNames
+1 "attend.<locals>.masked"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=81 end_line=81 column=17 end_column=72}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
 %fused_masked (p.0: bf16[4,8], p.1: pred[4,8]) -> bf16[4,8] {
   %p.0 = bf16[4,8]{1,0} parameter(0)
   %p.1 = pred[4,8]{1,0} parameter(1)
@@ -56,7 +69,7 @@ HloModule jit_decode, is_scheduled=true
   %logits = f32[16]{0} get-tuple-element(%s), index=3
   %taken = bf16[1,8]{1,0} fusion(%keys, %at), kind=kLoop, calls=%fused_taken
   %masked = bf16[4,8]{1,0} fusion(%keys, %mask), kind=kLoop, calls=%fused_masked, \
-metadata={op_name="jit(decode)/while/body/jit(decode_step)/layer_3/select_n"}
+metadata={op_name="jit(decode)/while/body/select_n" stack_frame_id=1}
   %written = bf16[4,8]{1,0} fusion(%masked, %taken, %at), kind=kLoop, calls=%fused_written
   %sorted = f32[16]{0} fusion(%logits), kind=kCustom, calls=%fused_sorted
   %either = bf16[4,8]{1,0} conditional(%at, %written, %written), branch_computations={%no, %yes}
@@ -133,9 +146,10 @@ def test_a_step_of_a_gpu() -> None:
     whole, one, mask, logits = 64, 16, 32, 64
     moved = (one + one) + (whole + mask + whole) + (one + one + 4) + (logits + logits)
     assert figures.bytes_moved - moved == 4  # the slice's index
-    assert figures.copies == {"fusion bf16[4,8] layer/select_n": 1}
+    assert figures.copies == {"bf16[4,8] model/attention.py masked": 1}
+    assert figures.by_place["model/attention.py masked"] == (whole + mask + whole, 1, 0)
     assert figures.copied_bytes == whole
-    assert figures.call_copies == {"copy bf16[4,8]": 1}
+    assert figures.call_copies == {"bf16[4,8] copy": 1}
     assert (figures.sorts, figures.top_ks) == (1, 0)
     assert (figures.kernels, figures.sort_kernels, figures.graphs) == (3, 1, 1)
     assert (figures.syncs, figures.branch_kernels, figures.branch_syncs) == (2, 2, 1)
@@ -144,8 +158,9 @@ def test_a_step_of_a_gpu() -> None:
 def test_a_program_of_a_tpu() -> None:
     """What is fetched into near memory is read, not copied; what is written back is."""
     figures = read_program(TPU, None, in_loop=False, large=is_large, vocab=64)
-    assert figures.copies == {"copy-start bf16[8,16]": 1}
+    assert figures.copies == {"bf16[8,16] transfers": 1}
     assert (figures.sorts, figures.top_ks) == (0, 1)
     assert figures.collectives == {"all-reduce": 1, "all-gather": 1}
     assert figures.collective_bytes == 256 + 256
     assert figures.cycles == 250
+    assert figures.by_place["custom-call"] == (256 + 16 + 16, 1, 250)
