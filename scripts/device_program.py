@@ -233,20 +233,22 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
 
 
 def large_arrays(wanted: Wanted, params: Any, state: Any) -> Callable[[Array], bool]:
-    """Whether an array of a device is a layer's keys or values, or a matrix, in any order."""
+    """Whether an array of a device is a layer's keys or values, with or without those of lanes, or
+    a matrix, in any order."""
     import jax
 
     def of_device(x: Any) -> tuple[int, ...]:
         shape: tuple[int, ...] = x.sharding.shard_shape(x.shape)
         return shape
 
-    keys = of_device(state.cache.keys[0])
+    rows, *keys = of_device(state.cache.keys[0])
+    sizes = [number * math.prod(keys) for number in (rows, rows - state.lanes)]
     matrices = [sorted(of_device(x)) for x in jax.tree.leaves(params) if x.ndim == 2]
     if wanted.program == PREFILL:  # whose activations have the shapes of matrices
         matrices = []
 
     def is_large(array: Array) -> bool:
-        is_cache = array.size == math.prod(keys) and {*keys[2:]} <= {*array.shape}
+        is_cache = array.size in sizes and {*keys[1:]} <= {*array.shape}
         is_matrix = sorted(size for size in array.shape if size > 1) in matrices
         return array.dtype == "bf16" and (is_cache or is_matrix)
 

@@ -134,19 +134,16 @@ class Module:
         return [*self._walk(self.entry)]
 
     def step(self) -> list[Placed]:
-        """What stands in the body of the module's loop."""
+        """What stands in the module's loop, its condition included."""
         entry = self.computations[self.entry].values()
         loops = [instruction for instruction in entry if instruction.operation == "while"]
         # The longest: a compiler may put short ones before and after it.
-        bodies = [called for loop in loops for called in loop.called]
-        return [*self._walk(max(bodies, key=self._length))]
+        passes = [[one for name in loop.called for one in self._walk(name)] for loop in loops]
+        return max(passes, key=len)
 
     def outside(self) -> list[Placed]:
         """What stands before and after loops."""
         return [placed for placed in self._walk(self.entry) if not placed.in_loop]
-
-    def _length(self, name: str) -> int:
-        return sum(1 for _ in self._walk(name))
 
     def _walk(self, name: str, in_branch: bool = False, in_loop: bool = False) -> Iterator[Placed]:
         within = self.computations[name]
@@ -327,7 +324,8 @@ def _outputs(inner: Computation, arrays: Sequence[Array]) -> list[tuple[Array, I
         return [root] * len(root.arrays)
 
     root = next(one for one in inner.values() if one.is_root)
-    return [*zip(arrays, of(root), strict=True)]
+    roots = of(root)
+    return [*zip(arrays, roots if len(roots) == len(arrays) else [root] * len(arrays), strict=True)]
 
 
 def _unwrapped(inner: Computation, root: Instruction) -> Instruction:
@@ -488,10 +486,10 @@ def read_program(
     """
     module = Module.parse(text)
     copies: Counter[str] = Counter()
-    collectives: Counter[str] = Counter()
+    exchanged: dict[str, tuple[str, Array]] = {}
     by_place: dict[str, tuple[int, int, int]] = {}
     on_gpu = sequence is not None
-    copied, received, sorts, top_ks = 0, 0, 0, 0
+    copied, sorts, top_ks = 0, 0, 0
     for placed in module.step() if in_loop else module.all():
         instruction = placed.instruction
         for one in module.with_inner(placed):
@@ -513,10 +511,13 @@ def read_program(
         made = _copies(module, placed, large)
         copied += sum(array.nbytes for array in made)
         copies.update(f"{array} {module.place(instruction)}" for array in made)
-        kind = operation.removesuffix("-start")
-        if kind in COLLECTIVES:
-            collectives[kind] += 1
-            received += instruction.arrays[-1].nbytes
+        for one in module.with_inner(placed):
+            kind = one.operation.removesuffix("-start")
+            if kind in COLLECTIVES:
+                # One that other work overlaps with stands in several fusions.
+                channel = re.search(r"channel_id=\d+", one.rest)
+                key = channel[0] if channel and one is not instruction else one.name
+                exchanged[key] = kind, one.arrays[-1]
     outside = module.outside() if in_loop else []
     moved, kernels, cycles = map(sum, zip(*by_place.values(), strict=True))
     figures = Figures(
@@ -533,8 +534,8 @@ def read_program(
         ),
         sorts=sorts,
         top_ks=top_ks,
-        collectives=dict(collectives),
-        collective_bytes=received,
+        collectives=dict(Counter(kind for kind, _ in exchanged.values())),
+        collective_bytes=sum(array.nbytes for _, array in exchanged.values()),
         kernels=kernels,
         cycles=cycles,
     )

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -100,42 +100,44 @@ def programs(args: argparse.Namespace) -> Iterator[Wanted]:
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """All figures."""
     heads = (
-        "device", "program", "rows x context", "compile", "arguments", "temporary", "moved",
-        "kernels", "syncs", "copies", "in a call", "sorts", "exchanges", "M cycles",
+        "device", "program", "shape", "compile", "arguments", "temporary", "moved", "kernels",
+        "waits", "copies", "sorts", "exchanges", "M cycles",
     )  # fmt: skip
-    title = "compiled, not run; of decode: in a step, GB, without branches and inner loops"
+    title = "GB; of decode: in a step, + in a call, without branches and inner loops"
     table = Table(*heads, title=title)
     for row in rows:
         on_gpu = PLATFORM[row["device"]] == "cuda"
-        mesh = "" if row["mesh"] is None else f", {row['mesh']}"
+        copies, in_call = (sum(row[name].values()) for name in ("copies", "call_copies"))
         table.add_row(
             row["device"],
             row["program"],
-            f"{row['batch']} x {row['context']}{mesh}",
+            shape_of(row),
             f"{sum(row['seconds']):.0f} s",
             *(f"{row[name] / 1e9:.2f}" for name in ("argument_bytes", "temporary_bytes")),
             f"{row['bytes_moved'] / 1e9:.2f}",
             str(row["kernels"]),
             str(row["syncs"]) if on_gpu else "",
-            str(sum(row["copies"].values())),
-            str(sum(row["call_copies"].values())),
-            f"{row['sorts']} ({row['top_ks']})",
-            " ".join(f"{number} {kind}" for kind, number in row["collectives"].items()),
+            f"{copies} + {in_call}" if in_call else str(copies),
+            str(row["sorts"]),
+            ", ".join(f"{number} {kind}" for kind, number in row["collectives"].items()),
             "" if on_gpu else f"{row['cycles'] / 1e6:.1f}",
         )
     return table
 
 
+def shape_of(row: dict[str, Any]) -> str:
+    """Rows and positions, in words."""
+    names = (field.name for field in fields(Wanted))
+    return Wanted(**{name: row[name] for name in names}).shape
+
+
 def places_of(rows: Sequence[dict[str, Any]], number: int) -> Table:
     """What moves most in each program, by file and function."""
-    table = Table(
-        "device", "program", "rows x context", "file, function", "MB", "kernels", "M cycles"
-    )
+    table = Table("device", "program", "shape", "file, function", "MB", "kernels", "M cycles")
     for row in rows:
         for place, (moved, kernels, cycles) in [*row["by_place"].items()][:number]:
-            shape = f"{row['batch']} x {row['context']}"
-            name = row["device"], row["program"], shape, place
-            table.add_row(*name, f"{moved / 1e6:.0f}", str(kernels), f"{cycles / 1e6:.2f}")
+            costs = f"{moved / 1e6:.0f}", str(kernels), f"{cycles / 1e6:.2f}"
+            table.add_row(row["device"], row["program"], shape_of(row), place, *costs)
         table.add_section()
     return table
 
@@ -160,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="a folder for what XLA dumps of each program")
     parser.add_argument("--places", type=int, default=0, help="so many of the costliest functions")
     args = parser.parse_args(argv)
-    console = Console(width=150)
+    console = Console(width=140)
     absent = [missing(device) for device in args.devices if python_for(device) is None]
     if absent:
         for line in absent:

@@ -25,8 +25,8 @@ class Most:
 
     temporary: float  # GB beside the arguments
     moved: float  # GB read and written, see `device_reading.Figures`
-    copies: int  # of a whole array of the cache, or of a weight, in a step
     kernels: int
+    copies: int = 0  # of a whole array of the cache, or of a weight
     sorts: int = 0  # of the vocabulary
     call_copies: int = 0  # once in each call
     syncs: int = 0
@@ -35,7 +35,45 @@ class Most:
     collectives: int = 0
 
 
-MOST: dict[Wanted, Most] = {}
+MOST: dict[Wanted, Most] = {
+    Wanted(H100, DECODE, 1): Most(
+        temporary=0.009, moved=2.71, kernels=603, copies=16, sorts=2, syncs=2, branch_syncs=10
+    ),
+    Wanted(H100, DECODE, 64): Most(
+        temporary=0.566, moved=17.0, kernels=534, copies=16, sorts=2, syncs=2, branch_syncs=11
+    ),
+    Wanted(H100, PREFILL, 1): Most(temporary=0.054, moved=7.16, kernels=323),
+    Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=8.32, kernels=376),
+    Wanted(V5E, DECODE, 1): Most(
+        temporary=0.207, moved=2.61, kernels=1322, copies=24, call_copies=58, cycles=16.6
+    ),
+    Wanted(V5E, DECODE, 64): Most(
+        temporary=9.718, moved=15.37, kernels=1806, copies=16, call_copies=64, sorts=2, cycles=88.1
+    ),
+    Wanted(V5E, DECODE, 64, "model=8"): Most(
+        temporary=1.724,
+        moved=1.91,
+        kernels=1676,
+        copies=1,
+        call_copies=64,
+        sorts=2,
+        cycles=12.9,
+        collectives=35,
+    ),
+    Wanted(V5E, DECODE, 64, "data=8"): Most(
+        temporary=1.193,
+        moved=3.15,
+        kernels=1446,
+        copies=1,
+        call_copies=64,
+        cycles=16.3,
+        collectives=2,
+    ),
+    Wanted(V5E, PREFILL, 1): Most(
+        temporary=0.158, moved=2.18, kernels=1027, copies=62, cycles=13.8
+    ),
+    Wanted(V5E, PREFILL, 64): Most(temporary=0.122, moved=3.13, kernels=1215, cycles=12.9),
+}
 
 
 def check(figures: dict[str, Any], most: Most) -> list[str]:
