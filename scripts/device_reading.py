@@ -458,7 +458,7 @@ class Figures:
     copies: dict[str, int]  # of whole arrays of the cache or of weights, by what makes them
     copied_bytes: int  # written by those
     call_copies: dict[str, int]  # the same before and after the loop, once in each call
-    sorts: int  # of at least the vocabulary's length
+    sorts: int  # of all of a row's vocabulary, at once or in pieces
     top_ks: int  # the same by a kernel that finds the first k
     collectives: dict[str, int]
     collective_bytes: int  # that a device receives
@@ -482,7 +482,7 @@ def read_program(
         sequence: a GPU's sequence of launches.
         in_loop: the loop is what counts.
         large: whether an array that is made anew is as large as one of the cache or a weight.
-        vocab: elements of the shortest sort that counts.
+        vocab: how many numbers a row's logits are.
     """
     module = Module.parse(text)
     copies: Counter[str] = Counter()
@@ -494,7 +494,8 @@ def read_program(
         instruction = placed.instruction
         for one in module.with_inner(placed):
             target, given = _custom_target(one), module.inputs(placed, one)
-            wide = any(max(array.shape, default=1) >= vocab for array in given)
+            # A compiler may sort a row in pieces.
+            wide = any(array.size > 0 and array.size % vocab == 0 for array in given)
             sorts += wide and (one.operation == "sort" or "sort" in target)
             top_ks += wide and "topk" in target
         if placed.in_branch or placed.in_loop:

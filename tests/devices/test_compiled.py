@@ -45,10 +45,10 @@ MOST: dict[Wanted, Most] = {
     Wanted(H100, PREFILL, 1): Most(temporary=0.054, moved=7.16, kernels=323),
     Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=8.32, kernels=376),
     Wanted(V5E, DECODE, 1): Most(
-        temporary=0.207, moved=2.61, kernels=1322, copies=24, call_copies=58, cycles=16.6
+        temporary=0.207, moved=2.61, kernels=1322, copies=24, call_copies=58, sorts=1, cycles=16.6
     ),
     Wanted(V5E, DECODE, 64): Most(
-        temporary=9.718, moved=15.37, kernels=1806, copies=16, call_copies=64, sorts=2, cycles=88.1
+        temporary=9.718, moved=15.37, kernels=1806, copies=16, call_copies=64, cycles=88.1
     ),
     Wanted(V5E, DECODE, 64, "model=8"): Most(
         temporary=1.724,
@@ -56,7 +56,6 @@ MOST: dict[Wanted, Most] = {
         kernels=1676,
         copies=1,
         call_copies=64,
-        sorts=2,
         cycles=12.9,
         collectives=35,
     ),
