@@ -83,6 +83,7 @@ def prepare(wanted: Wanted, folder: Path) -> None:
     """Sets what JAX and the compilers read when they are imported. What XLA dumps goes to the
     folder."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is read from it is not dumped
     flags = [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"]
     if PLATFORM[wanted.device] == "tpu":
         # Else it asks the network which TPU this machine is part of.
@@ -212,8 +213,9 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
     text, sequence = compiled.as_text(), None
     (folder / "program.txt").write_text(text, encoding="utf-8")
     if platform == "cuda":
-        (path,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
-        sequence = path.read_text(encoding="utf-8")
+        dumps = folder.glob(f"*.jit_{traced.fun_name}.thunk_sequence_after_thunk_passes.txt")
+        newest = max(dumps, key=lambda path: path.stat().st_mtime)
+        sequence = newest.read_text(encoding="utf-8")
     figures = read_program(
         text,
         sequence,

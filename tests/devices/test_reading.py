@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import devices
+import pytest
+from device_program import H100, V5E
 from device_reading import Array, read_program
 
 # A loop of three kernels: one copies an array, one writes a slot of it in place, one sorts. A
@@ -164,3 +169,17 @@ def test_a_program_of_a_tpu() -> None:
     assert figures.collective_bytes == 256 + 256
     assert figures.cycles == 250
     assert figures.by_place["custom-call"] == (256 + 16 + 16, 1, 250)
+
+
+def test_it_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "ROOT", tmp_path)
+    for platform in ("CUDA", "TPU"):
+        monkeypatch.setenv(f"ENTROPIX_DEVICES_{platform}", str(tmp_path / "python"))
+    assert devices.main(["--devices", H100, V5E]) == devices.EXIT_MISSING == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        "pip install -e '.[devices-cuda]'",
+        "pip install -e '.[devices-tpu]'",
+    ]
