@@ -88,6 +88,8 @@ def prepare(wanted: Wanted, folder: Path) -> None:
     if PLATFORM[wanted.device] == "tpu":
         # Else it asks the network which TPU this machine is part of.
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        # There is no TPU that two processes could use at once.
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     else:
