@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +31,6 @@ from serving import KEY, Server, free_port
 from entropix_jax.batch.records import Record
 from entropix_jax.batch.run import BatchRun, Defaults
 from entropix_jax.cli.options import EXIT_OK
-from entropix_jax.engine.results import Row
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.model.loading import load
 from entropix_jax.sampler.presets import load_sampler
@@ -79,8 +78,8 @@ class Batch:
         """A record for each, whose seed is its number."""
         for number, prompt in enumerate(prompts):
             talk = [{"role": "user", "content": prompt}]
-            limit = self._tokens
-            yield Record(number, str(number), "", messages=talk, max_new_tokens=limit, seed=number)
+            record = Record(number, str(number), "", messages=talk, seed=number)
+            yield replace(record, max_new_tokens=self._tokens)
 
     def answer(self) -> tuple[float, dict[int, list[int]]]:
         """Seconds, and the tokens of each prompt."""
@@ -94,14 +93,13 @@ class Batch:
         return time.perf_counter() - began, found
 
     def first_token(self) -> float:
-        """Seconds of the engine to the first token of a row that has all slots to itself."""
-        row = Row(self._run._request(next(self.records(PROMPTS))))
-        began, events = time.perf_counter(), self._run.engine.run([row])
-        next(event for event in events if event.token is not None)
-        seconds = time.perf_counter() - began
-        for _ in events:
-            pass
-        return seconds
+        """Seconds from a slot to the first token, for a row that has the engine to itself."""
+        found: list[float] = []
+        self._run.run(
+            self.records(PROMPTS[:1]),
+            lambda _, result: found.append(result["timings"]["first_token"]),
+        )
+        return found[0]
 
 
 class Clients:

@@ -41,7 +41,7 @@ COMPLETION: dict[str, Any] = {
     "top_p": 0.9,
     "stop": ["!"],
     "logprobs": 2,
-    "logit_bias": {"5": -100},
+    "logit_bias": {"5": -100, "6": 2.5},
     "stream": False,
     "entropix": {"tokens": True, "details": True, "keep": True, "sampler": {"thresholds.h1": 0.3}},
 }

@@ -101,11 +101,13 @@ def encode_prompt(
 
 
 def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
-    """A sampler's settings as arrays, for one row of a model. UserError if a thought, layer weights
-    or bans do not fit the model."""
-    bans = [i for i in sampler.values["draw.bans"] if i >= model.config.vocab_size]
-    if bans:
-        raise UserError(f"sampler '{sampler.name}': draw.bans holds {bans[0]}, which is no token")
+    """A sampler's settings as arrays, for one row of a model. UserError if a thought, layer
+    weights, bans or biases do not fit the model."""
+    biased = [token for token, _ in sampler.values["draw.bias"]]
+    for key, tokens in (("draw.bans", sampler.values["draw.bans"]), ("draw.bias", biased)):
+        wrong = [token for token in tokens if token >= model.config.vocab_size]
+        if wrong:
+            raise UserError(f"sampler '{sampler.name}': {key} holds {wrong[0]}, which is no token")
     return sampler.settings(
         num_layers=model.config.num_layers,
         epsilon=float(jax.numpy.finfo(model.precision.activations).eps),

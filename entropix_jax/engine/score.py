@@ -23,7 +23,7 @@ from entropix_jax.engine.preparation import (
     chunk_size,
     for_rows,
 )
-from entropix_jax.engine.records import each, extras_fields
+from entropix_jax.engine.records import extras_fields
 from entropix_jax.engine.state import Extras, Recording, extras_of
 from entropix_jax.engine.trace import plain
 from entropix_jax.errors import UserError
@@ -127,7 +127,7 @@ def score_tokens(
             # Parts are resized to the longest: one program serves them all.
             longest = partial(np.resize, new_shape=_METRICS_CHUNK)
             points = jax.tree.map(longest, metrics), sampler.settings, longest(spread)
-            measured = each(
+            measured = _each(
                 regime=[REGIMES[number] for number in _classify(*points)[: len(spread)]],
                 sequence_varentropy=plain(spread),
                 logprob=plain(scores.logprob[:, 0]),
@@ -347,3 +347,10 @@ def _score_chunk(
         measured=measured,
     )
     return cache, jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), scores)
+
+
+def _each(**columns: list[Any]) -> list[dict[str, Any]]:
+    """From a list for each field to the fields of each."""
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]

@@ -16,6 +16,7 @@ import numpy as np
 
 from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.errors import UserError
+from entropix_jax.host.decimals import shorten
 from entropix_jax.host.files import open_alone
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import TRACE_FORMAT
@@ -99,7 +100,7 @@ def plain(value: Any) -> Any:
     if array.dtype.kind != "f":
         return array.tolist()
     # Plus 0: the entropy of a certain distribution is computed as -0.
-    return (array.astype(str).astype(np.float64) + 0.0).tolist()
+    return (shorten(array.astype(np.float32)) + 0.0).tolist()
 
 
 def header(

@@ -24,19 +24,28 @@ def modify(
     views: RowView,
     bans: jax.Array,
 ) -> jax.Array:
-    """The logits that are truncated and drawn from: bans, penalties and the like, noise floor.
+    """The logits that are truncated and drawn from: biases, bans, penalties and the like, noise
+    floor.
 
     `floored` is float32 [B, V], -inf below the noise floor; `bans` int32 [B, n], those of a row's
     position beside the sampler's own, -1 for none; `metrics` are `as_seen`.
     """
     batch, vocab = logits.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    biased = jnp.where(settings.biased < 0, vocab, settings.biased)
+    logits = logits.at[row, biased].add(settings.biases, mode="drop")
     bans = jnp.concatenate([settings.bans, bans], axis=1)
     logits = logits.at[row, jnp.where(bans < 0, vocab, bans)].set(-jnp.inf, mode="drop")
     logits, _ = _apply("logits", logits, metrics, settings, views)
     above = jnp.where(floored > -jnp.inf, logits, -jnp.inf)
     # If the bans remove everything above the noise floor, the draw is from what is below it.
-    return jnp.where(jnp.any(above > -jnp.inf, axis=-1, keepdims=True), above, logits)
+    remains = jnp.any(above > -jnp.inf, axis=-1, keepdims=True)
+    # The floor is of the model's logits. A token that the user raises may be drawn for that reason,
+    # whatever the model says of it: it stays, with the logit that it has got.
+    raised = jnp.where(settings.biases > 0, biased, vocab)
+    own = logits.at[row, raised].get(mode="fill", fill_value=-jnp.inf)
+    above = above.at[row, raised].set(own, mode="drop")
+    return jnp.where(remains, above, logits)
 
 
 def cut_and_reweigh(

@@ -30,9 +30,11 @@ from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.own import guard
 from entropix_jax.sampler.proposal import Arm
 from entropix_jax.sampler.settings import (
+    BIAS,
     LAST,
     LOOP_WINDOW,
     MAX_BANS,
+    MAX_BIASES,
     SHARED_SECTIONS,
     SamplerSettings,
 )
@@ -44,6 +46,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
 }
+# Defaults of the keys that older files and traces do not have.
+_LATER: Mapping[str, Any] = {"draw.bias": []}
 Rule = tuple[Callable[[Any], bool], str]  # a test of a value, and what an error's line says
 
 
@@ -63,8 +67,8 @@ def scalars(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Mapping[str, An
 
 @cache
 def required(mechanisms: Mechanisms = MECHANISMS) -> Set[str]:
-    """The keys that every sampler has; of the thresholds it may leave some out."""
-    return _rules(mechanisms).keys() - {f"thresholds.{name}" for name in THRESHOLDS}
+    """The keys that every sampler's file has; of the thresholds it may leave some out."""
+    return _rules(mechanisms).keys() - {f"thresholds.{name}" for name in THRESHOLDS} - _LATER.keys()
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +94,8 @@ class Sampler:
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """Every key with its current value, read-only."""
-        return MappingProxyType({**self.file_values, **self.thresholds, **self.changes})
+        given = {**self.file_values, **self.thresholds, **self.changes}
+        return MappingProxyType({**_LATER, **given})
 
     def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
         """This sampler with other settings. UserError if a key is unknown, a value has the wrong
@@ -204,6 +209,8 @@ class Sampler:
             agreement_published=np.asarray(values["metrics.agreement"] == "published"),
             noise_epsilon=np.float32(epsilon if values["metrics.noise_floor"] else 0.0),
             bans=_padded(values["draw.bans"], MAX_BANS),
+            biased=_padded([token for token, _ in values["draw.bias"]], MAX_BIASES),
+            biases=_biases(values["draw.bias"]),
             **{name: parts.pop(name) for name in SHARED_SECTIONS},
         )
         settings = SamplerSettings(
@@ -305,6 +312,8 @@ def _rules(mechanisms: Mechanisms) -> Mapping[str, Rule]:
     weights = f'"all", "last" or a list of weights from 0 to {LARGEST:g}, with one that counts'
     rules["metrics.layers"] = _are_layers, weights
     rules["draw.bans"] = _are_bans, f"a list of at most {MAX_BANS} token ids"
+    pairs = f"a list of at most {MAX_BIASES} pairs [token id, bias in [{BIAS[0]:g}, {BIAS[1]:g}]]"
+    rules["draw.bias"] = _are_biases, f"{pairs}, each token once"
     return rules
 
 
@@ -338,6 +347,14 @@ def _are_layers(value: Any) -> bool:
 def _are_bans(value: Any) -> bool:
     short = isinstance(value, list) and len(value) <= MAX_BANS
     return short and all(_is_number(int, 0, 2**31 - 1, token) for token in value)
+
+
+def _are_biases(value: Any) -> bool:
+    short = _is_list(list, value) and len(value) <= MAX_BIASES
+    if not short or any(len(pair) != 2 for pair in value):
+        return False
+    fits = all(_is_number(int, 0, 2**31 - 1, i) and _is_number(float, *BIAS, x) for i, x in value)
+    return fits and len({token for token, _ in value}) == len(value)
 
 
 def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -379,6 +396,11 @@ def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> An
 
 def _padded(ids: Sequence[int], length: int) -> np.ndarray:
     return np.asarray([*ids, *[-1] * (length - len(ids))], np.int32)
+
+
+def _biases(pairs: Sequence[Sequence[float]]) -> np.ndarray:
+    """The biases alone, float32 [MAX_BIASES]."""
+    return np.asarray([*(x for _, x in pairs), *[0] * (MAX_BIASES - len(pairs))], np.float32)
 
 
 def _as_list(value: Any) -> Any:

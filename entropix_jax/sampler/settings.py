@@ -13,6 +13,7 @@ from flax import struct
 
 MAX_DRAWS = 16  # candidates of one step
 MAX_BANS = 16  # tokens that are never drawn
+MAX_BIASES = 64  # tokens whose logits something is added to
 MAX_PERIOD = 32  # longest period that the loop guard looks for
 LOOP_WINDOW = 256  # tokens that the loop guard looks back
 
@@ -40,6 +41,7 @@ LAST = "base.temperature_last"  # in `SamplerSettings.used`, where a row has it
 COEFFICIENT = (-100.0, 100.0)
 TEMPERATURE = (0.0, 100.0)
 COUNT = (0, 2**31 - 1)
+BIAS = (-100.0, 100.0)  # of a logit, as in the API
 
 
 @struct.dataclass
@@ -80,6 +82,8 @@ class SamplerSettings:
     agreement_published: jax.Array  # bool: the arms see agreement_published as agreement
     noise_epsilon: jax.Array  # float32, machine epsilon of the logits; 0: no noise floor
     bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
+    biased: jax.Array  # int32 [MAX_BIASES], tokens with a bias; -1: none
+    biases: jax.Array  # float32 [MAX_BIASES], what is added to their logits; 0: none
     base: BaseSettings
     loop: LoopSettings
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name

@@ -50,6 +50,7 @@ class _Object(BaseModel):
 
 Token = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, not one of each element
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[str, Field(min_length=1)]
 
 
@@ -118,7 +119,7 @@ class Generating(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     presence_penalty: float = Field(0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     response_format: TextFormat | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler, preset_names
 from entropix_jax.sampler.sampler import Sampler, check_whole, scalars
-from entropix_jax.sampler.settings import MAX_BANS
+from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import Begun, KeptRow, go_on
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, Own
 
@@ -203,7 +204,7 @@ def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
 
 
 def _sampler_of_more(served: Served, body: Completion, old: CalibratedSampler) -> CalibratedSampler:
-    own, changes = body.entropix, _changes(body)
+    own, changes = body.entropix, _changes(served, body)
     if own.sampler is None:
         return served.change_sampler(old, changes)
     if isinstance(own.sampler, dict) and "extends" not in own.sampler:
@@ -255,7 +256,7 @@ def _want(
         raise ApiError("entropix.id: it names one row alone", param="entropix")
     request = Request(
         (),
-        served.choose_sampler(*_sampling(body)),
+        served.choose_sampler(*_sampling(served, body)),
         max_new_tokens=max(most, 1),
         seed=secrets.randbits(31) if body.seed is None else body.seed,
         eos_ids=served.model.end_ids(chat=chat),
@@ -274,9 +275,9 @@ def _stops(body: Generating) -> list[str]:
     return [body.stop] if isinstance(body.stop, str) else body.stop
 
 
-def _sampling(body: Generating) -> tuple[Own, dict[str, Any]]:
+def _sampling(served: Served, body: Generating) -> tuple[Own, dict[str, Any]]:
     """What is asked of sampling, and the settings that the API's own keys mean."""
-    own, given, changes = body.entropix, body.model_fields_set, _changes(body)
+    own, given, changes = body.entropix, body.model_fields_set, _changes(served, body)
     # With the API's keys alone, what its users expect: a plain draw, at temperature 1 unless said.
     if own.sampler is None and {"temperature", "top_p"} & given:
         plain = _GREEDY if body.temperature == 0 else _PLAIN
@@ -285,25 +286,34 @@ def _sampling(body: Generating) -> tuple[Own, dict[str, Any]]:
     return own, changes
 
 
-def _changes(body: Generating) -> dict[str, Any]:
-    """The settings that the API's keys mean."""
+def _changes(served: Served, body: Generating) -> dict[str, Any]:
+    """The settings that the API's keys mean. ApiError if a bias is of no token."""
     given = body.model_fields_set
     changes = {key: getattr(body, name) for name, key in _CHANGES.items() if name in given}
     if "top_p" in given:
         changes["base.top_p"] = max(changes["base.top_p"], _LEAST_TOP_P)
-    if body.logit_bias:
-        changes["draw.bans"] = _bans(body.logit_bias)
+    if "logit_bias" in given:
+        changes |= _biases(served, body.logit_bias)
     return changes
 
 
-def _bans(bias: dict[str, float]) -> list[int]:
-    """The tokens that are never drawn: the one kind of bias there is."""
-    told = f"'logit_bias' is supported as bans alone, {_BAN:g} for at most {MAX_BANS} tokens"
-    if len(bias) > MAX_BANS or any(value != _BAN for value in bias.values()):
-        raise ApiError(told, param="logit_bias", code="unsupported_parameter")
-    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
-        raise ApiError("logit_bias: its keys must be ids of tokens", param="logit_bias")
-    return sorted(map(int, bias))
+def _biases(served: Served, bias: dict[str, float]) -> dict[str, Any]:
+    """The settings that biases by token mean. They replace all that the sampler has of them."""
+    for token in bias:
+        # "05" is none: it would be the bias of a token that may have another.
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
+            raise ApiError("logit_bias: its keys must be ids of tokens", param="logit_bias")
+        if int(token) >= served.model.config.vocab_size:
+            raise ApiError(f"logit_bias holds {token}, which is no token", param="logit_bias")
+    bans = sorted(int(token) for token, value in bias.items() if value == _BAN)
+    others = sorted([int(token), value] for token, value in bias.items() if value != _BAN)
+    if len(bans) > MAX_BANS:
+        told = f"logit_bias: at most {MAX_BANS} tokens may have {_BAN:g}, which bans them"
+        raise ApiError(told, param="logit_bias")
+    if len(others) > MAX_BIASES:
+        told = f"logit_bias: at most {MAX_BIASES} tokens may have a bias other than {_BAN:g}"
+        raise ApiError(told, param="logit_bias")
+    return {"draw.bans": bans, "draw.bias": others}
 
 
 def _prompt(served: Served, given: Any, most: int) -> Prompt:

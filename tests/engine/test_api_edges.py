@@ -83,6 +83,7 @@ def split_of(name: str) -> Any:
 
 CONVERSATION = [{"role": "user", "content": "?"}]
 BANNED = changed("greedy", draw__bans=[2**30])
+RAISED = changed("greedy", draw__bias=[[5, 1.0], [2**30, 1.0]])
 BRANCH = ("branch", lambda *_: draw("sample", _[1]))
 
 # The call, and the line.
@@ -103,6 +104,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: at.rows().save_report(at.folder / "none" / "page.html"), "page.html: "),
     (lambda at: Rows().save_report(at.folder / "a.html"), "a trace is of one run with"),
     (lambda at: at.stream("Once", BANNED), "draw.bans holds 1073741824, which is no token"),
+    (lambda at: at.stream("Once", RAISED), "draw.bias holds 1073741824, which is no token"),
     (lambda at: at.rows(recording=Recording(top=10**6)), "the 1000000 likeliest tokens are asked"),
     (lambda at: at.rows(recording=Recording(top=-1)), "the -1 likeliest tokens are asked"),
     (lambda at: at.without_memory().rows(), "1 row of 256 tokens would not fit into memory: cache"),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import BranchRecord, TokenRecord, TraceWriter, footer, header, plain
 from entropix_jax.errors import UserError
+from entropix_jax.host.decimals import shorten
 from entropix_jax.host.files import check_writable
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.names import REGIMES
@@ -59,6 +60,17 @@ def test_a_float32_becomes_the_shortest_decimal_that_means_it(number: float) -> 
     assert np.float32(json.loads(text)) == value
     candidates = (f"{float(value):.{digits}g}" for digits in range(1, 10))
     assert float(text) == float(next(s for s in candidates if np.float32(s) == value))
+
+
+def test_shortest_decimals_are_those_of_numpys_texts() -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 200_000, np.uint32).view(np.float32)
+    fractions = rng.integers(-(10**6), 10**6, 50_000) / 2.0 ** rng.integers(0, 24, 50_000)
+    tenths = rng.integers(-(10**6), 10**6, 50_000) / 10.0 ** rng.integers(0, 12, 50_000)
+    powers = 2.0 ** np.arange(-140, 128)
+    for some in (bits, rng.normal(size=200_000), fractions, tenths, powers):
+        x = some[~np.isnan(some)].astype(np.float32)
+        np.testing.assert_array_equal(shorten(x), x.astype(str).astype(np.float64))
 
 
 def test_plain_values() -> None:

@@ -181,8 +181,10 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         tokens.append(token)
 
     def seen(at: Position) -> np.ndarray:
-        """What a draw is from: penalised, banned, without noise."""
+        """What a draw is from: biased, penalised, banned, without noise."""
         logits, penalty = model.logits(tokens[-1]).copy(), values["repetition.penalty"]
+        for token, bias in values["draw.bias"]:
+            logits[token] += bias
         ids = sorted({*tokens})
         logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
         logits[[*values["draw.bans"], *at.banned]] = -np.inf
@@ -344,7 +346,11 @@ MODEL = chain(KINDS, seed=1)
 # It ends where a drawn token would be taken back.
 THOUGHT = {"arms.helv": "inject", "inject.thought": f"3 40 {KINDS.index('hehv')}"}
 EVERYWHERE = {f"arms.{regime}": "backspace" for regime in REGIMES} | {"backspace.per_position": 8}
-UNLIKE = {"draw.bans": [*range(0, 32, 2)], "repetition.penalty": 3.0}
+UNLIKE = {
+    "draw.bans": [*range(0, 32, 2)],
+    "draw.bias": [[token, (-1.5, 1.5)[token % 4 > 1]] for token in range(1, 32, 2)],
+    "repetition.penalty": 3.0,
+}
 HOT = {"metrics.noise_floor": True, "base.temperature": 20.0, "base.top_p": 1.0}
 BRANCHES = {"arms.lehv": "branch", "branch.depth": 3}
 

@@ -117,6 +117,10 @@ def random_case(rng: np.random.Generator, number: int) -> Case:
         "loop.repeats": one_of(2, 3),
         "arms.loop": one_of("argmax", "branch"),
         "draw.bans": rng.choice(CONFIG.vocab_size, one_of(0, 0, 3), replace=False).tolist(),
+        "draw.bias": [
+            [int(token), one_of(-50.0, -2.0, 2.0, 4.0)]
+            for token in rng.choice(CONFIG.vocab_size, one_of(0, 0, 5, 60), replace=False)
+        ],
         "regimes.lehv": one_of(["entropy > -1"], ["entropy > 1.3"], ["varentropy > 2"]),
         "regimes.hehv": one_of(["entropy < -1"], ["entropy < 1"]),
     }

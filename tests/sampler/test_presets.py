@@ -30,7 +30,7 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler, parse_setting, preset_names
 from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, SamplerSettings
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, MAX_BIASES, SamplerSettings
 from entropix_jax.sampler.step import propose
 from tests.support.properties import examples
 from tests.support.sampler_strategies import numbers, samplers
@@ -164,6 +164,7 @@ def test_values_reach_their_places() -> None:
         "metrics.noise_floor": True,
         "truncation.rule": "eta",
         "draw.bans": [4, 0],
+        "draw.bias": [[7, 100], [0, -0.1]],
         "thresholds.h1": 0.5,
     }
     params, plain = params_of("quadrants", changes), params_of("quadrants")
@@ -178,6 +179,8 @@ def test_values_reach_their_places() -> None:
     assert params.layer_weights.tolist() == [0, 2.5]
     assert params_of("quadrants", {"metrics.layers": "last"}).layer_weights.tolist() == [0, 1]
     assert params.bans.tolist() == [4, 0] + [-1] * (MAX_BANS - 2)
+    assert params.biased.tolist() == [7, 0] + [-1] * (MAX_BIASES - 2)
+    assert params.biases.tolist() == [100, np.float32(-0.1)] + [0] * (MAX_BIASES - 2)
     for settings, rule, noise, published in (
         (params, "eta", EPSILON, True),
         (plain, RULES[0], 0, False),
@@ -229,6 +232,16 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("metrics.layers", [10**400, 1], "list of weights"),
     ("draw.bans", [1.0], "token ids"),
     ("draw.bans", [*range(MAX_BANS + 1)], f"at most {MAX_BANS} token ids"),
+    ("draw.bias", [[i, 1] for i in range(MAX_BIASES + 1)], f"at most {MAX_BIASES} pairs"),
+    ("draw.bias", [[5, 100.1]], r"pairs \[token id, bias in \[-100, 100\]\]"),
+    ("draw.bias", [[5, float("nan")]], r"bias in \[-100, 100\]"),
+    ("draw.bias", [[5, True]], r"bias in \[-100, 100\]"),
+    ("draw.bias", [[5, "1"]], r"bias in \[-100, 100\]"),
+    ("draw.bias", [[-1, 1]], "token id"),
+    ("draw.bias", [[5]], "pairs"),
+    ("draw.bias", [5, 1], "pairs"),
+    ("draw.bias", {"5": 1}, "a list of at most"),
+    ("draw.bias", [[5, 1], [6, 1], [5, 2]], "each token once"),
     ("thresholds.h1", -1, "must be a number in"),
     ("thresholds.h1", 2.6, r"thresholds.h1 = 2.6 is above thresholds.h2 = 2.5"),
     ("thresholds.h2", 10**400, "must be a number in"),
@@ -289,6 +302,11 @@ def test_missing_keys(tmp_path: Path) -> None:
         assert line in text
         message = refused(write(tmp_path, text.replace(line, "")))
         assert f"{line.split(' =')[0]}' is missing: extend a preset" in message
+    # Files from before there were biases have none.
+    assert "bias = []\n" in text
+    older = load_sampler(write(tmp_path, text.replace("bias = []\n", "")))
+    assert older.values == QUADRANTS.values
+    assert older.with_values({"draw.bias": [[3, 1]]}).values["draw.bias"] == [[3, 1]]
     # A threshold is only needed where a condition names it.
     without = text.replace("h2 = 2.5\n", "")
     assert "thresholds.h2 is not given" in refused(write(tmp_path, without))
@@ -420,6 +438,11 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
     "phrases.banned": st.lists(st.sampled_from(("\n", "abc", "")), max_size=MAX_PHRASES),
     **dict.fromkeys(("think_end.text", "budget_forcing.end", "budget_forcing.wait"), short),
     "draw.bans": st.lists(st.integers(0, 2**31 - 1), max_size=MAX_BANS),
+    "draw.bias": st.lists(
+        st.tuples(st.integers(0, 2**31 - 1), numbers(-100, 100)).map(list),
+        max_size=MAX_BIASES,
+        unique_by=lambda pair: pair[0],
+    ),
 }
 
 

@@ -78,6 +78,7 @@ OTHER: dict[str, list[Any]] = {
     "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
     **{key: ["", "x" * 32] for key in TEXTS},
     "draw.bans": [[*range(16)]],
+    "draw.bias": [[[5, 2]], [[i, -0.5] for i in range(64)]],
     "dry.breakers": ["", ["x" * 8] * 16],
     "phrases.banned": ["abc", ["x" * 16] * 8],
 }

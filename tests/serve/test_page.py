@@ -304,15 +304,52 @@ def test_names_and_focus_stay_with_their_texts(page: Any) -> None:
     assert focused(page).startswith("second")
 
 
+def pressed(page: Any, place: str, key: str, code: str) -> bool:
+    """Presses Alt and a key in an element; returns whether the page kept the key for itself."""
+    kept: bool = page.evaluate(
+        """([place, key, code]) => {
+            const how = { key, code, altKey: true, bubbles: true, cancelable: true };
+            return !document.getElementById(place).dispatchEvent(new KeyboardEvent("keydown", how));
+        }""",
+        [place, key, code],
+    )
+    return kept
+
+
 def test_keys_that_type_a_sign_do_nothing_else(page: Any) -> None:
-    press = """([id, key, code]) => document.getElementById(id).dispatchEvent(
-        new KeyboardEvent("keydown", { key, code, altKey: true, bubbles: true }))"""
-    for place in (["prompt", "π", "KeyP"], ["prompt", "Dead", "KeyN"], ["preset", "p", "KeyP"]):
-        page.evaluate(press, place)
+    """In fields; elsewhere they are the page's, whatever they would type."""
+    for place, key, code in (
+        ("prompt", "π", "KeyP"),
+        ("prompt", "{", "KeyB"),
+        ("own", "Dead", "KeyN"),
+        ("preset", "p", "KeyP"),
+    ):
+        assert not pressed(page, place, key, code)
     assert page.locator("#tree-list li").count() == 1
     assert focused(page) != "name"
-    page.evaluate(press, ["text-0", "π", "KeyP"])
+    assert pressed(page, "prompt", "n", "KeyN")
+    assert focused(page) == "name"
+    assert pressed(page, "text-0", "π", "KeyP")
     assert page.locator("#tree-list li").count() == 0
+
+
+def test_a_key_that_would_type_a_sign_stops_the_text(running: Running, browser: Any) -> None:
+    """As on a Mac: Alt and S is ß."""
+    one = Watched(browser)
+    page = one.page
+    page.goto(running.url)
+    page.wait_for_selector(READY, state="attached")
+    events = {"stream": [*stream(complete(running)[0], 2000)], "about": about_row(running)}
+    page.evaluate(PLAYED, events)
+    page.fill("#prompt", "x")
+    page.click("#go")
+    page.wait_for_selector("#text-0 .token")
+    assert not pressed(page, "prompt", "ß", "KeyS")
+    assert page.locator("#stop").is_enabled()
+    assert pressed(page, "text-0", "ß", "KeyS")
+    page.wait_for_selector("#main .about:text('ended: stopped')")
+    assert one.messages == []
+    one.context.close()
 
 
 def test_going_on_asks_for_the_tokens_of_the_field(page: Any) -> None:
@@ -413,7 +450,9 @@ PLAYED = """(events) => {
         if (path === "/v1/rows/R") return Promise.resolve(new Response(events.about));
         if (path !== "/v1/completions") return real(path, options);
         return Promise.resolve(new Response(new ReadableStream({ async start(control) {
+            options.signal.addEventListener("abort", () => control.error(options.signal.reason));
             for (const event of events.stream) {
+                if (options.signal.aborted) return;
                 control.enqueue(new TextEncoder().encode(event));
                 await new Promise((done) => setTimeout(done, 4));
             }

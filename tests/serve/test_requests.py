@@ -25,6 +25,8 @@ COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Guests:"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Guests?"}]}
 SCORE: dict[str, Any] = {"model": "tiny", "input": "Guests: Nina."}
 ECHO: dict[str, Any] = {"echo": True, "max_tokens": 0}
+BANS = {str(token): -100 for token in range(17)}  # one too many
+BIASES = {str(token): -99.5 for token in range(65)}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/score": SCORE}
 
 
@@ -130,9 +132,16 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"presence_penalty": 2.5}, "presence_penalty: "),
         ("/v1/completions", {"logprobs": TOP + 1}, f"at most {TOP} alternatives"),
         ("/v1/completions", {"logprobs": True}, "logprobs: "),
-        ("/v1/completions", {"logit_bias": {"5": 1}}, "'logit_bias' is supported as bans alone"),
+        ("/v1/completions", {"logit_bias": {"5": 100.5}}, "logit_bias.5: Input should be less"),
+        ("/v1/completions", {"logit_bias": {"5": -101}}, "logit_bias.5: Input should be greater"),
+        ("/v1/completions", {"logit_bias": {"5": True}}, "logit_bias.5: Input should be a valid"),
+        ("/v1/completions", {"logit_bias": {"5": "1"}}, "logit_bias.5: Input should be a valid"),
+        ("/v1/completions", {"logit_bias": [[5, 1]]}, "logit_bias: Input should be a valid"),
+        ("/v1/completions", {"logit_bias": BANS}, "logit_bias: at most 16 tokens may have -100"),
+        ("/v1/completions", {"logit_bias": BIASES}, "logit_bias: at most 64 tokens may"),
+        ("/v1/completions", {"logit_bias": {"05": 1}}, "logit_bias: its keys must be ids"),
         ("/v1/completions", {"logit_bias": {"x": -100}}, "logit_bias: its keys must be ids"),
-        ("/v1/completions", {"logit_bias": {"9999": -100}}, "9999, which is no token"),
+        ("/v1/completions", {"logit_bias": {"9999": 1}}, "logit_bias holds 9999, which is no"),
         ("/v1/completions", {"logit_bias": {"9" * 5000: -100}}, "logit_bias: its keys must be ids"),
         ("/v1/completions", {"model": "gpt"}, None),
         ("/v1/completions", {"model": None}, "model: Field required"),

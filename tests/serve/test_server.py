@@ -202,6 +202,13 @@ def test_an_assistant_who_has_begun(client: openai.OpenAI, tiny: LanguageModel) 
 def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
     """What a request says of sampling, and the settings that it means."""
     first = tiny.tokenizer.encode_within(" Ivan")[0]
+    banned, raised, lowered = tiny.tokenizer.encode_within(" Nina! ")[:3]
+    bias = {str(lowered): -7.5, str(raised): 5, str(banned): -100}
+    biases = {
+        "draw.bans": [banned],
+        "draw.bias": sorted([[raised, 5.0], [lowered, -7.5]]),
+    }
+    own = {"extends": "quadrants", "draw.bans": [raised, first], "draw.bias": [[banned, 50]]}
     plain, quadrants = load_sampler("temperature"), load_sampler("quadrants")
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"temperature": 0.5}, plain.with_values({"base.temperature": 0.5})),
@@ -214,6 +221,9 @@ def test_samplers(client: openai.OpenAI, tiny: LanguageModel) -> None:
         ({"temperature": 0, "top_p": 0}, "greedy"),
         ({"frequency_penalty": 2}, quadrants.with_values({"repetition.frequency": 2.0})),
         ({"logit_bias": {str(first): -100}}, quadrants.with_values({"draw.bans": [first]})),
+        ({"logit_bias": bias}, quadrants.with_values(biases)),
+        ({"logit_bias": bias, "entropix": {"sampler": own}}, quadrants.with_values(biases)),
+        ({"logit_bias": {}, "entropix": {"sampler": own}}, "quadrants"),
         ({"entropix": {"sampler": "min-p"}}, "min-p"),
         (
             {"entropix": {"sampler": {"extends": "top-k", "base.top_k": 3}}, "temperature": 0.9},

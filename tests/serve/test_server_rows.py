@@ -210,6 +210,21 @@ def test_a_row_whose_client_left(ask: Any, running: Running) -> None:
     assert len(tokens(goes_on(ask, row, 1, max_tokens=3))) == 3
 
 
+def test_biases_go_on(ask: Any) -> None:
+    """Unless there are others, which replace all of them."""
+    first = ask({**BODY, "max_tokens": 8, "logit_bias": {"5": -100, "6": 4}}, sampler="min-p")
+    row = first["entropix"]["row"]
+    for changes, bans, bias in (
+        ({}, [5], [[6, 4.0]]),
+        ({"logit_bias": {"7": 2.5}}, [], [[7, 2.5]]),
+        ({"logit_bias": {}}, [], []),
+    ):
+        again = goes_on(ask, row, 4, **changes)
+        values = trace_of(ask, again["entropix"]["row"])[0]["sampler_parameters"]
+        assert (values["draw.bans"], values["draw.bias"]) == (bans, bias)
+        assert changes or ids(again) == ids(first)[4:]
+
+
 # Traces and pages
 
 
@@ -318,6 +333,9 @@ def test_files_that_are_refused(ask: Any) -> None:
     assert "base.top_k" in refused(changed(0, sampler_parameters=odd))
     assert "no sampler key" in refused(changed(0, sampler_parameters={**values, "odd": 1}))
     assert "is missing" in refused(changed(0, sampler_parameters={}))
+    older = {key: value for key, value in values.items() if key != "draw.bias"}
+    older_trace = ask.client.post("/v1/rows", content=changed(0, sampler_parameters=older))
+    assert older_trace.status_code == 200
     assert "no token" in refused(changed(1, token_id=10**9))
     for odd in ({"forwards": 2**31}, {"action": "odd"}, {"top_k": -1}):
         assert "cannot be" in refused(changed(1, **odd))

@@ -149,9 +149,12 @@ class Outcome:
 
 
 def step(read: Reader, case: Case) -> Outcome:
-    """One step of a row whose regimes are served by `branch` and `argmax`."""
+    """One step of a row whose regimes are served by `branch` and `argmax`. FloatingPointError where
+    some logit is no number."""
     ties = Ties()
     reading = read(case.text)
+    if not np.isfinite(reading.logits).all():
+        raise FloatingPointError(f"logits after {case.text[-1]}")
     seen = observe(reading, case, ties)
     action = case.values["arms.loop" if seen.looping else f"arms.{seen.regime}"]
     if action == "argmax":
@@ -301,15 +304,22 @@ def is_looping(
 
 
 def modify(reading: Reading, seen: Observation, case: Case) -> np.ndarray:
-    """The logits that tokens are chosen by: repetition penalty, bans, noise floor."""
+    """The logits that tokens are chosen by: biases, repetition penalty, bans, noise floor."""
     z = reading.logits.copy()
+    raised = []
+    for token, bias in case.values["draw.bias"]:
+        z[token] += bias
+        raised += [token] if bias > 0 else []
     penalty = case.values["repetition.penalty"]
     for token in set(case.text):
         z[token] = z[token] / penalty if z[token] > 0 else z[token] * penalty
     for token in case.values["draw.bans"]:
         z[token] = -np.inf
     audible = np.where(seen.heard > -np.inf, z, -np.inf)
-    return audible if (audible > -np.inf).any() else z
+    if not (audible > -np.inf).any():
+        return z
+    audible[raised] = z[raised]
+    return audible
 
 
 def likeliest_first(z: np.ndarray, number: int, ties: Ties) -> np.ndarray:

@@ -70,6 +70,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "metrics.noise_floor": often(False, True),
         "metrics.attn_entropy": often("normalised", "raw"),
         "draw.bans": often([], rng.integers(0, CONFIG.vocab_size, 5).tolist()),
+        "draw.bias": often([], [[token, rng.uniform(-9, 9)] for token in range(number(1, 64))]),
         "repetition.penalty": often(1.0, 1.3),
         "loop.max_period": often(0, number(1, 4)),
         "loop.repeats": 2,

@@ -30,11 +30,15 @@ export function showBranches(texts) {
   });
 }
 
+export function bestFirst(branches) {
+  return [...branches].sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity));
+}
+
 function tree(token, side, texts) {
   const scores = token.branches.map((branch) => branch.score).filter((score) => score != null);
   const [best, worst] = [Math.max(...scores), Math.min(...scores)];
   const before = side.tokens.filter((other) => other.position < token.position).slice(-CONTEXT).map((other) => other.text).join("");
-  const leaves = [...token.branches].sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity)).map(({ text, tokens, score, chosen }) => {
+  const leaves = bestFirst(token.branches).map(({ text, tokens, score, chosen }) => {
     const share = best === worst ? 1 : (score - worst) / (best - worst);
     return element("li", { class: chosen ? "leaf chosen" : "leaf" },
       element("span", { class: "leaf-text" }, quoted(text, tokens[0])),

@@ -4,7 +4,7 @@ import { byId, element } from "./dom.js";
 import { ACTIONS, METRICS, number, numberNode, percent, quoted } from "./format.js";
 import { REGIMES, occupancy } from "./regimes.js";
 
-export function badge(side) {
+function badge(side) {
   return element("span", { class: "badge", "data-side": side.number % 8 }, side.name);
 }
 

@@ -1,4 +1,4 @@
-// Elements and frames. Text is inserted as text: nothing of a trace is ever parsed as HTML.
+// Elements, frames, colours, files. Text is inserted as text: nothing of a trace is ever parsed as HTML.
 
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -30,6 +30,23 @@ export function onceAFrame(work) {
 
 export function nextFrame() {
   return new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+}
+
+// The style sheet's colours of these names, in the current theme.
+export function themeColours(names) {
+  const probe = document.body.appendChild(document.createElement("i"));
+  const found = names.map((name) => {
+    probe.style.color = `var(--${name})`;
+    return [name, getComputedStyle(probe).color];
+  });
+  probe.remove();
+  return Object.fromEntries(found);
+}
+
+export function saveFile(content, name, type) {
+  const url = URL.createObjectURL(new Blob([content], { type }));
+  element("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
 export async function copyText(text, button) {

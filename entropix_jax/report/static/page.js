@@ -1,6 +1,6 @@
 // The page: reads what it carries, then shows the texts before the plots.
 
-import { byId, element, nextFrame } from "./dom.js";
+import { byId, nextFrame, saveFile } from "./dom.js";
 import { readRows, unpack } from "./data.js";
 import { Texts } from "./texts.js";
 import { showLegend, showTexts } from "./text.js";
@@ -10,11 +10,7 @@ import { showWhatIf } from "./whatif.js";
 import { showHeatMap, showPlane, showSeries, startPlotly } from "./plots.js";
 
 function offerTrace(bytes, name) {
-  byId("save").addEventListener("click", () => {
-    const url = URL.createObjectURL(new Blob([bytes], { type: "application/jsonl" }));
-    element("a", { href: url, download: name }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 1000);
-  });
+  byId("save").addEventListener("click", () => saveFile(bytes, name, "application/jsonl"));
 }
 
 async function start() {

@@ -1,8 +1,8 @@
 // The plots: metrics along the text, the plane of entropy and varentropy, and attention.
 
-import { byId, onceAFrame } from "./dom.js";
+import { byId, onceAFrame, themeColours } from "./dom.js";
 import { visible } from "./format.js";
-import { REGIMES } from "./regimes.js";
+import { REGIMES, REGIME_COLOURS } from "./regimes.js";
 
 const SERIES = [["entropy", "bits"], ["varentropy", "bits²"], ["agreement", "0–1"], ["temperature", ""]];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
@@ -16,18 +16,9 @@ export function startPlotly(bytes) {
   document.head.append(script);
 }
 
-// Colours as the style sheet has them in the current theme.
 function theme() {
-  const probe = document.createElement("span");
-  document.body.append(probe);
-  const colours = new Map();
-  const names = ["text", "muted", "panel", "line", "grid", ...Object.keys(REGIMES).flatMap((one) => [one, `${one}-fill`, `${one}-text`]), ...SYMBOLS.map((_, i) => `side-${i}`)];
-  for (const name of names) {
-    probe.style.color = `var(--${name})`;
-    colours.set(name, getComputedStyle(probe).color);
-  }
-  probe.remove();
-  return { colour: (name) => colours.get(name), narrow: window.innerWidth < 600 };
+  const colours = themeColours(["text", "muted", "panel", "line", "grid", ...REGIME_COLOURS, ...SYMBOLS.map((_, i) => `side-${i}`)]);
+  return { colour: (name) => colours[name], narrow: window.innerWidth < 600 };
 }
 
 // Buttons are listed one by one: one of plotly's defaults uploads the plot.

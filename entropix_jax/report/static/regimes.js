@@ -8,6 +8,9 @@ export const REGIMES = {
   mid: { title: "MID", meaning: "between", symbol: "triangle-up" },
 };
 
+// The style sheet's names of their colours: signs, areas, words within an area.
+export const REGIME_COLOURS = Object.keys(REGIMES).flatMap((regime) => [regime, `${regime}-fill`, `${regime}-text`]);
+
 // Each box's open bounds: quantity to [low, high]. `values` has the thresholds by key. A box within one before it is
 // left out: no token is ever in it.
 export function boundsOf(boxes, values) {

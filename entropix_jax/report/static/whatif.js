@@ -51,7 +51,7 @@ export function settingsOf(facts, values) {
   return settings;
 }
 
-export function commandOf(settings) {
+function commandOf(settings) {
   const words = Object.entries(settings).map(([key, value]) => {
     const word = `sampler.${key}=${value}`;
     return /[^\w.=-]/.test(word) ? `'${word}'` : word;
@@ -60,7 +60,7 @@ export function commandOf(settings) {
 }
 
 // The complete sampler, not only the changes: the file that it came from may be elsewhere or changed.
-export function fileOf(facts, settings) {
+function fileOf(facts, settings) {
   const run = Object.entries(facts.parameters).map(([key, value]) => [key, tomlOf(value)]);
   // So that the model's own thresholds do not override these.
   const all = { ...Object.fromEntries(run), ...settings, "thresholds.calibrated": "false" };

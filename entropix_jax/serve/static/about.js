@@ -1,6 +1,7 @@
 // What is told of the token that someone points at: what else it could have been, its branches, heads and layers.
 
-import { byId, element } from "./dom.js";
+import { bestFirst } from "./branches.js";
+import { byId, element, themeColours } from "./dom.js";
 import { metricRows, tokenParts } from "./details.js";
 import { number, quoted } from "./format.js";
 
@@ -25,10 +26,9 @@ export function showToken(token, { shown, held, choose }) {
 }
 
 function branches(token, choose) {
-  const sorted = [...token.branches].sort((a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity));
   return element("div", { class: "lost" },
     element("h3", {}, "Branches, best first"),
-    element("ul", {}, ...sorted.map(({ text, tokens, score, chosen }) => element("li", { class: chosen ? "leaf chosen" : "leaf" },
+    element("ul", {}, ...bestFirst(token.branches).map(({ text, tokens, score, chosen }) => element("li", { class: chosen ? "leaf chosen" : "leaf" },
       chosen || !tokens.length || !choose ? element("span", { class: "leaf-text" }, quoted(text, tokens[0])) : element("button", { type: "button", class: "choice", "data-branch": "", title: "Go on with this branch", onclick: () => choose(tokens, text) }, quoted(text, tokens[0])),
       element("span", { class: "leaf-score" }, score == null ? "no score" : number(score), chosen ? element("b", { class: "tag" }, "kept") : null)))));
 }
@@ -42,10 +42,7 @@ function heads(layers) {
   const [cell, gap] = [Math.max(5, Math.min(26, Math.floor(260 / layers[0].length))), layers.length > 12 ? 8 : 16];
   const canvas = element("canvas", { width: cell * layers[0].length * 2, height: gap * layers.length * 2, role: "img", "aria-label": words });
   const ink = canvas.getContext("2d");
-  const colour = getComputedStyle(document.documentElement).getPropertyValue("--accent");
-  byId("details-body").style.setProperty("color", colour);
-  ink.fillStyle = getComputedStyle(byId("details-body")).color;
-  byId("details-body").style.removeProperty("color");
+  ink.fillStyle = themeColours(["accent"]).accent;
   ink.scale(2, 2);
   layers.forEach((values, layer) => values.forEach((value, head) => {
     const height = (value / most) * (gap - 3);

@@ -1,6 +1,7 @@
 // Which decision of a text is the first that other settings change.
 
 import { boundsOf, classify, valuesOf } from "./regimes.js";
+import { placeOf } from "./texts.js";
 import { settingsOf } from "./whatif.js";
 
 const REACH = 8; // tokens that a row may go back
@@ -14,19 +15,19 @@ export function changesOf(facts, values) {
 
 // `thresholds` by their keys where those changed; `changes`: settings. Returns the index of the first token that may come
 // otherwise, and the place from which the text is to go on; null if there is none.
-export function firstChange({ items, facts }, changes, values = null) {
+export function firstChange(node, changes, values = null) {
+  const { items, facts } = node;
   const bounds = values && boundsOf(facts.boxes, values);
   const keys = Object.keys(changes).filter((key) => !bounds || !RULE.has(key.split(".")[0]));
   const index = items.findIndex((token) => !token.chosen && ((bounds && classify(token, bounds) !== token.regime) || keys.some((key) => mayUse(token, key, facts.sampler))));
   if (index < 0) return null;
-  const start = items[0].position;
   // A token that was taken back later stood further left.
-  const places = items.slice(index).filter((token, i) => i === 0 || token.type === "retracted").map((token) => token.position - start);
+  const places = items.slice(index).filter((token, i) => i === 0 || token.type === "retracted").map((token) => placeOf(node, token));
   const place = Math.min(...places);
   const back = goesBack({ ...facts.sampler, ...changes }) ? place - REACH : place;
   // What the reader chose before it stays.
   const chosen = items.slice(0, index).findLast((token) => token.chosen);
-  return { index, position: Math.max(0, back, chosen ? chosen.position - start + 1 : 0) };
+  return { index, position: Math.max(0, back, chosen ? placeOf(node, chosen) + 1 : 0) };
 }
 
 function goesBack(sampler) {

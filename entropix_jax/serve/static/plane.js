@@ -1,7 +1,7 @@
 // The plane of entropy and varentropy: the boxes of the regimes, a sign for each token, thresholds to be dragged.
 
-import { onceAFrame } from "./dom.js";
-import { REGIMES, boundsOf, keyOf } from "./regimes.js";
+import { onceAFrame, themeColours } from "./dom.js";
+import { REGIMES, REGIME_COLOURS, boundsOf, keyOf } from "./regimes.js";
 
 const EDGE = { left: 40, right: 10, top: 10, bottom: 34 };
 const NEAR = 9; // pixels from which a threshold is taken
@@ -51,7 +51,7 @@ export class Plane {
       canvas.height = height * ratio;
       canvas.getContext("2d").scale(ratio, ratio);
     }
-    Object.assign(this, { width, height, look: colours(this.figure) });
+    Object.assign(this, { width, height, look: themeColours(["text", "muted", "line", ...REGIME_COLOURS]) });
     for (const [quantity, axis] of Object.entries(AXES)) {
       const most = this.tokens.reduce((top, token) => Math.max(top, token[quantity]), 1);
       const bounds = this.lines().filter((line) => line.axis === axis).map(({ value }) => value * 1.15);
@@ -182,14 +182,6 @@ export class Plane {
     this.front.addEventListener("pointerup", end);
     this.front.addEventListener("pointercancel", end);
   }
-}
-
-function colours(node) {
-  const probe = node.appendChild(document.createElement("i"));
-  const names = ["text", "muted", "line", ...Object.keys(REGIMES).flatMap((one) => [one, `${one}-fill`, `${one}-text`])];
-  const found = names.map((name) => ((probe.style.color = `var(--${name})`), [name, getComputedStyle(probe).color]));
-  probe.remove();
-  return Object.fromEntries(found);
 }
 
 function sign(ink, symbol, x, y) {

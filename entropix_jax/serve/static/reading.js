@@ -4,7 +4,7 @@ import { element } from "./dom.js";
 import { neighbour } from "./text.js";
 
 export class Reading {
-  // `tell(token, {held})`: a token was pointed at.
+  // `tell(reading, token)`: one of its tokens was pointed at.
   constructor(card, tell) {
     this.card = card;
     this.box = card.querySelector(".text");
@@ -32,7 +32,7 @@ export class Reading {
   }
 
   key(event) {
-    if (event.altKey || event.ctrlKey || event.metaKey || !this.node?.items.length) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || !this.items.length) return;
     const token = neighbour(event.key, this);
     if (event.key === "Escape" && this.token) this.select(this.token, { held: false });
     else if (token) this.select(token, { held: true, scroll: true });
@@ -93,17 +93,13 @@ export class Reading {
   }
 
   recolour() {
-    this.items.forEach((token, i) => this.spans[i] && (this.spans[i].dataset.regime = this.regimeOf(token)));
+    this.spans.forEach((span, i) => (span.dataset.regime = this.regimeOf(this.items[i])));
   }
 
-  // Marks where the text parts from the one beside it; null: nowhere.
-  part(place, words) {
-    this.box.querySelector(".parting")?.remove();
-    this.box.querySelector(".parts")?.classList.remove("parts");
-    const token = place === null ? null : this.node?.tokens[place];
-    if (!token) return;
-    const span = this.spans[token.index];
+  // Marks the place from which the text is another one than that beside it.
+  part(place) {
+    const span = this.spans[this.node.tokens[place].index];
     span.classList.add("parts");
-    span.before(element("span", { class: "parting", "aria-hidden": "true" }, words));
+    span.before(element("span", { class: "parting", "aria-hidden": "true" }, "texts diverge"));
   }
 }

@@ -18,7 +18,7 @@ export class Session {
 
   // A text. `at`: how many tokens it takes over from its parent; `own` says what it is, in the tree.
   add({ parent = null, at = 0, label, ...own }) {
-    const node = { parent, at, label, items: [], tokens: [], waiting: [], pending: [], ended: null, error: null, row: null, facts: null, ...own, id: this.nodes.length };
+    const node = { parent, at, label, items: [], tokens: [], waiting: [], pending: [], ended: null, row: null, facts: null, ...own, id: this.nodes.length };
     this.nodes.push(node);
     if (parent && at > 0) {
       const last = parent.tokens[at - 1];
@@ -72,8 +72,16 @@ export class Session {
     this.change({ names });
   }
 
-  // Takes a text, and those that went on from it, out of sight.
-  prune(node) {
+  // The text that the current one went on from, beside it; or no longer any.
+  toggleBeside() {
+    const { current, state } = this;
+    if (current) this.change({ beside: state.beside === null ? this.parentOf(current)?.id ?? null : null });
+  }
+
+  // Takes the current text, and those that went on from it, out of sight.
+  prune() {
+    const node = this.current;
+    if (!node) return;
     const gone = new Set([node, ...this.nodes.filter((one) => ancestors(one).includes(node))].map(({ id }) => id));
     const left = this.visible();
     const seen = new Set([...this.state.seen].filter((id) => !gone.has(id)));

@@ -4,8 +4,17 @@ import { byId, element } from "./dom.js";
 import { parseSettings } from "./settings.js";
 
 export class Start {
-  async offer(api) {
-    const [model] = (await api.get("/v1/models")).data;
+  constructor(api) {
+    this.api = api;
+  }
+
+  // What the server has. Asked for again where there was no answer, or no key.
+  async offer() {
+    if (!this.model) await (this.offering ??= this.ask().finally(() => (this.offering = null)));
+  }
+
+  async ask() {
+    const [model] = (await this.api.get("/v1/models")).data;
     this.model = model.id;
     byId("model").textContent = model.id;
     byId("preset").append(...model.entropix.samplers.map((value) => element("option", { value }, value)));
@@ -13,6 +22,7 @@ export class Start {
     this.keeps = model.entropix.keep > 0;
     byId("keeps-none").hidden = this.keeps;
     byId("open").disabled = !this.keeps;
+    document.documentElement.dataset.ready = "true";
   }
 
   get chat() {

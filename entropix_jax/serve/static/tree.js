@@ -28,7 +28,7 @@ export function showTree(session) {
   let named = null; // what the field had as it was entered: the text may be another one when it is left
   byId("name").addEventListener("focus", () => (named = session.current));
   byId("name").addEventListener("change", () => named && session.name(named, byId("name").value.trim()));
-  byId("prune").addEventListener("click", () => session.current && session.prune(session.current));
+  byId("prune").addEventListener("click", () => session.prune());
   byId("undo").addEventListener("click", () => session.undo());
   byId("redo").addEventListener("click", () => session.redo());
 }
