@@ -6,10 +6,14 @@
 
 Starts `serve` in a process of its own, over loopback, and ends it. 50 prompts are answered by
 `batch`, in this process, and by the server, whose clients are those of the `openai` package: they
-stream side by side, each its next prompt when one has ended. The two take turns, after a round that
-warms them up. Prints a line of JSON: tokens a second of each, medians of ratios, milliseconds to a
-first token where nothing else runs, and `faults`, prompts whose tokens differ. The exit status is 1
-if there are any.
+stream side by side, each its next prompt when one has ended. The two take turns at going first,
+after a round that warms them up. Prints JSON: tokens a second of each, medians of ratios,
+milliseconds to a first token where nothing else runs, and `faults`, prompts whose tokens differ.
+The exit status is 1 if there are any.
+
+Each is as a user gets it. The server records more of each token, and its clients take their time on
+the same cores; `batch` allocates its cache in each round. A first token of `batch` is counted from
+its slot on, one of the server from the request on, the connection included.
 """
 
 import argparse
@@ -125,6 +129,7 @@ class Clients:
             for token in own.get("tokens", ()):
                 first = first or time.perf_counter() - began
                 tokens.append(token["token_id"])
+        assert tokens, f"no token came for prompt {number}"
         return first, tokens
 
     async def _all(self) -> dict[int, list[int]]:
@@ -163,17 +168,18 @@ def compare(asked: Asked, batch: Batch, clients: Clients) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {"batch": [], "server": []}
     firsts: dict[str, list[float]] = {"batch": [], "server": []}
     faults: list[str] = []
+    contestants: dict[str, Batch | Clients] = {"batch": batch, "server": clients}
     for turn in range(1 + asked.rounds):
         texts = {}
-        for name, contestant in (("batch", batch), ("server", clients)):
-            seconds, texts[name] = contestant.answer()
+        for name in ("batch", "server") if turn % 2 else ("server", "batch"):
+            seconds, texts[name] = contestants[name].answer()
             if turn:
                 total = sum(map(len, texts[name].values()))
                 speeds[name].append(round(total / seconds, 1))
         differ = [n for n in range(len(PROMPTS)) if texts["batch"][n] != texts["server"].get(n)]
         faults += [f"round {turn}: prompt {number} has other tokens" for number in differ]
     for turn in range(1 + FIRST_TOKENS):
-        for name, contestant in (("batch", batch), ("server", clients)):
+        for name, contestant in contestants.items():
             seconds = contestant.first_token()
             firsts[name] += [1e3 * seconds] if turn else []
     ratios = [a / b for a, b in zip(speeds["server"], speeds["batch"], strict=True)]

@@ -45,7 +45,10 @@ class Server:
         if not self._listens.wait(PATIENCE):
             self.process.kill()
             raise SystemExit("the server does not listen:\n" + "".join(self.log))
-        url = next(line for line in self.log if "listening on" in line).split()[-1]
+        listening = [line for line in self.log if "listening on" in line]
+        if not listening:
+            raise SystemExit("the server ended:\n" + "".join(self.log))
+        url = listening[0].split()[-1]
         self.url = url.removesuffix("/v1")
 
     def _read(self) -> None:

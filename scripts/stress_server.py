@@ -5,7 +5,7 @@
 
 It starts `serve` on `tiny` and ends it. Clients vanish in the middle of their streams, others read
 slowly, bodies are malformed or too large, keys are wrong, and the server is killed and started
-again. Prints a line of JSON with what happened and `faults`, what should not have: a traceback in
+again. Prints JSON with what happened and `faults`, what should not have: a traceback in
 the server's log, a slot that stays taken, another text for a client that stayed, an answer that is
 no answer. The exit status is 1 if there are any. Linux: memory is read from /proc.
 """

@@ -1,8 +1,7 @@
 """From the device's records of a chunk of steps to typed records on the host."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ from entropix_jax.names import REGIMES
 from entropix_jax.sampler.state import Observation
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's `decode_within`
+_REQUIRED = [field.name for field in fields(TokenRecord) if field.default is MISSING]
+_OPTIONAL = [field.name for field in fields(TokenRecord) if field.default is not MISSING]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +123,11 @@ def _step_tokens(
 ) -> list[TokenRecord]:
     """The token of each record, whose fields are [n, ...]."""
     choice, proposal = records.choice, records.choice.proposal
-    columns: dict[str, Iterable[Any]] = {
+    columns: dict[str, Sequence[Any]] = {
         "row": rows,
         "position": plain(records.position),
         "token_id": plain(choice.token),
-        "text": repeat(""),
+        "text": [""] * len(rows),
         "action": [actions[action] for action in plain(proposal.action)],
         "logprob": plain(choice.logprob),
         "temperature": plain(proposal.temperature),
@@ -141,8 +142,10 @@ def _step_tokens(
         leaves, tree = jax.tree.flatten(records.tally)
         columns["state"] = [jax.tree.unflatten(tree, one) for one in zip(*leaves, strict=True)]
     # In order, without a dictionary for each token: this is most of what the host does for one.
-    ordered = (columns.get(name, repeat(None)) for name in TokenRecord.__slots__)
-    return [*map(TokenRecord, *ordered)]
+    ordered = [columns.pop(name) for name in _REQUIRED]
+    ordered += [columns.pop(name, [None] * len(rows)) for name in _OPTIONAL]
+    assert not columns
+    return [TokenRecord(*values) for values in zip(*ordered, strict=True)]
 
 
 def _candidates(records: StepRecord, i: int) -> list[tuple[int, float]]:

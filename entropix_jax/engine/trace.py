@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
     if array.dtype.kind != "f":
         return array.tolist()
     # Plus 0: the entropy of a certain distribution is computed as -0.
-    return (shorten(array.astype(np.float32)) + 0.0).tolist()
+    return (shorten(array) + 0.0).tolist()
 
 
 def header(

@@ -12,6 +12,7 @@ def shorten(x: np.ndarray) -> np.ndarray:
     The same as by NumPy's texts (`x.astype(str).astype(float)`), at a tenth of the time. Six digits
     or fewer always come back; of seven to nine the first that do are taken.
     """
+    assert x.dtype == np.float32, x.dtype
     wide = x.astype(np.float64)
     size = np.abs(wide)
     # Where scaling is exact enough, and no power of two, whose neighbour below is nearer.

@@ -41,7 +41,7 @@ def modify(
     # If the bans remove everything above the noise floor, the draw is from what is below it.
     remains = jnp.any(above > -jnp.inf, axis=-1, keepdims=True)
     # The floor is of the model's logits. A token that the user raises may be drawn for that reason,
-    # whatever the model says of it: it stays, with the logit that it has got.
+    # whatever the model says of it: it stays, with its modified logit.
     raised = jnp.where(settings.biases > 0, biased, vocab)
     own = logits.at[row, raised].get(mode="fill", fill_value=-jnp.inf)
     above = above.at[row, raised].set(own, mode="drop")

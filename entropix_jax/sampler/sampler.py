@@ -46,8 +46,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
 }
-# Defaults of the keys that older files and traces do not have.
-_LATER: Mapping[str, Any] = {"draw.bias": []}
+# Defaults of keys that older files and traces do not have.
+_NEW_KEYS: Mapping[str, Any] = {"draw.bias": []}
 Rule = tuple[Callable[[Any], bool], str]  # a test of a value, and what an error's line says
 
 
@@ -68,7 +68,9 @@ def scalars(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Mapping[str, An
 @cache
 def required(mechanisms: Mechanisms = MECHANISMS) -> Set[str]:
     """The keys that every sampler's file has; of the thresholds it may leave some out."""
-    return _rules(mechanisms).keys() - {f"thresholds.{name}" for name in THRESHOLDS} - _LATER.keys()
+    return (
+        _rules(mechanisms).keys() - {f"thresholds.{name}" for name in THRESHOLDS} - _NEW_KEYS.keys()
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,7 +97,7 @@ class Sampler:
     def values(self) -> Mapping[str, Any]:
         """Every key with its current value, read-only."""
         given = {**self.file_values, **self.thresholds, **self.changes}
-        return MappingProxyType({**_LATER, **given})
+        return MappingProxyType({**_NEW_KEYS, **given})
 
     def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
         """This sampler with other settings. UserError if a key is unknown, a value has the wrong

@@ -13,7 +13,7 @@ from flax import struct
 
 MAX_DRAWS = 16  # candidates of one step
 MAX_BANS = 16  # tokens that are never drawn
-MAX_BIASES = 64  # tokens whose logits something is added to
+MAX_BIASES = 64  # tokens with a logit bias
 MAX_PERIOD = 32  # longest period that the loop guard looks for
 LOOP_WINDOW = 256  # tokens that the loop guard looks back
 

@@ -326,8 +326,9 @@ class Api:
 async def _chunks(
     answer: Answer, echoes: Sequence[Sequence[dict[str, Any]]], run: Run, *, usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a stream; one is all that happened to a row in a chunk of steps, or a token
-    where log-probabilities are asked for: clients that show them take a chunk for a token."""
+    """The chunks of a stream; one is all that happened to a row in a chunk of steps. Where
+    log-probabilities are asked for it has at most one token: clients that show them take a chunk
+    for a token."""
 
     def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
         return answer.frame([*choices], chunk=True) | ({"usage": None} if usage else {})

@@ -300,7 +300,7 @@ def _changes(served: Served, body: Generating) -> dict[str, Any]:
 def _biases(served: Served, bias: dict[str, float]) -> dict[str, Any]:
     """The settings that biases by token mean. They replace all that the sampler has of them."""
     for token in bias:
-        # "05" is none: it would be the bias of a token that may have another.
+        # "05" is refused: "5" could name the same token twice.
         if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
             raise ApiError("logit_bias: its keys must be ids of tokens", param="logit_bias")
         if int(token) >= served.model.config.vocab_size:
