@@ -7,9 +7,9 @@
 Starts `serve` in a process of its own, over loopback, and ends it. 50 prompts are answered by
 `batch`, in this process, and by the server, whose clients are those of the `openai` package: they
 stream side by side, each its next prompt when one has ended. The two take turns at going first,
-after a round that warms them up. Prints JSON: tokens a second of each, medians of ratios,
-milliseconds to a first token where nothing else runs, and `faults`, prompts whose tokens differ.
-The exit status is 1 if there are any.
+after a round that warms them up, in which the server tells the tokens, too. Prints JSON: tokens a
+second of each, medians of ratios, milliseconds to a first token where nothing else runs, and
+`faults`, prompts whose texts or tokens differ. The exit status is 1 if there are any.
 
 Each is as a user gets it. The server records more of each token, and its clients take their time on
 the same cores; `batch` allocates its cache in each round. A first token of `batch` is counted from
@@ -51,6 +51,7 @@ ASKS = (
 PROMPTS = [ask.format(topic) for topic in TOPICS for ask in ASKS]
 FIRST_TOKENS = 15  # times that each is asked for one
 CONTEXT = 512
+Answer = tuple[str, list[int]]  # its text and its tokens
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ class Batch:
             record = Record(number, str(number), "", messages=talk, seed=number)
             yield replace(record, max_new_tokens=self._tokens)
 
-    def answer(self) -> tuple[float, dict[int, list[int]]]:
-        """Seconds, and the tokens of each prompt."""
-        found: dict[int, list[int]] = {}
+    def answer(self) -> tuple[float, dict[int, Answer]]:
+        """Seconds, and the answer to each prompt."""
+        found: dict[int, Answer] = {}
 
         def keep(record: Any, result: Any) -> None:
-            found[int(record.id)] = result["token_ids"]
+            found[int(record.id)] = result["text"], result["token_ids"]
 
         began = time.perf_counter()
         self._run.run(self.records(PROMPTS), keep)
@@ -113,32 +114,34 @@ class Clients:
         self._asked = asked
         self._url = f"{url}/v1"
 
-    async def _stream(self, client: openai.AsyncOpenAI, number: int) -> tuple[float, list[int]]:
-        """Seconds to the first token, and all of them."""
-        began, first, tokens = time.perf_counter(), 0.0, list[int]()
+    async def _stream(
+        self, client: openai.AsyncOpenAI, number: int, *, tokens: bool = False
+    ) -> tuple[float, Answer]:
+        """Seconds to the first text, and the answer, with its tokens if they are asked for."""
+        began, first, text, ids = time.perf_counter(), 0.0, "", list[int]()
         parts = await client.chat.completions.create(
             model=self._asked.model,
             messages=[{"role": "user", "content": PROMPTS[number]}],
             max_completion_tokens=self._asked.tokens,
             seed=number,
             stream=True,
-            extra_body={"entropix": {"tokens": True, "id": str(number)}},
+            extra_body={"entropix": {"tokens": tokens, "id": str(number)}},
         )
         async for part in parts:
-            own: Any = getattr(part.choices[0], "entropix", {})
-            for token in own.get("tokens", ()):
-                first = first or time.perf_counter() - began
-                tokens.append(token["token_id"])
-        assert tokens, f"no token came for prompt {number}"
-        return first, tokens
+            choice: Any = part.choices[0]
+            first = first or (time.perf_counter() - began if choice.delta.content else 0.0)
+            text += choice.delta.content or ""
+            ids += [one["token_id"] for one in getattr(choice, "entropix", {}).get("tokens", ())]
+        assert text, f"no text came for prompt {number}"
+        return first, (text, ids)
 
-    async def _all(self) -> dict[int, list[int]]:
-        waiting, found = iter(range(len(PROMPTS))), dict[int, list[int]]()
+    async def _all(self, *, tokens: bool) -> dict[int, Answer]:
+        waiting, found = iter(range(len(PROMPTS))), dict[int, Answer]()
         async with self._client() as client:
 
             async def ask() -> None:
                 for number in waiting:
-                    _, found[number] = await self._stream(client, number)
+                    _, found[number] = await self._stream(client, number, tokens=tokens)
 
             await asyncio.gather(*(ask() for _ in range(self._asked.clients)))
         return found
@@ -146,10 +149,10 @@ class Clients:
     def _client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self._url, api_key=KEY, max_retries=0)
 
-    def answer(self) -> tuple[float, dict[int, list[int]]]:
+    def answer(self, *, tokens: bool = False) -> tuple[float, dict[int, Answer]]:
         """See `Batch`."""
         began = time.perf_counter()
-        found = asyncio.run(self._all())
+        found = asyncio.run(self._all(tokens=tokens))
         return time.perf_counter() - began, found
 
     def first_token(self) -> float:
@@ -169,15 +172,17 @@ def compare(asked: Asked, batch: Batch, clients: Clients) -> dict[str, Any]:
     firsts: dict[str, list[float]] = {"batch": [], "server": []}
     faults: list[str] = []
     contestants: dict[str, Batch | Clients] = {"batch": batch, "server": clients}
-    for turn in range(1 + asked.rounds):
-        texts = {}
+    # To warm up, token by token.
+    _, expected = batch.answer()
+    _, found = clients.answer(tokens=True)
+    faults += [f"prompt {n} has other tokens" for n in expected if found[n] != expected[n]]
+    total = sum(len(tokens) for _, tokens in expected.values())
+    for turn in range(asked.rounds):
         for name in ("batch", "server") if turn % 2 else ("server", "batch"):
-            seconds, texts[name] = contestants[name].answer()
-            if turn:
-                total = sum(map(len, texts[name].values()))
-                speeds[name].append(round(total / seconds, 1))
-        differ = [n for n in range(len(PROMPTS)) if texts["batch"][n] != texts["server"].get(n)]
-        faults += [f"round {turn}: prompt {number} has other tokens" for number in differ]
+            seconds, found = contestants[name].answer()
+            speeds[name].append(round(total / seconds, 1))
+            differ = [n for n, (text, _) in expected.items() if found[n][0] != text]
+            faults += [f"round {turn}: prompt {n} has another text by {name}" for n in differ]
     for turn in range(1 + FIRST_TOKENS):
         for name, contestant in contestants.items():
             seconds = contestant.first_token()
@@ -204,8 +209,8 @@ def main() -> int:
     parser.add_argument("--dtype", help="the type of the weights (default: the checkpoint's)")
     parser.add_argument("--sampler", default="entropix")
     parser.add_argument("--clients", type=int, default=16, help="and slots")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
-    parser.add_argument("--rounds", type=int, default=3, help="after the first, which is not timed")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--rounds", type=int, default=2, help="after the first, which is not timed")
     parser.add_argument("--server", default="", help="more options of serve, in one word")
     asked = Asked(**vars(parser.parse_args()))
     use_compilation_cache()
