@@ -45,7 +45,8 @@ def require(extra: str, *packages: str) -> None:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error's line: the known name that is most like a wrong one, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    ends = [one for one in known if one.endswith(f".{name}")]  # of a key without its section
+    close = ends[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f", did you mean '{close[0]}'?" if close else f" (known: {', '.join(known)})"
 
 

@@ -290,6 +290,7 @@ class Api:
     def _model(self) -> dict[str, Any]:
         own: dict[str, Any] = {"context": self._served.context, "samplers": preset_names()}
         own |= {"top": self._served.top, "keep": self._kept.most}
+        own |= {"chat": self._served.model.is_chat_model}
         return {
             "id": self._served.name,
             "object": "model",

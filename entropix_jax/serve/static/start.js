@@ -19,6 +19,8 @@ export class Start {
     byId("model").textContent = model.id;
     byId("preset").append(...model.entropix.samplers.map((value) => element("option", { value }, value)));
     byId("tokens").max = model.entropix.context;
+    // A model that is made for conversations often ends a bare prompt at once.
+    if (model.entropix.chat && !byId("prompt").value) byId("chat").click();
     this.keeps = model.entropix.keep > 0;
     byId("keeps-none").hidden = this.keeps;
     byId("open").disabled = !this.keeps;
