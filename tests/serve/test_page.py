@@ -101,6 +101,24 @@ def test_the_text_is_the_servers_and_a_token_tells_what_else(page: Any, running:
     assert page.locator("#share-mid").text_content().endswith("%")
 
 
+def test_a_chat_comes_first_where_the_model_is_made_for_it(running: Running, browser: Any) -> None:
+    one = Watched(browser)
+
+    def tell(route: Any) -> None:
+        answer = route.fetch().json()
+        answer["data"][0]["entropix"]["chat"] = True
+        route.fulfill(json=answer)
+
+    one.page.goto(running.url)
+    one.page.wait_for_selector(READY, state="attached")
+    assert one.page.is_checked("#completion")
+    one.page.route("**/v1/models", tell)
+    one.page.reload()
+    one.page.wait_for_selector(READY, state="attached")
+    assert one.page.is_checked("#chat")
+    one.context.close()
+
+
 def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
     before = tokens(page)
     page.click("#text-0 .token >> nth=5")
