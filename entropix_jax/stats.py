@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from entropix_jax.platforms import on_cpu_or_elsewhere
+
 LN2 = math.log(2.0)  # nats of a bit
 _LANES = 128  # of a TPU's registers; any vector of a CPU's divides it
 
@@ -43,11 +45,16 @@ def entropy_and_varentropy(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def sum_last(x: jax.Array) -> jax.Array:
-    """The sum over the last axis, [..., n] to [...], as 128 partial sums.
+    """The sum over the last axis, [..., n] to [...], on a CPU as 128 partial sums.
 
     XLA's CPU backend sums a last axis sequentially, which takes 3 to 7 times as long for a long
-    one. Zeros appended to the axis do not change the result, to the last digit.
+    one. There, zeros appended to the axis do not change the result, to the last digit. Elsewhere
+    the partial sums would only be written and read again.
     """
+    return on_cpu_or_elsewhere(_sum_last_in_lanes, lambda x: jnp.sum(x, axis=-1), x)
+
+
+def _sum_last_in_lanes(x: jax.Array) -> jax.Array:
     lanes = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _LANES)])
     lanes = jnp.sum(lanes.reshape(*x.shape[:-1], -1, _LANES), axis=-2)
     return jnp.sum(lax.optimization_barrier(lanes), axis=-1)  # else XLA merges the two sums

@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 # Lowest first. A module imports from its own folder and from lower layers; folders of one layer do
 # not know each other. So neither does the model know the sampler, nor the sampler the model.
 LAYERS = (
-    ("errors", "version"),
+    ("errors", "platforms", "version"),
     ("names", "stats"),
     ("host",),
     ("text", "report", "sampler"),
@@ -70,7 +70,7 @@ MODULES = sorted(name for name in FILES if not is_door(name))
 
 def test_every_folder_has_a_layer() -> None:
     assert {folder(name) for name in MODULES} == set(FLOOR)
-    assert len(list(ROOT.glob("*.py"))) <= 12
+    assert len(list(ROOT.glob("*.py"))) <= 13
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,10 +1,13 @@
 """Grouped-query attention over a key/value cache, and statistics of its weights."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from entropix_jax.platforms import on_cpu_or_elsewhere
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
 _TINY = 2.0**-32
@@ -15,16 +18,16 @@ def attend(
     keys: jax.Array,
     values: jax.Array,
     positions: jax.Array,
-    length: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of new tokens over the cache, which already holds their own keys and values.
 
     Args:
         queries: [B, T, N, H].
         keys, values: [B, K, S, H]. Query head `h` reads key/value head `h // G`; none is repeated.
-        positions: int32 [B, T], of each new token, which sees the keys up to its own.
-        length: int32 [B], the valid keys, those of the new tokens included. A token at or past it
-            is padding, whose output is meaningless.
+            All values are finite, also of positions that no token sees: their weight is 0, and 0
+            times NaN would be NaN.
+        positions: int32 [B, T], of each new token, which sees the keys up to its own. The output of
+            padding is meaningless.
 
     Returns:
         The attention output [B, T, N*H] in the queries' type, and the scaled scores, float32
@@ -33,17 +36,16 @@ def attend(
     batch, tokens, heads, head_dim = queries.shape
     chex.assert_shape((keys, values), (batch, None, None, head_dim))
     chex.assert_shape(positions, (batch, tokens))
-    chex.assert_shape(length, (batch,))
 
     # Scores, without repeating a key/value head for its G query heads.
     key_positions = jnp.arange(keys.shape[2], dtype=jnp.int32)
     grouped = _group(queries, keys.shape[1])
-    scores = _product("btkgh,bksh->bkgts", grouped, keys) * (queries.shape[-1] ** -0.5)
+    scores = _scores(grouped, keys) * (head_dim**-0.5)
     visible = key_positions[None, None, :] <= positions[:, :, None]  # [B, T, S]
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
 
     # Weighted sum of the values.
-    mixed = _mix(weights.astype(values.dtype), _zero_invalid(values, length))
+    mixed = _mix(weights.astype(values.dtype), values)
     mixed = mixed.transpose(0, 3, 1, 2, 4)  # [B, T, K, G, H]
     mixed = mixed.reshape(batch, tokens, heads * head_dim).astype(queries.dtype)
     return mixed, scores.reshape(batch, heads, tokens, -1)
@@ -102,6 +104,21 @@ def _product(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(form, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """[B, T, K, G, H] by [B, K, S, H] to [B, K, G, T, S].
+
+    einsum passes its operands on in reverse. XLA's CPU backend is fast with the keys on the left;
+    other backends would have to transpose the result, which with the queries on the left has the
+    order that is wanted.
+    """
+
+    def queries_first(queries: jax.Array, keys: jax.Array) -> jax.Array:
+        return _product("bksh,bkgth->bkgts", keys, queries.transpose(0, 2, 3, 1, 4))
+
+    keys_first = partial(_product, "btkgh,bksh->bkgts")
+    return on_cpu_or_elsewhere(keys_first, queries_first, queries, keys)
+
+
 def _mix(weights: jax.Array, values: jax.Array) -> jax.Array:
     """[B, K, G, T, S] by [B, K, S, H] to [B, K, G, T, H].
 
@@ -109,9 +126,3 @@ def _mix(weights: jax.Array, values: jax.Array) -> jax.Array:
     left, XLA's CPU backend needs no transposed copy of the values and is several times faster.
     """
     return _product("bksh,bkgts->bkgth", values, weights)
-
-
-def _zero_invalid(values: jax.Array, length: jax.Array) -> jax.Array:
-    """`values[B, K, S, H]` with 0 at positions from `length` on: 0 times NaN would be NaN."""
-    valid = jnp.arange(values.shape[2], dtype=jnp.int32)[None, :] < length[:, None]
-    return jnp.where(valid[:, None, :, None], values, jnp.zeros((), values.dtype))

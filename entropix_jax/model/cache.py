@@ -1,7 +1,10 @@
 """The functional key/value cache: a pytree that a step takes and returns.
 
-Each row has its own length, and validity is defined by the length alone: a position at or past it
-may hold anything, NaN included, and never changes a result.
+Each row has its own length, and validity is defined by the length alone. A position at or past it
+never changes a result: its key may hold anything, NaN included, its value anything finite.
+
+No value is ever NaN or infinite (see `append`), so that attention may multiply the values of all
+positions by their weights: those past the length have the weight 0.
 """
 
 import jax
@@ -40,6 +43,30 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype)
         values=tuple(jnp.zeros(shape, dtype) for _ in layers),
         length=jnp.zeros(batch, jnp.int32),
     )
+
+
+def append(
+    cached: tuple[jax.Array, jax.Array],
+    key: jax.Array,
+    value: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes new tokens to a layer's keys and values [B, K, S, H], see `write`.
+
+    Where a value is NaN or infinite, 0 is stored and the key becomes NaN: whoever sees that
+    position has a NaN score, and with it a NaN result, and nobody else is any the worse for it.
+
+    Args:
+        cached: keys and values.
+        key, value: [A, T, K, H].
+        start, count: int32 [A].
+    """
+    value = value.astype(cached[1].dtype)
+    finite = jnp.isfinite(value)
+    key = jnp.where(finite, key, jnp.nan)
+    value = jnp.where(finite, value, jnp.zeros((), value.dtype))
+    return write(cached[0], key, start, count), write(cached[1], value, start, count)
 
 
 @jax.jit  # traced once for all layers

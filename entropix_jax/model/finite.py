@@ -11,8 +11,8 @@ def first_unsound(sound: jax.Array, start: jax.Array) -> jax.Array:
     twice where all are finite.
 
     The earliest stage wins, then the earliest position: after a layer's attention a single bad
-    token has contaminated the others. `sound` is bool [B, T, 1+2L], see `stats.AttnStats`; `start`
-    is int32 [B], the position of each row's first token.
+    token has contaminated the later ones. `sound` is bool [B, T, 1+2L], see `stats.AttnStats`;
+    `start` is int32 [B], the position of each row's first token.
     """
     tokens = sound.shape[1]
     unsound = ~sound.swapaxes(1, 2).reshape(sound.shape[0], -1)

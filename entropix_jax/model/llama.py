@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from entropix_jax.model.attention import attend, attention_stats, join_layers
-from entropix_jax.model.cache import KVCache, write
+from entropix_jax.model.cache import KVCache, append
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import linear, product, rows
 from entropix_jax.model.mesh import gather_logits
@@ -82,9 +82,9 @@ def forward(
         query, key, value = _project(normed, layer, config, tokens.shape)
         if rotates:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        keys, values = write(cached[0], key, start, count), write(cached[1], value, start, count)
+        keys, values = append(cached, key, value, start, count)
         mixed, scores = attend(
-            query, keys[:batch, :, :window], values[:batch, :, :window], positions, length
+            query, keys[:batch, :, :window], values[:batch, :, :window], positions
         )
         hidden = hidden + linear(mixed.reshape(tokens.size, mixed.shape[-1]), layer.output)
         normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)

@@ -37,41 +37,41 @@ class Most:
 
 MOST: dict[Wanted, Most] = {
     Wanted(H100, DECODE, 1): Most(
-        temporary=0.009, moved=2.71, kernels=603, copies=16, sorts=2, syncs=2, branch_syncs=10
+        temporary=0.01, moved=2.607, kernels=533, sorts=2, syncs=2, branch_syncs=10
     ),
     Wanted(H100, DECODE, 64): Most(
-        temporary=0.566, moved=17.0, kernels=534, copies=16, sorts=2, syncs=2, branch_syncs=11
+        temporary=0.636, moved=11.282, kernels=467, sorts=2, syncs=2, branch_syncs=11
     ),
-    Wanted(H100, PREFILL, 1): Most(temporary=0.054, moved=7.16, kernels=323),
-    Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=8.32, kernels=376),
+    Wanted(H100, PREFILL, 1): Most(temporary=0.053, moved=6.08, kernels=279),
+    Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=7.23, kernels=317),
     Wanted(V5E, DECODE, 1): Most(
-        temporary=0.207, moved=2.61, kernels=1322, copies=24, call_copies=58, sorts=1, cycles=16.6
+        temporary=0.194, moved=2.6, kernels=1255, copies=22, call_copies=59, sorts=1, cycles=15.9
     ),
     Wanted(V5E, DECODE, 64): Most(
-        temporary=9.718, moved=15.37, kernels=1806, copies=16, call_copies=64, cycles=88.1
+        temporary=9.714, moved=11.06, kernels=1681, call_copies=64, cycles=52.7
     ),
     Wanted(V5E, DECODE, 64, "model=8"): Most(
-        temporary=1.724,
-        moved=1.91,
-        kernels=1676,
+        temporary=1.658,
+        moved=1.54,
+        kernels=1636,
         copies=1,
         call_copies=64,
-        cycles=12.9,
+        cycles=7.53,
         collectives=35,
     ),
     Wanted(V5E, DECODE, 64, "data=8"): Most(
-        temporary=1.193,
-        moved=3.15,
-        kernels=1446,
+        temporary=1.132,
+        moved=3.08,
+        kernels=1530,
         copies=1,
         call_copies=64,
-        cycles=16.3,
+        cycles=10.3,
         collectives=2,
     ),
     Wanted(V5E, PREFILL, 1): Most(
-        temporary=0.158, moved=2.18, kernels=1027, copies=62, cycles=13.8
+        temporary=0.04, moved=2.21, kernels=977, copies=60, cycles=11.7
     ),
-    Wanted(V5E, PREFILL, 64): Most(temporary=0.122, moved=3.13, kernels=1215, cycles=12.9),
+    Wanted(V5E, PREFILL, 64): Most(temporary=0.122, moved=3.13, kernels=1218, cycles=10.8),
 }
 
 

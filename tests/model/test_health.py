@@ -15,11 +15,13 @@ import pytest
 
 from entropix_jax.cli import batch
 from entropix_jax.cli import generate as main
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
-from entropix_jax.model.cache import init_cache
+from entropix_jax.model.cache import append, init_cache
 from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound
 from entropix_jax.model.llama import forward
@@ -34,7 +36,7 @@ from tests.support.model_folders import (
     token_ids,
     write_model,
 )
-from tests.support.runs import Spec, calibrated, run_specs
+from tests.support.runs import Spec, calibrated, requests, run_specs
 
 CHECK = Recording(check=True)
 SHAPE = config_of_folder()
@@ -206,6 +208,69 @@ def test_a_branch_that_is_unsound_is_never_best(tmp_path: Path) -> None:
             assert (one.score is None) == (at is not None)
 
 
+def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
+    """Rows that take the same slot, one after another."""
+    engine = Engine(model, slots=1, capacity=256)
+    rows = [Row(one) for one in requests(model, specs, ignore_eos=True)]
+    for _ in engine.run(rows):
+        pass
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
+@pytest.mark.parametrize("change", [overflowing(0, "value"), poisoned(PROMPT[AT])], ids=str)
+def test_values_that_are_none_fail_one_row(
+    tmp_path: Path, change: Callable[[Params], Params]
+) -> None:
+    """The next one in its slot is what it is alone, to the last digit."""
+    model = load(str(write_model(tmp_path / "model", change)))
+    sound = Spec([*PROMPT[:AT], 50], "1", 30)
+    bad, good = in_one_slot(model, Spec(PROMPT * 8, "0", 30), sound)
+    assert bad.error == f"NaN or infinite logits at position {8 * len(PROMPT)}"
+    assert bad.tokens == []
+    (alone,) = in_one_slot(model, sound)
+    assert len(good.tokens) == 30
+    assert good.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_value_that_is_none_is_not_cached(number: float, dtype: str) -> None:
+    """Its key is NaN instead, and all else as it was."""
+    key, value = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 2, 4)), dtype)
+    at = ((0, 1, 0, 3), (1, 2, 1, 0))  # row, token, head and channel; the second is padding
+    bad = value
+    for one in at:
+        bad = bad.at[one].set(number)
+    cached = (jnp.zeros((2, 2, 5, 4), dtype),) * 2
+    start, count = jnp.array([1, 2]), jnp.array([3, 2])
+    want_keys, want_values = append(cached, key, value, start, count)
+    keys, values = append(cached, key, bad, start, count)
+    place = (0, 0, 2, 3)  # row, head, position and channel
+    want = want_keys.at[place].set(jnp.nan), want_values.at[place].set(0.0)
+    for x, y in zip((keys, values), want, strict=True):
+        np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
+    assert keys.dtype == values.dtype == dtype
+
+
+def test_tokens_before_a_bad_one_are_sound() -> None:
+    """Attention looks back only: they have the hidden states that they have without it."""
+    tokens = jnp.array([[5, 6, 7, 8, 9]], jnp.int32)
+    cache = init_cache(SHAPE, 1, 16, jnp.dtype(jnp.float32))
+    count = jnp.array([5], jnp.int32)
+    params = sharp_params()
+    want, _, _ = forward(params, SHAPE, tokens, count, cache, window=16)
+    hidden, stats, grown = forward(
+        poisoned(7)(params), SHAPE, tokens, count, cache, window=16, check=True
+    )
+    np.testing.assert_array_equal(hidden[0, :2], want[0, :2])
+    assert np.isnan(hidden[0, 2:]).all()
+    assert stats.sound is not None
+    assert stats.sound.all(axis=-1).tolist() == [[True, True, False, False, False]]
+    assert all(np.isfinite(x).all() for x in grown.values)
+    assert all(np.isnan(x[:, :, 2]).all() for x in grown.keys)
+
+
 def sound_of(*places: tuple[int, int], tokens: int = 4, stages: int = 5) -> jax.Array:
     sound = np.ones((1, tokens, stages), bool)
     for place in places:
@@ -217,9 +282,10 @@ def test_first_unsound() -> None:
     start = jnp.array([10])
     assert first_unsound(sound_of(), start).tolist() == [[NOWHERE, NOWHERE]]
     assert first_unsound(sound_of((2, 3)), start).tolist() == [[12, 3]]
-    # The values of token 2 spoil what comes after them in all tokens.
-    spoiled = [(2, 1), (0, 2), (1, 2), (2, 2)]
-    assert first_unsound(sound_of(*spoiled), start).tolist() == [[12, 1]]
+    # The values of token 1 spoil what comes after them in the later tokens.
+    spoiled = [(1, 1), (1, 2), (2, 2), (3, 2)]
+    assert first_unsound(sound_of(*spoiled), start).tolist() == [[11, 1]]
+    assert first_unsound(sound_of((2, 1), (2, 2), (0, 3)), start).tolist() == [[12, 1]]
     both = jnp.array([[NOWHERE, NOWHERE], [3, 1]])
     assert earlier(both, jnp.array([[5, 2], [9, 9]])).tolist() == [[5, 2], [3, 1]]
     assert describe(7, 0) == "NaN or infinity in the embedding at position 7"
@@ -251,8 +317,8 @@ def test_attention_over_16k_keys() -> None:
     keys = rng.normal(size=(1, 2, slots, dim)).astype(np.float32)
     values = rng.normal(size=(1, 2, slots, dim)).astype(np.float32) + 1.0
     length = slots - 3
-    at, lengths = jnp.full((1, 1), length - 1, jnp.int32), jnp.full(1, length, jnp.int32)
-    mixed, scores = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), at, lengths)
+    at = jnp.full((1, 1), length - 1, jnp.int32)
+    mixed, scores = attend(jnp.asarray(query), jnp.asarray(keys), jnp.asarray(values), at)
     wide_k = np.repeat(keys[0].astype(np.float64), 2, axis=0)[:, :length]
     wide_v = np.repeat(values[0].astype(np.float64), 2, axis=0)[:, :length]
     exact = np.einsum("nh,nsh->ns", query[0, 0].astype(np.float64), wide_k) / np.sqrt(dim)

@@ -84,14 +84,17 @@ def teacher_forced(
 
 
 def fill_unused(cache: KVCache, junk: float) -> KVCache:
-    """The cache with `junk` in every slot that is not in use."""
+    """The cache with `junk` in every slot that is not in use; values there are always finite."""
     slot = jnp.arange(cache.capacity, dtype=jnp.int32)[None, :]
     used = (slot < cache.length[:, None])[:, None, :, None]
 
-    def fill(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(jnp.where(used, x, jnp.asarray(junk, x.dtype)) for x in arrays)
+    def fill(arrays: tuple[jax.Array, ...], junk: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.where(used, x, junk.astype(x.dtype)) for x in arrays)
 
-    return replace(cache, keys=fill(cache.keys), values=fill(cache.values))
+    finite = jnp.nan_to_num(jnp.asarray(junk), nan=1e30, posinf=1e30, neginf=-1e30)
+    return replace(
+        cache, keys=fill(cache.keys, jnp.asarray(junk)), values=fill(cache.values, finite)
+    )
 
 
 def all_metrics(config: ModelConfig, logits: jax.Array | np.ndarray, stats: AttnStats) -> Metrics:

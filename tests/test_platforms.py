@@ -1,0 +1,47 @@
+"""What is computed differently on a CPU and elsewhere, in programs for either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from entropix_jax.platforms import on_cpu_or_elsewhere
+from entropix_jax.stats import sum_last
+
+
+def doubled(x: jax.Array) -> jax.Array:
+    return on_cpu_or_elsewhere(lambda x: x + x, lambda x: x * 3.0, x)
+
+
+def in_branch(x: jax.Array) -> Any:
+    return lax.cond(jnp.all(x > 0), doubled, lambda x: x, x)
+
+
+WAYS = (doubled, jax.vmap(doubled), jax.vmap(in_branch), lambda x: lax.map(in_branch, x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_here(way: Any) -> None:
+    """This is a CPU, in a program or not, and in a branch or not."""
+    x = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
+    for call in (way, jax.jit(way)):
+        np.testing.assert_array_equal(call(x), 2 * x)
+
+
+def test_nothing_of_the_choice_is_left() -> None:
+    text = jax.jit(doubled).lower(np.ones(3, np.float32)).compile().as_text()
+    assert "conditional" not in text
+    assert "multiply" not in text
+
+
+@pytest.mark.parametrize(("platform", "lanes"), [("cpu", True), ("cuda", False), ("tpu", False)])
+def test_elsewhere(platform: str, lanes: bool) -> None:
+    """A program for a device that is not there has the sum of that device."""
+    traced = jax.jit(sum_last).trace(jax.ShapeDtypeStruct((2, 512), jnp.float32))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("tensor<2x4x128xf32>" in text) == lanes
