@@ -35,6 +35,7 @@ def test_here(way: Any) -> None:
 
 def test_nothing_of_the_choice_is_left() -> None:
     text = jax.jit(doubled).lower(np.ones(3, np.float32)).compile().as_text()
+    assert text is not None
     assert "conditional" not in text
     assert "multiply" not in text
 
