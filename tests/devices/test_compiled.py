@@ -68,9 +68,7 @@ MOST: dict[Wanted, Most] = {
         cycles=10.3,
         collectives=2,
     ),
-    Wanted(V5E, PREFILL, 1): Most(
-        temporary=0.04, moved=2.21, kernels=977, copies=60, cycles=11.7
-    ),
+    Wanted(V5E, PREFILL, 1): Most(temporary=0.04, moved=2.21, kernels=977, copies=60, cycles=11.7),
     Wanted(V5E, PREFILL, 64): Most(temporary=0.122, moved=3.13, kernels=1218, cycles=10.8),
 }
 

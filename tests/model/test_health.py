@@ -218,7 +218,9 @@ def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
 
 
 @pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
-@pytest.mark.parametrize("change", [overflowing(0, "value"), poisoned(PROMPT[AT])], ids=str)
+@pytest.mark.parametrize(
+    "change", [overflowing(0, "value"), poisoned(PROMPT[AT])], ids=["overflow", "poison"]
+)
 def test_values_that_are_none_fail_one_row(
     tmp_path: Path, change: Callable[[Params], Params]
 ) -> None:
