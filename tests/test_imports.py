@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 # Lowest first. A module imports from its own folder and from lower layers; folders of one layer do
 # not know each other. So neither does the model know the sampler, nor the sampler the model.
 LAYERS = (
-    ("errors", "platforms", "version"),
+    ("errors", "version"),
     ("names", "stats"),
     ("host",),
     ("text", "report", "sampler"),

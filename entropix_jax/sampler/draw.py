@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from entropix_jax.platforms import for_platform
+from entropix_jax.host.platforms import for_platform
 from entropix_jax.sampler.state import where_rows
 from entropix_jax.sampler.top import flipped, sortable, top
 from entropix_jax.sampler.truncation import ROWS, Cut, row_by_row
@@ -217,7 +217,8 @@ def _draw_from_all(
         acts = needs & ~closes_in_head
         by_mass = acts & (cut.top_p < 1)
         prefix = shorten(by_mass, outer, mass, cut.top_p * outer.mass, reach=True)
-        wanted = acts[:, None] & (jnp.arange(uniforms.shape[1], dtype=jnp.int32) < draws[:, None])
+        number = jnp.arange(uniforms.shape[1], dtype=jnp.int32)[None, :]
+        wanted = acts[:, None] & (number < draws[:, None])
         targets = jnp.where(wanted, uniforms * prefix.mass[:, None], 0.0)
         ties = jnp.sum(order == prefix.value[:, None], axis=-1, dtype=jnp.int32)
         last = _tied_id(order, prefix.value, jnp.minimum(prefix.index, ties - 1))
@@ -353,7 +354,7 @@ def _tied_id(order: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     """The id of the `index[...]`-th token, by id, among those of `order[..., V]` whose value is
     `value[...]`."""
     vocab = order.shape[-1]
-    ids = jnp.arange(vocab, dtype=jnp.int32)
+    ids = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1)
     tied = order == value[..., None]
 
     def few_below(bound: jax.Array) -> jax.Array:

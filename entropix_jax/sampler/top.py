@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.platforms import for_platform
+from entropix_jax.host.platforms import for_platform
 
 # A GPU sorts so many in the memory of one of its multiprocessors, which is one kernel.
 _SORTED = 1024

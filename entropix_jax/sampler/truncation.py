@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.errors import UserError
-from entropix_jax.platforms import for_platform
+from entropix_jax.host.platforms import for_platform
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
