@@ -26,7 +26,9 @@ from entropix_jax.sampler.top import flipped, sortable, top
 from entropix_jax.sampler.truncation import ROWS, Cut, row_by_row
 
 HEAD = 64  # on a CPU, top_k(64) of 128,256 takes 0.2 ms and a full sort 26 ms
-_BITS = 4  # that a pass over a vocabulary settles where loops are unrolled: by 15 sums
+# That a pass settles where the loop over passes is unrolled, by 7 sums. XLA puts up to 8 sums of a
+# vocabulary into one kernel.
+_BITS = 3
 
 
 @struct.dataclass
@@ -251,7 +253,7 @@ def _largest(
         return found
 
     def unrolled(low: jax.Array, high: jax.Array) -> jax.Array:
-        # The digits of the number, the first one first. The sums of a pass are one kernel.
+        # The digits of the number, the first one first.
         found = jnp.full_like(low, -(2**31) if bits == 32 else 0)
         for shift in reversed(range(0, bits, _BITS)):
             digits = range(1, 1 << min(_BITS, bits - shift))

@@ -78,12 +78,13 @@ def truncate(
     which = jnp.argmax(proposal.rule[:, None] == jnp.array([[*cuts]]), axis=-1)
 
     def by_rules(which: jax.Array, *rows: Any) -> Cut:
-        cut = jax.vmap(nucleus)(*rows)
+        cut: Cut = jax.vmap(nucleus)(*rows)
         for number, rule in enumerate([*cuts.values()][1:], 1):
             has = which == number
 
             def ruled(has: jax.Array = has, cut: Cut = cut, rule: Any = rule) -> Cut:
-                return where_rows(has, jax.vmap(rule, axis_name=ROWS)(*rows), cut)
+                own: Cut = jax.vmap(rule, axis_name=ROWS)(*rows)
+                return where_rows(has, own, cut)
 
             cut = lax.cond(jnp.any(has), ruled, lambda cut=cut: cut)
         return cut

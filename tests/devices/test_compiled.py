@@ -37,10 +37,10 @@ class Most:
 
 MOST: dict[Wanted, Most] = {
     Wanted(H100, DECODE, 1): Most(
-        temporary=0.009, moved=2.71, kernels=603, copies=16, sorts=2, syncs=2, branch_syncs=10
+        temporary=0.009, moved=2.71, kernels=585, copies=16, syncs=1
     ),
     Wanted(H100, DECODE, 64): Most(
-        temporary=0.566, moved=17.0, kernels=534, copies=16, sorts=2, syncs=2, branch_syncs=11
+        temporary=0.566, moved=17.02, kernels=515, copies=16, syncs=1
     ),
     Wanted(H100, PREFILL, 1): Most(temporary=0.054, moved=7.16, kernels=323),
     Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=8.32, kernels=376),
