@@ -1,22 +1,26 @@
-"""What XLA compiles well differs by platform: the one place where this package asks for it."""
+"""What is computed in another way on another platform.
+
+Which way is taken is settled where a program is lowered for a platform, whether a device of it is
+there or not: the others are traced, and never compiled.
+"""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import jax
 from jax import lax
 
-_Result = TypeVar("_Result")
+Out = TypeVar("Out")
 
 
-def on_cpu_or_elsewhere(
-    on_cpu: Callable[..., _Result], elsewhere: Callable[..., _Result], *args: jax.Array
-) -> _Result:
-    """`on_cpu(*args)` in a program for a CPU, `elsewhere(*args)` in one for any other platform.
-
-    Both are traced, and lowering keeps one: nothing of the choice is left in the compiled program,
-    also of one that is compiled for a platform that is not there. The two differ by no more than
-    rounding.
-    """
-    result: _Result = lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
-    return result
+def for_platform(
+    *args: Any,
+    otherwise: Callable[..., Out],
+    cpu: Callable[..., Out] | None = None,
+    gpu: Callable[..., Out] | None = None,
+) -> Out:
+    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `otherwise(*args)` in one
+    for a platform that has no function of its own."""
+    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu}
+    ways = {platform: way for platform, way in named.items() if way is not None}
+    out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
+    return out

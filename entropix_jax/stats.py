@@ -1,13 +1,14 @@
 """Attention statistics, and the entropy and varentropy that model and sampler share."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.platforms import on_cpu_or_elsewhere
+from entropix_jax.platforms import for_platform
 
 LN2 = math.log(2.0)  # nats of a bit
 _LANES = 128  # of a TPU's registers; any vector of a CPU's divides it
@@ -51,7 +52,7 @@ def sum_last(x: jax.Array) -> jax.Array:
     one. There, zeros appended to the axis do not change the result, to the last digit. Elsewhere
     the partial sums would only be written and read again.
     """
-    return on_cpu_or_elsewhere(_sum_last_in_lanes, lambda x: jnp.sum(x, axis=-1), x)
+    return for_platform(x, cpu=_sum_last_in_lanes, otherwise=partial(jnp.sum, axis=-1))
 
 
 def _sum_last_in_lanes(x: jax.Array) -> jax.Array:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from entropix_jax.platforms import on_cpu_or_elsewhere
+from entropix_jax.platforms import for_platform
 from entropix_jax.stats import sum_last
 
 
 def doubled(x: jax.Array) -> jax.Array:
-    return on_cpu_or_elsewhere(lambda x: x + x, lambda x: x * 3.0, x)
+    return for_platform(x, cpu=lambda x: x + x, otherwise=lambda x: x * 3.0)
 
 
 def in_branch(x: jax.Array) -> Any:

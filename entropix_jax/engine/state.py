@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig
@@ -17,6 +16,7 @@ from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 from entropix_jax.sampler.step import Choice
+from entropix_jax.sampler.top import top
 from entropix_jax.stats import AttnStats
 
 # A row's `finish`. FINISHED_STOP is set by the host, which alone sees the text; a lane without a
@@ -207,7 +207,7 @@ def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extr
     batch = logits.shape[0]
     top_probs, top_ids = jnp.zeros((batch, 0), jnp.float32), jnp.zeros((batch, 0), jnp.int32)
     if recording.top:
-        top_probs, top_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), recording.top)
+        top_probs, top_ids = top(jax.nn.softmax(logits, axis=-1), recording.top)
     layers = stats.entropy if recording.layers else jnp.zeros((batch, 0, 0), jnp.float32)
     return Extras(top_ids=top_ids, top_probs=top_probs, layers=layers)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from entropix_jax.platforms import on_cpu_or_elsewhere
+from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
 _TINY = 2.0**-32
@@ -116,7 +116,7 @@ def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
         return _product("bksh,bkgth->bkgts", keys, queries.transpose(0, 2, 3, 1, 4))
 
     keys_first = partial(_product, "btkgh,bksh->bkgts")
-    return on_cpu_or_elsewhere(keys_first, queries_first, queries, keys)
+    return for_platform(queries, keys, cpu=keys_first, otherwise=queries_first)
 
 
 def _mix(weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -3,9 +3,11 @@
 A truncation rule orders the tokens and keeps a prefix (`sampler.truncation`). Min-p, top-k and
 top-p each keep a prefix, and so do all three together. A prefix is determined by its mass, and a
 draw is the token at which the mass, cumulated in that order, crosses a uniform share of it. The
-prefix nearly always lies within the first `HEAD` tokens, which `top_k` finds cheaply. Otherwise
-bisection over the whole vocabulary finds the same prefix and crossing, for that row alone: which
-path a row takes depends on the row, never on the batch.
+prefix nearly always lies within the first `HEAD` tokens, which `top` finds cheaply. Otherwise
+bisection over the whole vocabulary finds the same prefix and crossing: which path a row takes
+depends on the row, never on the batch. A CPU takes such rows one by one. On a device each branch
+that is not the same for all rows, and on a GPU each loop, would be a wait for the host: there all
+rows are bisected at once, and those that needed it keep what is found.
 """
 
 from collections.abc import Callable
@@ -14,12 +16,19 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.truncation import Cut
+from entropix_jax.platforms import for_platform
+from entropix_jax.sampler.state import where_rows
+from entropix_jax.sampler.top import flipped, sortable, top
+from entropix_jax.sampler.truncation import ROWS, Cut, row_by_row
 
 HEAD = 64  # on a CPU, top_k(64) of 128,256 takes 0.2 ms and a full sort 26 ms
+# That a pass settles where the loop over passes is unrolled, by 7 sums. XLA puts up to 8 sums of a
+# vocabulary into one kernel.
+_BITS = 3
 
 
 @struct.dataclass
@@ -33,7 +42,8 @@ class Drawn:
 
 @struct.dataclass
 class _Head:
-    """One row's first tokens, in order, and their masses relative to the first's."""
+    """A row's first tokens, in order, and their masses relative to the first's. With a leading axis
+    on every field, those of each row."""
 
     ids: jax.Array  # int32 [C]
     mass: jax.Array  # float32 [C]
@@ -42,13 +52,13 @@ class _Head:
 
 @struct.dataclass
 class _Prefix:
-    """So many of the first tokens: their mass and number, and which one is the last: the
+    """So many of each row's first tokens: their mass and number, and which one is the last: the
     `index`-th, by id, of those with order value `value`."""
 
-    mass: jax.Array  # float32
-    length: jax.Array  # int32
-    value: jax.Array  # int32
-    index: jax.Array  # int32
+    mass: jax.Array  # float32 [B]
+    length: jax.Array  # int32 [B]
+    value: jax.Array  # int32 [B]
+    index: jax.Array  # int32 [B]
 
 
 def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.Array) -> Drawn:
@@ -69,9 +79,7 @@ def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.
 
     # The head: the first tokens of the rule's order, and their masses.
     size = min(HEAD, vocab)
-    # Without the barrier XLA rewrites a top_k whose result is sliced into a full sort: 20 ms, not
-    # 0.2.
-    values, ids = lax.optimization_barrier(lax.top_k(cut.order, size))
+    values, ids = top(cut.order, size)
     first = jnp.take_along_axis(logits, ids, axis=-1)
     mass = jnp.exp((first - first[:, :1]) / cut.temperature[:, None])
     head = _Head(ids=ids, mass=mass, cumulated=cumulate(mass))
@@ -86,14 +94,27 @@ def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.
         return drawn
     complete = (number < size) | (cut.top_k <= size)
 
-    def row(args: tuple[jax.Array, Drawn, tuple[Any, ...]]) -> Drawn:
-        complete, drawn, inputs = args
-        from_row: Drawn = lax.cond(complete, lambda *_: drawn, _draw_from_all, *inputs)
-        return from_row
+    def reach_beyond(complete: jax.Array, drawn: Drawn, *inputs: Any) -> Drawn:
+        from_rows: Drawn = lax.cond(
+            jnp.all(complete),
+            lambda: drawn,
+            lambda: where_rows(complete, drawn, _draw_from_all(~complete, *inputs)),
+        )
+        return from_rows
 
-    rows = (complete, drawn, (logits, head, cut, uniforms, draws))
-    from_rows: Drawn = lax.cond(jnp.all(complete), lambda: drawn, lambda: lax.map(row, rows))
-    return from_rows
+    def one_by_one(complete: jax.Array, drawn: Drawn, *inputs: Any) -> Drawn:
+        from_rows: Drawn = lax.cond(
+            jnp.all(complete),
+            lambda: drawn,
+            lambda: row_by_row(reach_beyond, complete, drawn, *inputs),
+        )
+        return from_rows
+
+    return for_platform(
+        *(complete, drawn, logits, head, cut, uniforms, draws),
+        cpu=one_by_one,
+        otherwise=reach_beyond,
+    )
 
 
 def cumulate(mass: jax.Array) -> jax.Array:
@@ -106,20 +127,32 @@ def count_settled(
     logits: jax.Array, count: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 ) -> jax.Array:
     """The number, int32, that `count` makes of one row's logits [V], the likeliest first: of as few
-    of them as it says settle it, a bool."""
+    of them as it says settle it, a bool. For a rule, which runs over an axis `ROWS`."""
 
     def look(size: int) -> tuple[jax.Array, jax.Array]:
         if size < logits.shape[0] or size <= HEAD:
-            return count(lax.optimization_barrier(lax.top_k(logits, size)[0]))
+            return count(top(logits, size)[0])
         # As integers all of them are sorted ten times as fast on a CPU.
-        ordered = lax.sort(_flipped(lax.bitcast_convert_type(-logits, jnp.int32)), is_stable=False)
-        return count(-lax.bitcast_convert_type(_flipped(ordered), jnp.float32))
+        ordered = lax.sort(sortable(-logits), is_stable=False)
+        return count(-lax.bitcast_convert_type(flipped(ordered), jnp.float32))
 
     first, *wider = sorted({min(size, logits.shape[0]) for size in (HEAD, 16 * HEAD, 2**31)})
-    counted = look(first)
+    number, is_settled = look(first)
     for size in wider:
-        counted = lax.cond(counted[1], lambda *so_far: so_far, lambda *_, n=size: look(n), *counted)
-    return counted[0]
+
+        def look_further(number: jax.Array, is_settled: jax.Array, size: int = size) -> Any:
+            further = look(size)
+            return (
+                jnp.where(is_settled, number, further[0]),
+                is_settled | further[1],
+            )
+
+        # Of the rows at hand, so that it stays a branch where there are several.
+        unsettled = lax.pmax(~is_settled, ROWS)
+        number, is_settled = lax.cond(
+            unsettled, look_further, lambda *so_far: so_far, number, is_settled
+        )
+    return number
 
 
 def _draw_from_head(
@@ -136,73 +169,99 @@ def _draw_from_head(
 
 
 def _draw_from_all(
-    logits: jax.Array, head: _Head, cut: Cut, uniforms: jax.Array, draws: jax.Array
+    needs: jax.Array,
+    logits: jax.Array,
+    head: _Head,
+    cut: Cut,
+    uniforms: jax.Array,
+    draws: jax.Array,
 ) -> Drawn:
-    """One row's draw where min-p and top-k leave more than the head: `logits[V]`, `uniforms[n]`."""
-    mass = jnp.exp((logits - logits[head.ids[0]]) / cut.temperature)
-    likely = (mass >= cut.min_p) & (cut.order > -jnp.inf)
+    """The draw where min-p and top-k leave more than the head, in the rows of `needs`, bool [B];
+    what is returned of the others means nothing. `logits[B, V]`, `uniforms[B, n]`, `draws[B]`."""
+    first = jnp.take_along_axis(logits, head.ids[:, :1], axis=1)
+    mass = jnp.exp((logits - first) / cut.temperature[:, None])
+    likely = (mass >= cut.min_p[:, None]) & (cut.order > -jnp.inf)
     mass = jnp.where(likely, mass, 0.0)
-    order = _sortable(cut.order)
-    number = jnp.sum(likely, dtype=jnp.int32)
-    everything = _Prefix(
-        mass=jnp.sum(mass),
+    order = sortable(cut.order)
+    number = jnp.sum(likely, axis=-1, dtype=jnp.int32)
+    outer = _Prefix(
+        mass=jnp.sum(mass, axis=-1),
         length=number,
-        value=jnp.min(jnp.where(likely, order, jnp.iinfo(jnp.int32).max)),
+        value=jnp.min(jnp.where(likely, order, jnp.iinfo(jnp.int32).max), axis=-1),
         index=number,  # past the last of any tie
     )
-    outer = lax.cond(
-        cut.top_k < number,
-        lambda: _prefix(
-            order, mass, *_crossing(order, likely, cut.top_k.astype(jnp.float32) - 0.5)
-        ),
-        lambda: everything,
-    )
-    top_mass = head.cumulated[-1]
 
-    def pick(prefix: _Prefix, uniform: jax.Array, wanted: jax.Array) -> jax.Array:
-        target = jnp.where(wanted, uniform * prefix.mass, 0.0)
-        token: jax.Array = lax.cond(
-            target < top_mass,
-            lambda: head.ids[jnp.sum(head.cumulated <= target)],
-            lambda: _token_at(order, mass, target, prefix),
-        )
-        return token
+    def shorten(
+        acts: jax.Array,
+        prefix: _Prefix,
+        weights: jax.Array,
+        target: jax.Array,
+        reach: bool,
+    ) -> _Prefix:
+        """In the rows of `acts` the prefix that ends at a crossing, if it is shorter."""
+
+        def cross() -> _Prefix:
+            crossing = _crossing(order, weights, target, reach=reach)
+            other = _prefix(order, mass, *crossing)
+            return where_rows(acts & (other.length < prefix.length), other, prefix)
+
+        shortened: _Prefix = lax.cond(jnp.any(acts), cross, lambda: prefix)
+        return shortened
+
+    by_number = needs & (cut.top_k < number)
+    outer = shorten(by_number, outer, likely, cut.top_k.astype(jnp.float32) - 0.5, reach=False)
+    top_mass = head.cumulated[:, -1]
+    closes_in_head = (cut.top_p < 1) & (cut.top_p * outer.mass <= top_mass)
+    size = jnp.full_like(number, head.ids.shape[1])
+    drawn = jax.vmap(_draw_from_head)(head, size, outer.mass, cut.top_p, uniforms)
 
     def deep() -> Drawn:
-        nucleus = lax.cond(
-            cut.top_p < 1,
-            lambda: _prefix(
-                order, mass, *_crossing(order, mass, cut.top_p * outer.mass, reach=True)
-            ),
-            lambda: outer,
-        )
-        prefix = jax.tree.map(
-            lambda a, b: jnp.where(nucleus.length < outer.length, a, b), nucleus, outer
-        )
-        wanted = jnp.arange(uniforms.shape[0], dtype=jnp.int32) < draws
-        ids = lax.map(lambda args: pick(prefix, *args), (uniforms, wanted))
-        ties = jnp.sum(order == prefix.value, dtype=jnp.int32)
+        acts = needs & ~closes_in_head
+        by_mass = acts & (cut.top_p < 1)
+        prefix = shorten(by_mass, outer, mass, cut.top_p * outer.mass, reach=True)
+        number = jnp.arange(uniforms.shape[1], dtype=jnp.int32)[None, :]
+        wanted = acts[:, None] & (number < draws[:, None])
+        targets = jnp.where(wanted, uniforms * prefix.mass[:, None], 0.0)
+        ties = jnp.sum(order == prefix.value[:, None], axis=-1, dtype=jnp.int32)
         last = _tied_id(order, prefix.value, jnp.minimum(prefix.index, ties - 1))
-        return Drawn(ids=ids, kept=prefix.length, last=last)
+        beyond = Drawn(
+            ids=_tokens_at(order, mass, targets, prefix, head), kept=prefix.length, last=last
+        )
+        return where_rows(closes_in_head, drawn, beyond)
 
-    closes_in_head = (cut.top_p < 1) & (cut.top_p * outer.mass <= top_mass)
-    size = jnp.int32(head.ids.shape[0])
-    drawn: Drawn = lax.cond(
-        closes_in_head,
-        lambda: _draw_from_head(head, size, outer.mass, cut.top_p, uniforms),
-        deep,
-    )
-    return drawn
+    from_all: Drawn = lax.cond(jnp.all(closes_in_head | ~needs), lambda: drawn, deep)
+    return from_all
 
 
-def _sortable(values: jax.Array) -> jax.Array:
-    """An int32 with the order of the float32: negative ones get their magnitude bits flipped."""
-    return _flipped(lax.bitcast_convert_type(values, jnp.int32))
+def _largest(
+    holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, bits: int
+) -> jax.Array:
+    """The largest number from `low` up and below `high`, int32 [...], where `holds` does: it does
+    up to there. It is not asked for at `low`, and counts there as True.
 
+    `bits` is 32, or so many that `high` is at most `2 ** bits` and `low` at least 0.
+    """
 
-def _flipped(bits: jax.Array) -> jax.Array:
-    flipped: jax.Array = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
-    return flipped
+    def in_loop(low: jax.Array, high: jax.Array) -> jax.Array:
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds  # it holds at `low`, and at `high` it does not
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)  # the mean, without overflow
+            held = holds(middle)
+            return jnp.where(held, middle, low), jnp.where(held, high, middle)
+
+        found: jax.Array = lax.fori_loop(0, 32, halve, (low, high))[0]
+        return found
+
+    def unrolled(low: jax.Array, high: jax.Array) -> jax.Array:
+        # The digits of the number, the first one first.
+        found = jnp.full_like(low, -(2**31) if bits == 32 else 0)
+        for shift in reversed(range(0, bits, _BITS)):
+            digits = range(1, 1 << min(_BITS, bits - shift))
+            held = [holds(found + np.uint32(digit << shift).astype(np.int32)) for digit in digits]
+            found += sum(one.astype(jnp.int32) for one in held) << shift
+        return jnp.clip(found, low, high - 1)
+
+    return for_platform(low, high, gpu=unrolled, otherwise=in_loop)
 
 
 def _crossing(
@@ -212,59 +271,97 @@ def _crossing(
 
     Tokens of one order value have one weight. Returns the order value of that token, and how many
     tokens with the same value stand before it.
+
+    Args:
+        order, weights: int32 and float32 or bool [..., V].
+        target: float32 [...].
     """
     weights = weights.astype(jnp.float32)
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # the mass from `low` up crosses the target, from `high` up it does not
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # the mean, without overflow
-        total = jnp.sum(jnp.where(order >= middle, weights, 0.0))
-        crosses = total >= target if reach else total > target
-        return jnp.where(crosses, middle, low), jnp.where(crosses, high, middle)
+    def crosses(value: jax.Array) -> jax.Array:
+        total = jnp.sum(jnp.where(order >= value[..., None], weights, 0.0), axis=-1)
+        return total >= target if reach else total > target
 
     # Rounding may leave the whole mass at the target: then it is the last token with weight.
-    lowest = jnp.min(jnp.where(weights > 0, order, jnp.iinfo(jnp.int32).max))
-    value, _ = lax.fori_loop(0, 32, halve, (lowest, jnp.max(order) + 1))
-    above = jnp.sum(jnp.where(order > value, weights, 0.0))
-    tied = (order == value) & (weights > 0)
-    weight = jnp.max(jnp.where(tied, weights, 0.0))
+    lowest = jnp.min(jnp.where(weights > 0, order, jnp.iinfo(jnp.int32).max), axis=-1)
+    low = jnp.broadcast_to(lowest, target.shape)
+    high = jnp.broadcast_to(jnp.max(order, axis=-1) + 1, target.shape)
+    value = _largest(crosses, low, high, bits=32)
+    above = jnp.sum(jnp.where(order > value[..., None], weights, 0.0), axis=-1)
+    tied = (order == value[..., None]) & (weights > 0)
+    weight = jnp.max(jnp.where(tied, weights, 0.0), axis=-1)
     steps = (target - above) / weight
     index = (jnp.ceil(steps) - 1.0 if reach else jnp.floor(steps)).astype(jnp.int32)
-    return value, jnp.clip(index, 0, jnp.sum(tied, dtype=jnp.int32) - 1)
+    return value, jnp.clip(index, 0, jnp.sum(tied, axis=-1, dtype=jnp.int32) - 1)
 
 
 def _prefix(order: jax.Array, mass: jax.Array, value: jax.Array, index: jax.Array) -> _Prefix:
-    """The prefix that ends with the `index`-th token of order value `value`."""
-    above = order > value
-    tied_mass = jnp.max(jnp.where(order == value, mass, 0.0))
+    """The prefixes that end with the `index`-th token of order value `value`."""
+    above = order > value[:, None]
+    tied_mass = jnp.max(jnp.where(order == value[:, None], mass, 0.0), axis=-1)
     tied = index + 1
     return _Prefix(
-        mass=jnp.sum(jnp.where(above, mass, 0.0)) + tied.astype(jnp.float32) * tied_mass,
-        length=jnp.sum(above, dtype=jnp.int32) + tied,
+        mass=jnp.sum(jnp.where(above, mass, 0.0), axis=-1) + tied.astype(jnp.float32) * tied_mass,
+        length=jnp.sum(above, axis=-1, dtype=jnp.int32) + tied,
         value=value,
         index=index,
     )
 
 
-def _token_at(order: jax.Array, mass: jax.Array, target: jax.Array, prefix: _Prefix) -> jax.Array:
-    """The token at which the cumulated mass exceeds `target`, never one past the prefix."""
-    value, index = _crossing(order, mass, target)
-    past = (value < prefix.value) | ((value == prefix.value) & (index > prefix.index))
-    value, index = jnp.where(past, prefix.value, value), jnp.where(past, prefix.index, index)
-    return _tied_id(order, value, index)
+def _tokens_at(
+    order: jax.Array, mass: jax.Array, targets: jax.Array, prefix: _Prefix, head: _Head
+) -> jax.Array:
+    """The tokens at which the cumulated mass exceeds `targets[B, n]`, never one past the prefix:
+    int32 [B, n]."""
+    is_far = targets >= head.cumulated[:, -1:]
+    picks = jnp.sum(head.cumulated[:, None, :] <= targets[:, :, None], axis=-1, dtype=jnp.int32)
+    near = jnp.take_along_axis(head.ids, jnp.minimum(picks, head.ids.shape[1] - 1), axis=1)
+
+    def look(targets: jax.Array) -> jax.Array:
+        values, indices = _crossing(order[:, None], mass[:, None], targets)
+        end, last = prefix.value[:, None], prefix.index[:, None]
+        is_past = (values < end) | ((values == end) & (indices > last))
+        values, indices = jnp.where(is_past, end, values), jnp.where(is_past, last, indices)
+        return _tied_id(order[:, None], values, indices)
+
+    def one_by_one(ids: jax.Array) -> jax.Array:
+        def pick(number: jax.Array, ids: jax.Array) -> jax.Array:
+            def of(columns: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(columns, number, 1, axis=1)
+
+            def far() -> jax.Array:
+                found = jnp.where(of(is_far), look(of(targets)), of(ids))
+                return lax.dynamic_update_slice_in_dim(ids, found, number, axis=1)
+
+            picked: jax.Array = lax.cond(jnp.any(of(is_far)), far, lambda: ids)
+            return picked
+
+        picked: jax.Array = lax.fori_loop(0, targets.shape[1], pick, ids)
+        return picked
+
+    def at_once(ids: jax.Array) -> jax.Array:
+        # Nearly always a row draws one token.
+        def first() -> jax.Array:
+            return ids.at[:, :1].set(jnp.where(is_far[:, :1], look(targets[:, :1]), ids[:, :1]))
+
+        ways = (lambda: ids, first, lambda: jnp.where(is_far, look(targets), ids))
+        which = jnp.where(jnp.any(is_far[:, 1:]), 2, jnp.any(is_far[:, 0]).astype(jnp.int32))
+        picked: jax.Array = lax.switch(which, ways)
+        return picked
+
+    return for_platform(near, gpu=at_once, otherwise=one_by_one)
 
 
 def _tied_id(order: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-    """The id of the `index`-th token, by id, among those of order value `value`."""
-    ids = jnp.arange(order.shape[0], dtype=jnp.int32)
-    tied = order == value
+    """The id of the `index[...]`-th token, by id, among those of `order[..., V]` whose value is
+    `value[...]`."""
+    vocab = order.shape[-1]
+    ids = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1)
+    tied = order == value[..., None]
 
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # at most `index` tied ids lie below `low`, more below `high`
-        middle = (low + high) >> 1
-        few = jnp.sum(tied & (ids < middle), dtype=jnp.int32) <= index
-        return jnp.where(few, middle, low), jnp.where(few, high, middle)
+    def few_below(bound: jax.Array) -> jax.Array:
+        below = tied & (ids < bound[..., None])
+        return jnp.sum(below, axis=-1, dtype=jnp.int32) <= index
 
-    start = jnp.int32(0), jnp.int32(order.shape[0])
-    low: jax.Array = lax.fori_loop(0, 32, halve, start)[0]
-    return low
+    end = jnp.full_like(value, vocab)
+    return _largest(few_below, jnp.zeros_like(value), end, bits=vocab.bit_length())

@@ -9,8 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
+from entropix_jax.sampler.top import top
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
 MOST_LIKELIEST = 20  # tokens that a token confidence is over, at most
@@ -93,9 +93,8 @@ def measure_confidence(log_probs: jax.Array, number: jax.Array) -> tuple[jax.Arr
     vocab = log_probs.shape[-1]
     size = min(MOST_LIKELIEST, vocab)
     log_probs = jnp.maximum(log_probs, _SMALLEST)
-    # See `truncated_draw` for the barrier.
-    top = lax.optimization_barrier(lax.top_k(log_probs, size)[0])
+    first, _ = top(log_probs, size)
     number = jnp.minimum(number, size)
     counts = jnp.arange(size, dtype=jnp.int32)[None, :] < number[:, None]
-    confidence = -jnp.sum(jnp.where(counts, top, 0.0), axis=-1) / number.astype(jnp.float32)
+    confidence = -jnp.sum(jnp.where(counts, first, 0.0), axis=-1) / number.astype(jnp.float32)
     return confidence, -sum_last(log_probs) / vocab - math.log(vocab)

@@ -17,14 +17,18 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.errors import UserError
+from entropix_jax.platforms import for_platform
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import Tree, where_rows
 
 NUCLEUS = "nucleus"
 # Logits this far below the first are as good as infinitely far, and the sum of a vocabulary of
 # their squares is still a float32.
 FARTHEST = 1e15
+# The axis over which rules are mapped. On a device it has all rows.
+ROWS = "rows"
 
 
 @struct.dataclass
@@ -69,15 +73,45 @@ def truncate(
     if len(cuts) == 1:
         return jax.vmap(nucleus)(*rows)
 
-    # The nucleus leaves its passes over the vocabulary to the draw. What the others cost is paid by
-    # the rows that have them: mapped, a switch stays a switch.
+    # The nucleus leaves its passes over the vocabulary to the draw. What the others cost is paid
+    # where rows have them.
     which = jnp.argmax(proposal.rule[:, None] == jnp.array([[*cuts]]), axis=-1)
-    cut: Cut = lax.cond(
-        jnp.all(which == 0),
-        lambda: jax.vmap(nucleus)(*rows),
-        lambda: lax.map(lambda row: lax.switch(row[0], [*cuts.values()], *row[1]), (which, rows)),
-    )
-    return cut
+
+    def by_rules(which: jax.Array, *rows: Any) -> Cut:
+        cut: Cut = jax.vmap(nucleus)(*rows)
+        for number, rule in enumerate([*cuts.values()][1:], 1):
+            has = which == number
+
+            def ruled(has: jax.Array = has, cut: Cut = cut, rule: Any = rule) -> Cut:
+                own: Cut = jax.vmap(rule, axis_name=ROWS)(*rows)
+                return where_rows(has, own, cut)
+
+            cut = lax.cond(jnp.any(has), ruled, lambda cut=cut: cut)
+        return cut
+
+    def one_by_one(which: jax.Array, *rows: Any) -> Cut:
+        # Mapped, a switch stays a switch.
+        ways = [jax.vmap(cut, axis_name=ROWS) for cut in cuts.values()]
+        cut: Cut = lax.cond(
+            jnp.all(which == 0),
+            lambda: jax.vmap(nucleus)(*rows),
+            lambda: row_by_row(lambda which, *row: lax.switch(which[0], ways, *row), which, *rows),
+        )
+        return cut
+
+    return for_platform(which, *rows, cpu=one_by_one, otherwise=by_rules)
+
+
+def row_by_row(work: Callable[..., Tree], *rows: Any) -> Tree:
+    """What `work` makes of all rows, which are given to it one after another: as batches of one."""
+
+    def one(row: Any) -> Tree:
+        alone = work(*jax.tree.map(lambda x: x[None], row))
+        made: Tree = jax.tree.map(lambda x: x[0], alone)
+        return made
+
+    made: Tree = lax.map(one, rows)
+    return made
 
 
 def nucleus(

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropix_jax.sampler import draw
+from entropix_jax.sampler import draw, top, truncation
 from entropix_jax.sampler.draw import HEAD, Drawn
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
     NUMBERS,
     Kept,
+    draw_rows,
     nucleus_draw,
     settings_of,
     truncated_draw,
@@ -87,12 +88,12 @@ class Batch:
     settings: list[Setting]
     uniforms: np.ndarray
 
-    def drawn(self) -> Drawn:
+    def drawn(self, how: Any) -> Drawn:
         columns = {name: [vars(s)[name] for s in self.settings] for name in vars(self.settings[0])}
         settings = settings_of(columns["rule"], columns.pop("number"))
         proposal = proposal_of(**columns, draws=DRAWS)
         logits, uniforms = jnp.asarray(self.logits), jnp.asarray(self.uniforms)
-        return jax.device_get(truncated_draw(logits, proposal, uniforms, settings))
+        return jax.device_get(how(logits, proposal, uniforms, settings))
 
 
 @st.composite
@@ -144,8 +145,8 @@ def check_row(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniform
         oracle.check(kept, ids, uniforms)
 
 
-def check(batch: Batch) -> None:
-    drawn = batch.drawn()
+def check(batch: Batch, how: Any = truncated_draw) -> None:
+    drawn = batch.drawn(how)
     # A denormal is a 0: a machine that knows none of them draws the same.
     logits = np.where(np.abs(batch.logits) < TINY, np.float32(0), batch.logits)
     for row, setting in enumerate(batch.settings):
@@ -175,6 +176,24 @@ def test_one_token_more_than_the_head(batch: Batch) -> None:
 @given(batches(LLAMA3))
 def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
     check(batch)
+
+
+@examples(15)
+@given(batches(LLAMA3))
+def test_all_rows_at_once_as_on_a_gpu(batch: Batch) -> None:
+    """Without loops, rows that draw several tokens and rows with rules among them."""
+    check(batch, gpu_draw)
+
+
+@jax.jit
+def gpu_draw(*args: Any) -> Drawn:
+    def for_gpu(*args: Any, gpu: Any = None, otherwise: Any, cpu: Any = None) -> Any:
+        return (gpu or otherwise)(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (draw, top, truncation):
+            patch.setattr(module, "for_platform", for_gpu)
+        return draw_rows(*args)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -36,6 +36,7 @@ from entropix_jax.sampler.settings import (
     number,
 )
 from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step
+from entropix_jax.sampler.top import top
 
 MAX_WIDTH = 8  # W, branches of a fork
 MAX_DEPTH = 32  # tokens of a branch
@@ -141,8 +142,7 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
     mass = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / own.temperature[:, None])
     mass = jnp.where((mass >= own.min_p[:, None]) & (logits > -jnp.inf), mass, 0.0)
     most = min(MAX_WIDTH, logits.shape[-1])
-    # The barrier keeps XLA from turning a top_k whose result is sliced into a full sort.
-    _, ids = lax.optimization_barrier(lax.top_k(logits, most))
+    _, ids = top(logits, most)
     shares = jnp.take_along_axis(mass, ids, axis=1)
     before = cumulate(shares) - shares
     # At 1 it is off: rounding must not cut the tail.

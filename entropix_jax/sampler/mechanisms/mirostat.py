@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings, number
 from entropix_jax.sampler.state import DrawnToken
+from entropix_jax.sampler.top import top
 from entropix_jax.sampler.truncation import Cut, likeliest, relative
 from entropix_jax.stats import LN2
 
@@ -52,10 +52,9 @@ def cut(
     own: MirostatSettings = settings.own["mirostat"]
     mu = 2.0 * own.target + row.own["mirostat"].learnt
     size = min(ZIPF_TOKENS, logits.shape[-1])
-    # See `truncated_draw` for the barrier.
-    top = lax.optimization_barrier(lax.top_k(logits, size)[0])
-    there = top[1:] > -jnp.inf
-    falls = jnp.where(there, top[:-1] - top[1:], 0.0) / proposal.temperature
+    first, _ = top(logits, size)
+    there = first[1:] > -jnp.inf
+    falls = jnp.where(there, first[:-1] - first[1:], 0.0) / proposal.temperature
     ratios = jnp.where(there, np.log1p(1.0 / np.arange(1, size)).astype(np.float32), 0.0)
     squares = jnp.sum(jnp.square(ratios))
     s = jnp.sum(ratios * falls) / jnp.where(squares > 0, squares, 1.0)
