@@ -150,7 +150,9 @@ class Tenant:
         tokens = list(self.job.prompt)
         logprobs: list[float] = []
         for line in lines:
-            assert line.position == len(tokens) or line.action == "backspace"
+            # What is drawn once more, after the row went back, may end the text too early.
+            again = line.action in ("backspace", "budget_forcing", "think_end")
+            assert line.position == len(tokens) or again
             generated = line.position - len(self.job.prompt)
             tokens = tokens[: line.position] + line.tokens
             logprobs = logprobs[:generated] + line.logprobs
