@@ -278,8 +278,9 @@ def test_only_what_is_used_is_compiled() -> None:
         settings = sampler.settings(num_layers=2, epsilon=0.0, encode=encode)
         assert settings.used == used
         rows = replace(batch_of(params_of(preset)), used=settings.used)
-        jaxpr = jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]]))
-        assert str(jaxpr).count(" cond[") == len(used)
+        jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]])))
+        # A choice by platform is settled by lowering, and no branch of the program.
+        assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used)
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
     assert phrases.settings(num_layers=2, epsilon=0.0, encode=encode).used == {"phrases"}
 

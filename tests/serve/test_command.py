@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -36,7 +37,8 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
         assert str(plan) in lines[0]
         assert lines[1].startswith("tiny: listening on http://127.0.0.1:")
         url = lines[1].split()[-1]
-        body = {"model": "tiny", "prompt": "Guests:", "max_tokens": 200, "stream": True}
+        body: dict[str, Any] = {"model": "tiny", "prompt": "Guests:", "max_tokens": 200}
+        body |= {"stream": True, "seed": 1}
         body["entropix"] = {"sampler": {"extends": "temperature", "base.temperature": 20.0}}
         with httpx.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE) as answer:
             received = answer.iter_lines()

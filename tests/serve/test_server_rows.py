@@ -240,7 +240,7 @@ def test_a_trace_is_as_the_command_writes_it(
     whole = ask({**BODY, "max_tokens": 8}, sampler="min-p")
     found = trace_of(ask, whole["entropix"]["row"])
     path = tmp_path / "row.jsonl"
-    arguments = "--model tiny --sampler min-p --seed 10 --max-new-tokens 8 --trace-top 5".split()
+    arguments = "--model tiny --sampler min-p --seed 10 --max-new-tokens 8 --trace-top 10".split()
     prompt = ["--prompt", BODY["prompt"], "--trace", str(path), "--trace-layers", "--no-chat"]
     assert generate.main([*arguments, *prompt]) == 0
     wanted = [json.loads(line) for line in path.read_text().splitlines()]
