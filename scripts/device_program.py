@@ -7,13 +7,14 @@ when JAX is imported. It needs the device's compiler, which JAX's package for th
 brings, and neither the device nor its driver.
 """
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,16 @@ def topology(wanted: Wanted) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{shape}")
 
 
+def target(wanted: Wanted) -> Any:
+    """Tells JAX the device that is compiled for, as far as it asks when it lowers kernels."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    if wanted.device != H100:
+        return contextlib.nullcontext()
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     """Weights and state as `Engine` has them, shapes alone, and how numbers are sharded."""
     import jax
@@ -119,7 +130,7 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     from entropix_jax.engine.preparation import CalibratedSampler
     from entropix_jax.engine.slots import Layout, empty_slots, lanes_for
     from entropix_jax.model.mesh import DATA, parse_mesh, rules_for
-    from entropix_jax.model.params import param_specs
+    from entropix_jax.model.params import pack, param_specs
     from entropix_jax.model.precision import choose_precision
     from entropix_jax.sampler.presets import load_sampler
 
@@ -141,6 +152,9 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     params = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, precision.weights), param_specs(CONFIG)
     )
+    if rules is None:
+        layers = jax.eval_shape(lambda layers: tuple(map(pack, layers)), params.layers)
+        params = replace(params, layers=layers)
     # Which tokens the texts of its settings have changes no shape.
     sampler = load_sampler(wanted.sampler)
     settings = sampler.settings(
@@ -205,9 +219,10 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
     platform = PLATFORM[wanted.device]
     params, state, whole = arguments(wanted)
     times = [time.perf_counter()]
-    traced = trace(wanted, params, state, whole)
-    times.append(time.perf_counter())
-    lowered = traced.lower(lowering_platforms=(platform,))
+    with target(wanted):
+        traced = trace(wanted, params, state, whole)
+        times.append(time.perf_counter())
+        lowered = traced.lower(lowering_platforms=(platform,))
     times.append(time.perf_counter())
     compiled = lowered.compile()
     times.append(time.perf_counter())

@@ -27,6 +27,10 @@ COLLECTIVES = (
 ).split()
 # What may write into an array that it is given.
 UPDATES = ("dynamic-update-slice", "scatter")
+# What a kernel of the package says that it moves, where its arrays do not say it, and which of its
+# outputs take the place of operands.
+_TOLD_BYTES = re.compile(r'serialized_metadata = "\{\\22bytes\\22: \\22(\d+)')
+_ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\}\))\}")
 # Of a GPU's sequence, what launches nothing itself.
 CONTROL = ("kConditional", "kWhile", "kCommandBuffer", "kSequential", "kAsyncDone")
 
@@ -161,6 +165,8 @@ class Module:
         instruction, within = placed.instruction, placed.within
         if instruction.operation in FREE or instruction.operation in CALLS:
             return 0
+        if told := _TOLD_BYTES.search(instruction.rest):
+            return int(told[1])
         if instruction.operation.endswith("-done"):  # its start is counted
             return 0
         if instruction.operation.endswith("-start"):
@@ -197,7 +203,11 @@ class Module:
             made = [_target(instruction)]
         else:
             inner = self._inner(instruction, placed.within)
-            made = [array for array, root in _outputs(inner, made) if not _is_update(inner, root)]
+            made = [
+                array
+                for number, (array, root) in enumerate(_outputs(inner, made))
+                if not _is_update(inner, root) and number not in _aliased(instruction)
+            ]
         return [array for array in made if not array.is_near]
 
     def with_inner(self, placed: Placed) -> list[Instruction]:
@@ -340,6 +350,12 @@ def _is_update(inner: Computation, root: Instruction) -> bool:
     if root.operation not in UPDATES:
         return False
     return _unwrapped(inner, inner[root.operands[0]]).operation == "parameter"
+
+
+def _aliased(kernel: Instruction) -> set[int]:
+    """Which outputs take the place of operands."""
+    found = _ALIASED.search(kernel.rest)
+    return set(map(int, re.findall(r"\{(\d+)\}: \(", found[1]))) if found else set()
 
 
 def _written(inner: Computation, arrays: Sequence[Array]) -> int:

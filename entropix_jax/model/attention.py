@@ -1,12 +1,16 @@
 """Grouped-query attention over a key/value cache, and statistics of its weights."""
 
 from functools import partial
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from entropix_jax.model import gpu_kernels
+from entropix_jax.model.cache import append
+from entropix_jax.model.rope import rotate
 from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
@@ -51,16 +55,86 @@ def attend(
     return mixed, scores.reshape(batch, heads, tokens, -1)
 
 
-def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
+def attend_next(
+    queries: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    turns: tuple[jax.Array, jax.Array],
+    cached: tuple[jax.Array, jax.Array],
+    scores: jax.Array,
+    layer: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """Rotates and caches one new token of each row, and attends from it.
+
+    Args:
+        queries: [B, N, H], not yet rotated, as the key.
+        key, value: [B, K, H].
+        turns: float32 [B, 1, 1, H/2], cosine and sine, see `rope.rotations`.
+        cached: a layer's keys and values [P, K, S, H], P at least B.
+        scores: float32 [B, L, N, W], those of all layers, over the positions that are read.
+        layer: int32 [].
+        start: int32 [B], the tokens' positions.
+        count: int32 [B], 0 for a row that stays as it is, whose output means nothing; else 1.
+
+    Returns:
+        The attention output [B, N*H]; keys and values with the tokens; the scores with the layer's,
+        meaningless past the tokens' positions; and the logarithm of the sum of `exp(score)` over
+        the positions of each head, float32 [B, N].
+    """
+
+    def plain(keys: jax.Array, values: jax.Array, scores: jax.Array, *args: jax.Array) -> Any:
+        queries, key, value, cos, sin, layer, start, count = args
+        batch, window = queries.shape[0], scores.shape[3]
+        queries, key = (rotate(x[:, None], cos, sin)[:, 0] for x in (queries, key))
+        keys, values = append((keys, values), key[:, None], value[:, None], start, count)
+        read = keys[:batch, :, :window], values[:batch, :, :window]
+        mixed, own = attend(queries[:, None], *read, start[:, None])
+        own = own[:, :, 0]
+        visible = jnp.arange(window, dtype=jnp.int32)[None, :] <= start[:, None]
+        log_mass = jax.nn.logsumexp(own, axis=-1, where=visible[:, None])
+        return mixed[:, 0], keys, values, scores.at[:, layer].set(own), log_mass
+
+    args = (*cached, scores, queries, key, value, *turns, layer, start, count)
+    gpu = gpu_kernels.attend_next if gpu_kernels.take(cached[0]) else None
+    mixed, keys, values, scores, log_mass = for_platform(*args, gpu=gpu, otherwise=plain)
+    return mixed, (keys, values), scores, log_mass
+
+
+def empty_scores(batch: int, layers: int, heads: int, window: int) -> jax.Array:
+    """Float32 [B, L, N, W] for `attend_next`, which holds anything."""
+    shape = batch, layers, heads, window
+    gpu = partial(gpu_kernels.allocate, shape) if gpu_kernels.are_there() else None
+    scores: jax.Array = for_platform(gpu=gpu, otherwise=partial(jnp.zeros, shape, jnp.float32))
+    return scores
+
+
+def attention_stats(
+    scores: jax.Array, valid: jax.Array, log_mass: jax.Array | None = None
+) -> AttnStats:
     """Statistics of the attention of one position of each row.
 
     Args:
         scores: float32 [B, L, N, S], scaled.
         valid: bool [B, S], the mask of valid keys; at least one in each row.
+        log_mass: float32 [B, L, N], where the valid keys come first and `attend_next` has told it.
     """
     batch, _, _, keys = scores.shape
     chex.assert_shape(valid, (batch, keys))
-    n = jnp.sum(valid, axis=-1).astype(jnp.float32)
+    n = jnp.sum(valid, axis=-1, dtype=jnp.int32)
+    has_kernel = log_mass is not None and gpu_kernels.are_there()
+    gpu = gpu_kernels.measure if has_kernel else None
+    plain = partial(_measure, valid)
+    measured = for_platform(scores, log_mass, n, gpu=gpu, otherwise=plain)
+    entropy, varentropy, divergence, interaction = measured
+    return AttnStats(entropy, varentropy, divergence, interaction, keys=n.astype(jnp.float32))
+
+
+def _measure(
+    valid: jax.Array, scores: jax.Array, _: jax.Array | None, n: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The statistics of `attention_stats`, but for the last."""
     valid = valid[:, None, None, :]
     log_weights = jax.nn.log_softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
     weights = jnp.exp(log_weights)  # 0 where invalid
@@ -74,13 +148,9 @@ def attention_stats(scores: jax.Array, valid: jax.Array) -> AttnStats:
     entropy, varentropy, divergence, strength = lax.optimization_barrier(
         (entropy, varentropy, divergence, strength)
     )
-    return AttnStats(
-        entropy=entropy,
-        varentropy=varentropy,
-        divergence=jnp.mean(divergence, axis=-1),
-        interaction=jnp.sum(strength, axis=-1) / (scores.shape[2] * n[:, None]) / _TINY,
-        keys=n,
-    )
+    number = scores.shape[2] * n.astype(jnp.float32)[:, None]
+    interaction = jnp.sum(strength, axis=-1) / number / _TINY
+    return entropy, varentropy, jnp.mean(divergence, axis=-1), interaction
 
 
 def join_layers(parts: list[AttnStats]) -> AttnStats:

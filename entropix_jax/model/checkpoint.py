@@ -26,7 +26,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.files import read_json_object, replacing
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import Columns, Quantized, Weight, arranged, quantized, whole
-from entropix_jax.model.params import Params, ParamSpec, param_specs
+from entropix_jax.model.params import Params, ParamSpec, pack, param_specs
 from entropix_jax.model.precision import INT8
 
 SINGLE_FILE = "model.safetensors"
@@ -87,6 +87,7 @@ def read_params(
     *,
     activations: jnp.dtype | None = None,
     check: bool = False,
+    packed: bool = False,
 ) -> Params:
     """Loads the weights of a model.
 
@@ -97,8 +98,9 @@ def read_params(
         activations: the dtype that the weights will be multiplied with, for which unsharded
             weights are `arranged`. None: the checkpoint's layout.
         check: refuse NaN and infinity.
+        packed: layers as `params.pack` makes them, where there are no shardings.
     """
-    specs, tree = jax.tree.flatten(param_specs(config))
+    specs = jax.tree.leaves(param_specs(config))
     for spec in specs:
         tensor = stored[spec.name]
         if tensor.shape != spec.shape:
@@ -125,8 +127,19 @@ def read_params(
             return weight
         return arranged(weight, activations)
 
-    params: Params = jax.tree.unflatten(tree, map(load, specs, placed))
-    return params
+    loaded = map(load, specs, placed)
+
+    def take(tree: Any) -> Any:
+        return jax.tree.map(lambda _: next(loaded), tree)
+
+    # In the order of the tree; layer by layer, so that the parts of a packed one are not kept.
+    order = param_specs(config)
+    return Params(
+        embedding=take(order.embedding),
+        layers=tuple(pack(take(one)) if packed else take(one) for one in order.layers),
+        final_norm=take(order.final_norm),
+        head=take(order.head),
+    )
 
 
 @jax.jit
@@ -135,7 +148,10 @@ def _is_finite(weight: jax.Array) -> jax.Array:
 
 
 def save_params(folder: Path, params: Params, config: ModelConfig) -> None:
-    """Writes float weights to `folder/model.safetensors`, atomically; int8 ones are refused."""
+    """Writes float weights to `folder/model.safetensors`, atomically; int8 and packed ones are
+    refused."""
+    if any(layer.key is None for layer in params.layers):
+        raise UserError(f"{folder}: packed weights are not written: save those they came from")
     specs = jax.tree.leaves(param_specs(config))
     weights = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Columns | Quantized))
     if any(isinstance(weight, Quantized) for weight in weights):

@@ -154,7 +154,9 @@ def load(
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
-    options: Any = {"activations": precision.activations, "check": check}
+    # On a CPU a product of a few more rows is no faster, and its parts are copied.
+    packed = rules is None and jax.default_backend() != "cpu"
+    options: Any = {"activations": precision.activations, "check": check, "packed": packed}
     params = read_params(files.tensors, config, weights, shardings, **options)
     return LanguageModel(folder, config, generation, params, precision, tokenizer, rules)
 

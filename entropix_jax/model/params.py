@@ -5,7 +5,7 @@ checkpoint's `[out, in]` layout: nothing is transposed on loading.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from entropix_jax.model.config import ModelConfig
 @struct.dataclass
 class LayerParams:
     """One decoder layer. Leaves are arrays, or `ParamSpec`s in an abstract tree; None is a weight
-    that the model does not have."""
+    that the model does not have, or that `pack` has put below another one."""
 
     attention_norm: Any  # [D]
     query: Any  # [N*H, D]
@@ -106,6 +106,23 @@ def param_specs(config: ModelConfig) -> Params:
         layers=tuple(map(layer, range(config.num_layers))),
         final_norm=spec("model.norm.weight", "width"),
         head=None if config.tied_head else spec("lm_head.weight", "vocab", "width"),
+    )
+
+
+def pack(layer: LayerParams) -> LayerParams:
+    """Query, key and value as one matrix [(N+2K)*H, D], in the place of the query, and gate and up
+    as one [2*F, D], in that of the gate. One row's step is then fewer products, which on a GPU is
+    fewer launches."""
+
+    def below(*weights: Any) -> Any:
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights)
+
+    return replace(
+        layer,
+        query=below(layer.query, layer.key, layer.value),
+        query_bias=below(layer.query_bias, layer.key_bias, layer.value_bias),
+        gate=below(layer.gate, layer.up),
+        **dict.fromkeys(("key", "value", "up", "key_bias", "value_bias")),
     )
 
 

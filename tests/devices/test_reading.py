@@ -140,6 +140,21 @@ backend_config={"estimated_cycles":"250"}
 """
 
 
+# A kernel of our own, which writes into its second operand.
+KERNEL = r"""
+HloModule jit_prefill, is_scheduled=true
+
+ENTRY %main (q: bf16[8], k: bf16[4,8]) -> bf16[4,8] {
+  %q = bf16[8]{0} parameter(0)
+  %k = bf16[4,8]{1,0} parameter(1)
+  %both = (bf16[4,8]{1,0}, bf16[8,8]{1,0}) custom-call(%q, %k), \
+custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{0}: (1, {})}, \
+backend_config={name = "attend", serialized_metadata = "{\22bytes\22: \2248\22}"}
+  ROOT %out = bf16[4,8]{1,0} get-tuple-element(%both), index=0
+}
+""".replace("\\\n", "")
+
+
 def is_large(array: Array) -> bool:
     return array.dtype == "bf16" and array.size >= 32
 
@@ -169,6 +184,13 @@ def test_a_program_of_a_tpu() -> None:
     assert figures.collective_bytes == 256 + 256
     assert figures.cycles == 250
     assert figures.by_place["custom-call"] == (256 + 16 + 16, 1, 250)
+
+
+def test_a_kernel_says_what_it_moves() -> None:
+    """And what it makes is no copy where it is written into what it was given."""
+    figures = read_program(KERNEL, "000: kKernel", in_loop=False, large=is_large, vocab=64)
+    assert figures.bytes_moved == 48
+    assert figures.copies == {"bf16[8,8] custom-call": 1}
 
 
 def test_it_says_what_is_missing(

@@ -14,8 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from entropix_jax.errors import UserError
+from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import load_params, open_tensors, save_params
 from entropix_jax.model.linear import quantized
+from entropix_jax.model.llama import forward
 from entropix_jax.model.params import Params, count_params, param_specs
 from tests.support.models import random_params, tiny_config
 
@@ -127,6 +129,24 @@ def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
     chex.assert_trees_all_equal(loaded.layers[0].up, params.layers[0].up)
     save_params(tmp_path, loaded, config)
     assert_same(load_params(tmp_path, config, "bfloat16"), params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kind", [{}, {"qkv_bias": True, "qk_norm": True}])
+def test_packed_layers_compute_the_same(tmp_path: Path, kind: dict[str, Any], dtype: str) -> None:
+    config = tiny_config(**kind)
+    save_params(tmp_path, random_params(config), config)
+    plain, packed = (load_params(tmp_path, config, dtype, packed=one) for one in (False, True))
+    assert len(jax.tree.leaves(packed)) < len(jax.tree.leaves(plain))
+    tokens, count = jnp.arange(8, dtype=jnp.int32).reshape(2, 4), jnp.full(2, 4)
+    outputs = []
+    for params in (plain, packed):
+        cache = init_cache(config, 2, 8, jnp.dtype("float32"))
+        hidden, stats, _ = forward(params, config, tokens, count, cache, window=8)
+        outputs.append((hidden, stats.entropy))
+    chex.assert_trees_all_close(*outputs, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="packed weights are not written"):
+        save_params(tmp_path, packed, config)
 
 
 def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
