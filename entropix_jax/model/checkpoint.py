@@ -1,12 +1,13 @@
 """Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
 
-Files are memory-mapped, and each tensor is copied straight into a JAX array, or its shards to their
-devices, so that the weights are in memory once. Nothing is unpickled. An index may name only files
-beside it, which may be symbolic links, as in the hub's cache.
+Files are memory-mapped, and each tensor is copied straight into a JAX array, or to the devices of
+its shards, so that the weights are in memory once. Nothing is unpickled. An index may name only
+files beside it, which may be symbolic links, as in the hub's cache.
 """
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     kind: str  # the type of its values, a key of STORED or one that is not implemented
-    values: Callable[[], np.ndarray]  # reads them; they may alias the file
+    read: Callable[[Any], np.ndarray]  # the values in a dtype, see `own_memory`
 
     @property
     def dtype(self) -> np.dtype:
@@ -111,16 +112,12 @@ def read_params(
         is_matrix = len(spec.shape) == 2
         wide = tensor.dtype if is_matrix else jnp.dtype(jnp.float32)
         read_dtype = wide if dtype == INT8 else jnp.dtype(dtype)
-        # Always a copy: an array that aliases the file would change, or crash, with it.
-        if sharding is None:
-            read = jnp.array(tensor.values(), dtype=read_dtype, copy=True)
-        else:
-            read = jax.device_put(np.array(tensor.values(), dtype=read_dtype), sharding)
+        read = jax.device_put(tensor.read(read_dtype), sharding)
         if check and not _is_finite(read):
             first = np.argwhere(~np.isfinite(np.asarray(read.astype(jnp.float32))))[0].tolist()
             where = f"{tensor.path}: tensor '{tensor.name}'"
             raise UserError(f"{where} holds NaN or infinity, first at {first}")
-        weight = quantized(read) if dtype == INT8 and is_matrix else read
+        weight: Weight = quantized(read) if dtype == INT8 and is_matrix else read
         if activations is None or sharding is not None:
             return weight
         return arranged(weight, activations)
@@ -206,14 +203,25 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
     stored = {}
     for name, entry in header.items():
         data, shape, kind = body[slice(*entry["data_offsets"])], entry["shape"], entry["dtype"]
-        values = partial(_view, data, kind, shape)
-        stored[name] = StoredTensor(path, name, tuple(shape), kind, values)
+        read = partial(_view, data, kind, shape)
+        stored[name] = StoredTensor(path, name, tuple(shape), kind, read)
     return stored
 
 
-def _view(data: np.ndarray, kind: str, shape: list[int]) -> np.ndarray:
-    values: np.ndarray = data.view(STORED[kind]).reshape(shape)
+def _view(data: np.ndarray, kind: str, shape: list[int], dtype: Any) -> np.ndarray:
+    values = own_memory(tuple(shape), dtype)
+    values[...] = data.view(STORED[kind]).reshape(shape)
     return values
+
+
+def own_memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array for values of a file: one that aliases the file would change, or
+    crash, with it. It is aligned to 64 bytes, since JAX copies what is not."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    own: np.ndarray = memory[start : start + size].view(dtype).reshape(shape)
+    return own
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
