@@ -8,8 +8,11 @@ files beside it, which may be symbolic links, as in the hub's cache.
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,12 +110,14 @@ def read_params(
             raise UserError(f"{tensor.path}: tensor '{tensor.name}' has shape {shapes}")
     placed = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
 
-    def load(spec: ParamSpec, sharding: Sharding | None) -> Weight:
+    def read_values(spec: ParamSpec) -> np.ndarray:
         tensor = stored[spec.name]
-        is_matrix = len(spec.shape) == 2
-        wide = tensor.dtype if is_matrix else jnp.dtype(jnp.float32)
-        read_dtype = wide if dtype == INT8 else jnp.dtype(dtype)
-        read = jax.device_put(tensor.read(read_dtype), sharding)
+        wide = tensor.dtype if len(spec.shape) == 2 else jnp.dtype(jnp.float32)
+        return tensor.read(wide if dtype == INT8 else jnp.dtype(dtype))
+
+    def load(spec: ParamSpec, sharding: Sharding | None, values: np.ndarray) -> Weight:
+        tensor, is_matrix = stored[spec.name], len(spec.shape) == 2
+        read = jax.device_put(values, sharding)
         if check and not _is_finite(read):
             first = np.argwhere(~np.isfinite(np.asarray(read.astype(jnp.float32))))[0].tolist()
             where = f"{tensor.path}: tensor '{tensor.name}'"
@@ -122,8 +127,24 @@ def read_params(
             return weight
         return arranged(weight, activations)
 
-    params: Params = jax.tree.unflatten(tree, map(load, specs, placed))
+    values = _read_ahead(read_values, specs)
+    params: Params = jax.tree.unflatten(tree, map(load, specs, placed, values))
     return params
+
+
+def _read_ahead(
+    read: Callable[[ParamSpec], np.ndarray], specs: Iterable[ParamSpec]
+) -> Iterator[np.ndarray]:
+    """What is read of each, in order: in threads, and a few of them ahead."""
+    workers = min(os.cpu_count() or 1, 4)
+    with ThreadPoolExecutor(workers) as pool:
+        ahead: deque[Future[np.ndarray]] = deque()
+        for spec in specs:
+            ahead.append(pool.submit(read, spec))
+            if len(ahead) > 2 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 @jax.jit
