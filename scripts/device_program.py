@@ -216,10 +216,12 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
     prepare(wanted, folder)
     import jax
 
+    from entropix_jax.platforms import traced_for_all
+
     platform = PLATFORM[wanted.device]
     params, state, whole = arguments(wanted)
     times = [time.perf_counter()]
-    with target(wanted):
+    with traced_for_all(True), target(wanted):
         traced = trace(wanted, params, state, whole)
         times.append(time.perf_counter())
         lowered = traced.lower(lowering_platforms=(platform,))

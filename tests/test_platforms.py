@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from entropix_jax.platforms import for_platform
+from entropix_jax.platforms import for_platform, traced_for_all
 from entropix_jax.stats import sum_last
 
 
@@ -40,9 +40,24 @@ def test_nothing_of_the_choice_is_left() -> None:
     assert "multiply" not in text
 
 
+def test_what_no_device_runs_is_not_traced() -> None:
+    """Where all devices are CPUs."""
+
+    def refuse(x: jax.Array) -> jax.Array:
+        raise AssertionError("traced")
+
+    def choose(x: jax.Array) -> jax.Array:
+        return for_platform(x, gpu=refuse, otherwise=lambda x: -x)
+
+    assert jax.jit(choose)(1.0) == -1.0
+    with traced_for_all(True), pytest.raises(AssertionError, match="traced"):
+        jax.jit(choose).trace(1.0)
+
+
 @pytest.mark.parametrize(("platform", "lanes"), [("cpu", True), ("cuda", False), ("tpu", False)])
 def test_elsewhere(platform: str, lanes: bool) -> None:
     """A program for a device that is not there has the sum of that device."""
-    traced = jax.jit(sum_last).trace(jax.ShapeDtypeStruct((2, 512), jnp.float32))
+    with traced_for_all(True):
+        traced = jax.jit(sum_last).trace(jax.ShapeDtypeStruct((2, 512), jnp.float32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("tensor<2x4x128xf32>" in text) == lanes

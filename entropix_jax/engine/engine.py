@@ -318,9 +318,10 @@ class Engine:
             self._layout = replace(self._layout, lanes=lanes)
         self._state = insert(self._state, self._number(slot), arrival)
 
-    def _number(self, slot: int) -> jax.Array:
-        """The row of the state that is the slot."""
-        return jnp.asarray(self._layout.numbers[slot])
+    def _number(self, slot: int) -> Any:
+        """The row of the state that is the slot. NumPy, as all that programs are given: to make it
+        on a device is a program itself."""
+        return self._layout.numbers[slot]
 
     def _lanes_for(self, row: RunningRow) -> int:
         """The lanes of a shard that a row needs."""
@@ -422,7 +423,7 @@ class Engine:
                 model.params,
                 state,
                 tokens,
-                jnp.full(1, len(part), jnp.int32),
+                np.full(1, len(part), np.int32),
                 # With one slot there is nothing to gather, and nothing to copy.
                 None if self._layout.slots == 1 else self._number(slot)[None],
                 config=model.config,
@@ -460,8 +461,8 @@ class Engine:
         traced = (
             self._model.params,
             state,
-            jnp.int32(self._chunk_steps),
-            jnp.int32(fewest),
+            np.int32(self._chunk_steps),
+            np.int32(fewest),
         )
         static = {
             "config": self._model.config,

@@ -89,7 +89,6 @@ def empty_slots(
         lanes=layout.lanes,
         shards=layout.shards,
     )
-    state = replace(state, finish=jnp.full_like(state.finish, FINISHED_STOP))
     return state if rules is None else place(state, rules.rows(state))
 
 
@@ -142,7 +141,7 @@ def padded_ids(ids: Sequence[int]) -> np.ndarray:
 @cache
 def fresh_tally(mechanisms: tuple[Mechanism, ...]) -> Tally:
     """The tally of one row that has committed nothing yet, NumPy."""
-    tally = jax.device_get(init_sampler_state(1, mechanisms).tally)
+    tally = init_sampler_state(1, mechanisms).tally
     fresh: Tally = jax.tree.map(lambda x: x[0], tally)
     return fresh
 

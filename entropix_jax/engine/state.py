@@ -157,48 +157,53 @@ def init_state(
     for row, prompt in enumerate(prompts):
         history[row, : len(prompt)] = prompt
 
-    def spread(rows: Any) -> jax.Array:
+    def spread(rows: Any) -> Any:
         """[B, ...] as [P, ...]: each shard's lanes are copies of its first row."""
         parts = np.split(np.asarray(rows), shards)
-        return jnp.asarray(
-            np.concatenate([x for part in parts for x in (part, *[part[:1]] * lanes)])
-        )
+        return np.concatenate([x for part in parts for x in (part, *[part[:1]] * lanes)])
 
-    places = batch + shards * lanes
+    # NumPy, sent to the device at once: there, each array would be a program to load.
+    def full(value: Any, *axes: int, dtype: Any = np.int32) -> Any:
+        return np.full((places, *axes), value, dtype)
+
+    places, budget = batch + shards * lanes, spread(np.array(budgets, np.int32))
     sampler = init_sampler_state(places, settings.mechanisms)
-    number = np.arange(places, dtype=np.int32)
+    number: Any = np.arange(places, dtype=np.int32)
     is_lane = number % (places // shards) >= batch // shards
-    return DecodeState(
+    finish: Any = np.where(is_lane | (budget == 0), FINISHED_STOP, RUNNING).astype(np.int32)
+    state = DecodeState(
         cache=init_cache(config, places, capacity, dtype),
         history=spread(history),
-        confidences=jnp.zeros((places, capacity), jnp.float32),
+        confidences=full(0, capacity, dtype=np.float32),
         prompt_length=spread(np.array([len(prompt) for prompt in prompts], np.int32)),
-        budget=spread(np.array(budgets, np.int32)),
+        budget=budget,
         keys=spread(keys),
-        asks_for_text=jnp.zeros(places, bool),
-        asks_for_choice=jnp.zeros(places, bool),
+        asks_for_text=full(False, dtype=bool),
+        asks_for_choice=full(False, dtype=bool),
         settings=jax.tree.map(spread, settings),
         eos_ids=spread(np.broadcast_to(eos_ids, (batch, np.shape(eos_ids)[-1]))),
         sampler=sampler,
         fork=Fork(
-            parent=jnp.asarray(number),
-            branch=jnp.full(places, -1, jnp.int32),
-            width=jnp.zeros(places, jnp.int32),
-            waited=jnp.zeros(places, jnp.int32),
-            candidates=jnp.zeros((places, MAX_WIDTH), jnp.int32),
-            logprobs=jnp.zeros((places, MAX_WIDTH), jnp.float32),
-            start=jnp.zeros(places, jnp.int32),
-            forwards=jnp.zeros(places, jnp.int32),
-            tally=jax.tree.map(jnp.array, sampler.tally),  # donated: no leaf twice
-            logprob=jnp.zeros(places, jnp.float32),
-            sums=jnp.zeros((places, 3), jnp.float32),
-            failed=jnp.zeros(places, bool),
+            parent=number,
+            branch=full(-1),
+            width=full(0),
+            waited=full(0),
+            candidates=full(0, MAX_WIDTH, dtype=np.int32),
+            logprobs=full(0, MAX_WIDTH, dtype=np.float32),
+            start=full(0),
+            forwards=full(0),
+            tally=jax.tree.map(np.array, sampler.tally),  # donated: no leaf twice
+            logprob=full(0, dtype=np.float32),
+            sums=full(0, 3, dtype=np.float32),
+            failed=full(False, dtype=bool),
         ),
-        forwards=jnp.zeros(places, jnp.int32),
-        finish=jnp.asarray(np.where(is_lane, FINISHED_STOP, RUNNING).astype(np.int32)),
-        unsound=jnp.full((places, 2), NOWHERE, jnp.int32),
+        forwards=full(0),
+        finish=finish,
+        unsound=full(NOWHERE, 2),
         lanes=lanes,
     )
+    placed: DecodeState = jax.device_put(state)
+    return placed
 
 
 def extras_of(logits: jax.Array, stats: AttnStats, recording: Recording) -> Extras:

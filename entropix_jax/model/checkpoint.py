@@ -1,14 +1,18 @@
 """Checkpoints in the Hugging Face layout: `model.safetensors`, or shards with an index.
 
-Files are memory-mapped, and each tensor is copied straight into a JAX array, or its shards to their
-devices, so that the weights are in memory once. Nothing is unpickled. An index may name only files
-beside it, which may be symbolic links, as in the hub's cache.
+Files are memory-mapped, and each tensor is copied straight into a JAX array, or to the devices of
+its shards, so that the weights are in memory once. Nothing is unpickled. An index may name only
+files beside it, which may be symbolic links, as in the hub's cache.
 """
 
 import hashlib
 import json
+import math
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +54,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     kind: str  # the type of its values, a key of STORED or one that is not implemented
-    values: Callable[[], np.ndarray]  # reads them; they may alias the file
+    read: Callable[[Any], np.ndarray]  # the values in a dtype, see `own_memory`
 
     @property
     def dtype(self) -> np.dtype:
@@ -108,26 +112,24 @@ def read_params(
             raise UserError(f"{tensor.path}: tensor '{tensor.name}' has shape {shapes}")
     placed = [None] * len(specs) if shardings is None else jax.tree.leaves(shardings)
 
-    def load(spec: ParamSpec, sharding: Sharding | None) -> Weight:
+    def read_values(spec: ParamSpec) -> np.ndarray:
         tensor = stored[spec.name]
-        is_matrix = len(spec.shape) == 2
-        wide = tensor.dtype if is_matrix else jnp.dtype(jnp.float32)
-        read_dtype = wide if dtype == INT8 else jnp.dtype(dtype)
-        # Always a copy: an array that aliases the file would change, or crash, with it.
-        if sharding is None:
-            read = jnp.array(tensor.values(), dtype=read_dtype, copy=True)
-        else:
-            read = jax.device_put(np.array(tensor.values(), dtype=read_dtype), sharding)
+        wide = tensor.dtype if len(spec.shape) == 2 else jnp.dtype(jnp.float32)
+        return tensor.read(wide if dtype == INT8 else jnp.dtype(dtype))
+
+    def load(spec: ParamSpec, sharding: Sharding | None, values: np.ndarray) -> Weight:
+        tensor, is_matrix = stored[spec.name], len(spec.shape) == 2
+        read = jax.device_put(values, sharding)
         if check and not _is_finite(read):
             first = np.argwhere(~np.isfinite(np.asarray(read.astype(jnp.float32))))[0].tolist()
             where = f"{tensor.path}: tensor '{tensor.name}'"
             raise UserError(f"{where} holds NaN or infinity, first at {first}")
-        weight = quantized(read) if dtype == INT8 and is_matrix else read
+        weight: Weight = quantized(read) if dtype == INT8 and is_matrix else read
         if activations is None or sharding is not None:
             return weight
         return arranged(weight, activations)
 
-    loaded = map(load, specs, placed)
+    loaded = map(load, specs, placed, _read_ahead(read_values, specs))
 
     def take(tree: Any) -> Any:
         return jax.tree.map(lambda _: next(loaded), tree)
@@ -140,6 +142,21 @@ def read_params(
         final_norm=take(order.final_norm),
         head=take(order.head),
     )
+
+
+def _read_ahead(
+    read: Callable[[ParamSpec], np.ndarray], specs: Iterable[ParamSpec]
+) -> Iterator[np.ndarray]:
+    """What is read of each, in order: in threads, and a few of them ahead."""
+    workers = min(os.cpu_count() or 1, 4)
+    with ThreadPoolExecutor(workers) as pool:
+        ahead: deque[Future[np.ndarray]] = deque()
+        for spec in specs:
+            ahead.append(pool.submit(read, spec))
+            if len(ahead) > 2 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 @jax.jit
@@ -222,14 +239,25 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
     stored = {}
     for name, entry in header.items():
         data, shape, kind = body[slice(*entry["data_offsets"])], entry["shape"], entry["dtype"]
-        values = partial(_view, data, kind, shape)
-        stored[name] = StoredTensor(path, name, tuple(shape), kind, values)
+        read = partial(_view, data, kind, shape)
+        stored[name] = StoredTensor(path, name, tuple(shape), kind, read)
     return stored
 
 
-def _view(data: np.ndarray, kind: str, shape: list[int]) -> np.ndarray:
-    values: np.ndarray = data.view(STORED[kind]).reshape(shape)
+def _view(data: np.ndarray, kind: str, shape: list[int], dtype: Any) -> np.ndarray:
+    values = own_memory(tuple(shape), dtype)
+    values[...] = data.view(STORED[kind]).reshape(shape)
     return values
+
+
+def own_memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array for values of a file: one that aliases the file would change, or
+    crash, with it. It is aligned to 64 bytes, since JAX copies what is not."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    own: np.ndarray = memory[start : start + size].view(dtype).reshape(shape)
+    return own
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

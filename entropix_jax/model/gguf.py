@@ -23,7 +23,7 @@ import numpy as np
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.files import opening
-from entropix_jax.model.checkpoint import STORED, StoredTensor, check_names
+from entropix_jax.model.checkpoint import STORED, StoredTensor, check_names, own_memory
 from entropix_jax.model.config import (
     GenerationConfig,
     ModelConfig,
@@ -109,7 +109,7 @@ class GgufFile:
         if self._factors is not None:
             if self._factors.shape != (config.head_dim // 2,):
                 raise UserError(f"{self.path}: '{_ROPE_FACTORS}' has another shape than its heads")
-            divisors = RopeDivisors(divisors=tuple(map(float, self._factors.values())))
+            divisors = RopeDivisors(divisors=tuple(map(float, self._factors.read(np.float32))))
             config = replace(config, rope_scaling=divisors)
         check_names(self.path, self.tensors, config)
         return config
@@ -195,14 +195,14 @@ class GgufFile:
                 header.refuse(f"tensor '{written}' ends at byte {stop:,} of {len(data):,}")
             if name in tensors:
                 raise UserError(f"{where} is there twice")
-            values = partial(_read_values, where, shape, kind, data[start:stop], heads.get(own))
+            read = partial(_read_values, where, shape, kind, data[start:stop], heads.get(own))
             stored = kind.name if kind.name in STORED else "F32"
-            tensors[name] = StoredTensor(self.path, name, shape, stored, values)
+            tensors[name] = StoredTensor(self.path, name, shape, stored, read)
         return tensors
 
 
 def _read_values(
-    where: str, shape: tuple[int, ...], kind: Any, data: np.ndarray, heads: int | None
+    where: str, shape: tuple[int, ...], kind: Any, data: np.ndarray, heads: int | None, dtype: Any
 ) -> np.ndarray:
     """The values of a tensor from its bytes, uint8. With `heads` their rows are interleaved: rows
     2i and 2i + 1 of a head are rows i and i + H/2 in the Hugging Face layout."""
@@ -212,7 +212,7 @@ def _read_values(
         # Rows are quantized separately, so they can be permuted before dequantizing.
         rows = data.reshape(heads, shape[0] // heads // 2, 2, -1)
         data = rows.swapaxes(1, 2).reshape(-1)
-    return _decode(data, kind).reshape(shape)
+    return _decode(data, kind, dtype).reshape(shape)
 
 
 def _find_kind(number: int, name: str, path: Path) -> Any:
@@ -221,20 +221,25 @@ def _find_kind(number: int, name: str, path: Path) -> Any:
 
     try:
         kind = gguf.GGMLQuantizationType(number)
-        _decode(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        _decode(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind, np.float32)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"{path}: tensor '{name}' has an unknown type: {error}") from None
     return kind
 
 
-def _decode(data: np.ndarray, kind: Any) -> np.ndarray:
-    """Decodes the blocks of a tensor, uint8 [n * bytes of a block], to [n * size of a block]."""
+def _decode(data: np.ndarray, kind: Any, dtype: Any) -> np.ndarray:
+    """Decodes the blocks of a tensor, uint8 [n * bytes of a block], to [n * size of a block], in
+    memory of its own."""
     if kind.name in STORED:
-        return np.ascontiguousarray(data).view(STORED[kind.name])
+        values = np.ascontiguousarray(data).view(STORED[kind.name])
+        out = own_memory(values.shape, dtype)
+        out[...] = values
+        return out
     import gguf
 
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    out = np.empty((len(data) // size, block), np.float32)
+    # Rounded part by part: all of a tensor in float32 is more memory than the processor's cache.
+    out = own_memory((len(data) // size, block), dtype)
     step = max(_DEQUANTISED // block, 1)
     for first in range(0, len(out), step):
         part = data[first * size : (first + step) * size].reshape(1, -1)
@@ -295,7 +300,7 @@ class _Header:
         return list(self._unpack(f"{self._within(number, struct.calcsize(form))}{form}"))
 
     def _string(self) -> str:
-        (length,) = self._unpack("Q")
+        length = int.from_bytes(self._bytes(8), "little")  # a tokenizer has 100,000 of them
         try:
             return self._bytes(length).decode()
         except UnicodeDecodeError:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -187,15 +188,20 @@ class Step:
 
 
 def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
-    """The state of rows that have committed nothing yet; `mechanisms` are `Mechanism`s."""
-    zeros, zeros_f = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.float32)
-    own = {m.name: m.init() for m in mechanisms if m.init is not None}
+    """The state of rows that have committed nothing yet, NumPy: on a device each array would be a
+    program to load. `mechanisms` are `Mechanism`s."""
+    zeros: Any = np.zeros(batch, np.int32)
+    zeros_f: Any = np.zeros(batch, np.float32)
+    bans: Any = np.full((batch, MAX_ATTEMPTS), -1, np.int32)
+    again: Any = np.zeros(batch, bool)
+    with jax.ensure_compile_time_eval():
+        own = {m.name: jax.tree.map(np.asarray, m.init()) for m in mechanisms if m.init is not None}
     tally = Tally(
         queued=zeros,
         queue_action=zeros,
         entropy_mean=zeros_f,
         entropy_squares=zeros_f,
-        own=jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *jnp.shape(x))), own),
+        own=jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), own),
     )
     proposal = Proposal(
         action=zeros,
@@ -208,23 +214,23 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     )
 
     def ring(tree: Tree) -> Tree:
-        rings: Tree = jax.tree.map(lambda x: jnp.stack([x] * MAX_REACH, axis=1), tree)
+        rings: Tree = jax.tree.map(lambda x: np.stack([x] * MAX_REACH, axis=1), tree)
         return rings
 
     state = SamplerState(
         tally=tally,
         trail=Trail(
             drawn=zeros,
-            again=jnp.zeros(batch, bool),
+            again=again,
             logprob=ring(zeros_f),
             proposal=ring(proposal),
             tally=ring(tally),
             attempts=ring(zeros),
-            bans=ring(jnp.full((batch, MAX_ATTEMPTS), -1, jnp.int32)),
+            bans=ring(bans),
         ),
     )
     # Copies: a state is donated, each leaf once.
-    copies: SamplerState = jax.tree.map(jnp.array, state)
+    copies: SamplerState = jax.tree.map(np.array, state)
     return copies
 
 

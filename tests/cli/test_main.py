@@ -596,6 +596,21 @@ def test_ctrl_c_while_compiling(start: Start, tmp_path: Path) -> None:
     assert read_trace(trace)[-1]["rows"][0]["finish_reason"] == "interrupt"
 
 
+def test_few_programs_are_loaded_for_a_first_token(folder: str) -> None:
+    """Each takes milliseconds, and a state was once made by forty of them."""
+    command = ["-m", "entropix_jax.main", "--model", folder, "--sampler", "temperature"]
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, short(tokens=1))],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_LOG_COMPILES": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    programs = re.findall(r"Compiling jit\((\w+)\)", done.stderr)
+    assert {"insert", "prefill", "decode"} <= {*programs}
+    assert len(programs) <= 10
+
+
 # The installed command.
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from entropix_jax.platforms import traced_for_all
 from entropix_jax.sampler.top import flipped, sortable, top, top_in_chunks
 from tests.support.draw_oracles import LLAMA3
 from tests.support.properties import examples
@@ -68,7 +69,8 @@ def test_no_row_is_sorted_that_is_longer_than_few() -> None:
 def test_each_platform_has_one_way(platform: str) -> None:
     """Only a GPU's program has chunks."""
     shape = jax.ShapeDtypeStruct((2, LLAMA3), jnp.float32)
-    traced = jax.jit(partial(top, k=64)).trace(shape)
+    with traced_for_all(True):
+        traced = jax.jit(partial(top, k=64)).trace(shape)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("1002x128" in text) == (platform == "cuda")
 
