@@ -6,6 +6,7 @@ streaming share one step; they differ in how many steps run before the host look
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -20,6 +21,7 @@ from entropix_jax.engine.fork import (
     start_forks,
     want_fork,
 )
+from entropix_jax.engine.packed import Packed, pack
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     FINISHED_CONFIDENCE,
@@ -57,6 +59,8 @@ from entropix_jax.sampler.mechanisms.inject import InjectState
 from entropix_jax.sampler.state import Rows, where_rows
 from entropix_jax.sampler.step import choose, settled
 from entropix_jax.stats import AttnStats
+
+_SMALL = "sampler fork forwards finish unsound".split()
 
 
 def decode_step(
@@ -177,7 +181,7 @@ def decode(
     max_steps: int,
     recording: Recording,
     lanes: bool,
-) -> tuple[DecodeState, StepRecord, jax.Array]:
+) -> tuple[DecodeState, Packed, jax.Array]:
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
 
@@ -197,19 +201,28 @@ def decode(
         lanes: static, whether the lanes take part.
 
     Returns:
-        The state, records with a leading [max_steps] axis (those of steps that did not run have
-        `live` and `joins` False), and whether the next steps need the lanes, bool [].
+        The state, a packed `StepRecord` with a leading [max_steps] axis (in steps that did not run
+        `live` and `joins` are False), and whether the next steps need the lanes, bool [].
     """
     whole = free_lanes(state)
     state = whole if lanes else _without_lanes(whole)
     batch = state.finish.shape[0] - state.lanes
-    # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
-    step = jax.jit(partial(decode_step, params, config=config, window=window, recording=recording))
-    shapes = jax.eval_shape(step, state)[1]
-    records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 
-    def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord]) -> jax.Array:
-        done, state, _ = carry
+    # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
+    @jax.jit
+    def step(large: DecodeState, small: Packed) -> tuple[DecodeState, Packed, Packed]:
+        state, record = decode_step(
+            params, _whole(large, small), config=config, window=window, recording=recording
+        )
+        return *_apart(state), pack(record)
+
+    large, small = _apart(state)
+    shape = jax.eval_shape(step, large, small)[2]
+    records = jax.tree.map(lambda x: jnp.zeros((max_steps, *x.shape), x.dtype), shape)
+
+    def unfinished(carry: tuple[jax.Array, DecodeState, Packed, Packed]) -> jax.Array:
+        done, large, small, _ = carry
+        state = _whole(large, small)
         finish, length = state.finish, state.cache.length
         counts = (finish != FINISHED_STOP) & (finish != BRANCH_ENDED)
         waits = (finish == WAITS_FOR_TEXT) | (finish == WAITS_FOR_CHOICE)
@@ -222,14 +235,16 @@ def decode(
         )
 
     def body(
-        carry: tuple[jax.Array, DecodeState, StepRecord],
-    ) -> tuple[jax.Array, DecodeState, StepRecord]:
-        done, state, records = carry
-        state, record = step(state)
-        records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
-        return done + 1, state, records
+        carry: tuple[jax.Array, DecodeState, Packed, Packed],
+    ) -> tuple[jax.Array, DecodeState, Packed, Packed]:
+        done, large, small, records = carry
+        large, small, record = step(large, small)
+        bits = lax.dynamic_update_index_in_dim(records.bits, record.bits, done, 0)
+        return done + 1, large, small, replace(records, bits=bits)
 
-    _, state, records = lax.while_loop(unfinished, body, (jnp.int32(0), state, records))
+    start = jnp.int32(0), large, small, records
+    _, large, small, records = lax.while_loop(unfinished, body, start)
+    state = _whole(large, small)
     state = state if lanes else _with_lanes(state, whole)
     return state, records, any_shard(jnp.any(is_forked(state)))
 
@@ -347,6 +362,22 @@ def answer(
         sampler=replace(state.sampler, tally=tally),
         finish=state.finish.at[row].set(RUNNING),
     )
+
+
+def _apart(state: DecodeState) -> tuple[DecodeState, Packed]:
+    """The large parts of a state, and those small ones that each step changes, packed: the loop
+    carries these as one array."""
+    small = {name: getattr(state, name) for name in _SMALL}
+    nothing: Any = None
+    cache = replace(state.cache, length=nothing)
+    large = replace(state, **dict.fromkeys(_SMALL, nothing), cache=cache)
+    return large, pack((small, state.cache.length))
+
+
+def _whole(large: DecodeState, small: Packed) -> DecodeState:
+    """The inverse."""
+    parts, length = small.unpack()
+    return replace(large, **parts, cache=replace(large.cache, length=length))
 
 
 def _without_lanes(state: DecodeState) -> DecodeState:
