@@ -54,6 +54,7 @@ from entropix_jax.model.mesh import (
     sum_shards,
 )
 from entropix_jax.model.params import Params
+from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE, is_low
 from entropix_jax.sampler.mechanisms.inject import InjectState
 from entropix_jax.sampler.state import Rows, where_rows
@@ -101,12 +102,12 @@ def decode_step(
     commits = running & choice.finite & ~step.rewinds & ~step.forks & ~step.waits & ~ends
     finish = finish_of(rows.remaining - 1, choice.token, state.eos_ids)
     finish = jnp.where(step.ends, FINISHED_EOS, finish)
-    row, end = jnp.arange(places, dtype=jnp.int32), rows.history.shape[1]
+    end = rows.history.shape[1]
     confidences = state.confidences
     if CONFIDENCE.name in settings.used:
         position = jnp.where(running & ~step.rewinds & ~step.waits, rows.length, end)
         measured = choice.observation.token_confidence
-        confidences = confidences.at[row, position].set(measured, mode="drop")
+        confidences = with_token(confidences, position, measured)
         low = (finish == RUNNING) & is_low(confidences, settings, rows)
         finish = jnp.where(low, FINISHED_CONFIDENCE, finish)
     finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rewinds, RUNNING, finish))
@@ -121,7 +122,7 @@ def decode_step(
     cached = rows.length - (step.rewinds | step.waits).astype(jnp.int32)
     cached = jnp.where(running, cached, state.cache.length)
     target = jnp.where(commits, rows.length, end)
-    history = rows.history.at[row, target].set(choice.token, mode="drop")
+    history = with_token(rows.history, target, choice.token)
     after = replace(rows, history=history, length=rows.length + commits.astype(jnp.int32))
     state = replace(
         state,
