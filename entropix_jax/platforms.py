@@ -11,6 +11,14 @@ from jax import lax
 
 Out = TypeVar("Out")
 
+# For `jax.jit`: a GPU runs a call with a loop as one CUDA graph, and no host waits for the loop's
+# condition. All but WHILE is in a graph anyway. Compilers for other platforms ignore it.
+LOOPS_IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    )
+}
+
 
 def for_platform(
     *args: Any,

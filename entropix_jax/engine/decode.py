@@ -54,6 +54,7 @@ from entropix_jax.model.mesh import (
     sum_shards,
 )
 from entropix_jax.model.params import Params
+from entropix_jax.platforms import LOOPS_IN_GRAPHS
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE, is_low
 from entropix_jax.sampler.mechanisms.inject import InjectState
@@ -169,6 +170,7 @@ def decode_step(
     jax.jit,
     static_argnames=("config", "window", "max_steps", "recording", "lanes"),
     donate_argnames="state",
+    compiler_options=LOOPS_IN_GRAPHS,
 )
 @split_rows(rows={"state": 1}, returns=(ROWS, STEPS, ONCE))
 def decode(
