@@ -29,7 +29,7 @@ class Packed:
         split = np.split if isinstance(self.bits, np.ndarray) else jnp.split
         parts: Sequence[Any] = split(self.bits, np.cumsum(sizes)[:-1], axis=-1)
         leaves = [
-            (part != 0 if dtype == np.bool_ else part.view(dtype)).reshape(*part.shape[:-1], *shape)
+            _typed(part, dtype).reshape(*part.shape[:-1], *shape)
             for part, (shape, dtype) in zip(parts, self.leaves, strict=True)
         ]
         return jax.tree.unflatten(self.structure, leaves)
@@ -47,3 +47,9 @@ def pack(tree: Any) -> Packed:
         structure=structure,
         leaves=tuple((x.shape[1:], x.dtype) for x in leaves),
     )
+
+
+def _typed(bits: Any, dtype: np.dtype) -> Any:
+    if dtype == np.bool_:
+        return bits != 0
+    return bits if dtype == np.int32 else bits.view(dtype)
