@@ -62,6 +62,7 @@ from entropix_jax.sampler.state import Rows, where_rows
 from entropix_jax.sampler.step import choose, settled
 from entropix_jax.stats import AttnStats
 
+# Of a state, what is small and changes in a step; beside it the cache's lengths.
 _SMALL = "sampler fork forwards finish unsound".split()
 
 
