@@ -14,6 +14,13 @@ from jax import lax
 Out = TypeVar("Out")
 
 traced_for_all = jax.make_user_context(False)
+# For `jax.jit`: a GPU runs a call with a loop as one CUDA graph, and no host waits for the loop's
+# condition. All but WHILE is in a graph anyway. Compilers for other platforms ignore it.
+LOOPS_IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    )
+}
 
 
 def for_platform(

@@ -155,9 +155,10 @@ class Model:
             ran, forked = 0, False
             started = time.perf_counter()
             for _ in range(2 * steps):  # a call may find that the lanes are needed, or are not
-                state, records, needs_lanes = jax.block_until_ready(
+                state, packed, needs_lanes = jax.block_until_ready(
                     run(self.params, state, jnp.int32(steps - ran), lanes=forked)
                 )
+                records = jax.device_get(packed).unpack()
                 ran, forked = ran + int(records.live.any(axis=1).sum()), bool(needs_lanes)
                 if ran == steps:
                     return (time.perf_counter() - started) / steps

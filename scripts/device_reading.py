@@ -419,7 +419,7 @@ class Launches:
 
     kernels: int = 0  # kernels and copies
     sort_kernels: int = 0  # of them: those of sorts
-    graphs: int = 0
+    graphs: int = 0  # none where the loop itself is part of one
     syncs: int = 0  # loops and conditionals outside of graphs: the host waits for what they read
     branch_kernels: int = 0
     branch_syncs: int = 0
@@ -428,10 +428,10 @@ class Launches:
 def count_launches(sequence: Launch, in_loop: bool) -> Launches:
     """Counts what a program, or with `in_loop` a pass of its longest loop, launches."""
     found = Launches()
-    start = sequence
+    start, in_graph = sequence, False
     if in_loop:
-        start = max((one for one in sequence.parts if one.kind == "kWhile"), key=_number)
-        found.syncs = 1
+        start, in_graph = max(_loops(sequence), key=lambda loop: _number(loop[0]))
+        found.syncs = int(not in_graph)
 
     def count(launch: Launch, in_branch: bool, in_graph: bool) -> None:
         for one in launch.parts:
@@ -452,8 +452,16 @@ def count_launches(sequence: Launch, in_loop: bool) -> Launches:
                 in_graph or one.kind == "kCommandBuffer",
             )
 
-    count(start, False, False)
+    count(start, False, in_graph)
     return found
+
+
+def _loops(launch: Launch, in_graph: bool = False) -> Iterator[tuple[Launch, bool]]:
+    """The loops, each with whether it is part of a graph."""
+    for one in launch.parts:
+        if one.kind == "kWhile":
+            yield one, in_graph
+        yield from _loops(one, in_graph or one.kind == "kCommandBuffer")
 
 
 def _number(launch: Launch) -> int:

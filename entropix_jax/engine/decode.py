@@ -6,6 +6,7 @@ streaming share one step; they differ in how many steps run before the host look
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -20,6 +21,7 @@ from entropix_jax.engine.fork import (
     start_forks,
     want_fork,
 )
+from entropix_jax.engine.packed import Packed, pack
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
     FINISHED_CONFIDENCE,
@@ -52,11 +54,16 @@ from entropix_jax.model.mesh import (
     sum_shards,
 )
 from entropix_jax.model.params import Params
+from entropix_jax.platforms import LOOPS_IN_GRAPHS
+from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE, is_low
 from entropix_jax.sampler.mechanisms.inject import InjectState
 from entropix_jax.sampler.state import Rows, where_rows
 from entropix_jax.sampler.step import choose, settled
 from entropix_jax.stats import AttnStats
+
+# Of a state, what is small and changes in a step; beside it the cache's lengths.
+_SMALL = "sampler fork forwards finish unsound".split()
 
 
 def decode_step(
@@ -97,12 +104,12 @@ def decode_step(
     commits = running & choice.finite & ~step.rewinds & ~step.forks & ~step.waits & ~ends
     finish = finish_of(rows.remaining - 1, choice.token, state.eos_ids)
     finish = jnp.where(step.ends, FINISHED_EOS, finish)
-    row, end = jnp.arange(places, dtype=jnp.int32), rows.history.shape[1]
+    end = rows.history.shape[1]
     confidences = state.confidences
     if CONFIDENCE.name in settings.used:
         position = jnp.where(running & ~step.rewinds & ~step.waits, rows.length, end)
         measured = choice.observation.token_confidence
-        confidences = confidences.at[row, position].set(measured, mode="drop")
+        confidences = with_token(confidences, position, measured)
         low = (finish == RUNNING) & is_low(confidences, settings, rows)
         finish = jnp.where(low, FINISHED_CONFIDENCE, finish)
     finish = jnp.where(step.waits, WAITS_FOR_TEXT, jnp.where(step.rewinds, RUNNING, finish))
@@ -117,7 +124,7 @@ def decode_step(
     cached = rows.length - (step.rewinds | step.waits).astype(jnp.int32)
     cached = jnp.where(running, cached, state.cache.length)
     target = jnp.where(commits, rows.length, end)
-    history = rows.history.at[row, target].set(choice.token, mode="drop")
+    history = with_token(rows.history, target, choice.token)
     after = replace(rows, history=history, length=rows.length + commits.astype(jnp.int32))
     state = replace(
         state,
@@ -164,6 +171,7 @@ def decode_step(
     jax.jit,
     static_argnames=("config", "window", "max_steps", "recording", "lanes"),
     donate_argnames="state",
+    compiler_options=LOOPS_IN_GRAPHS,
 )
 @split_rows(rows={"state": 1}, returns=(ROWS, STEPS, ONCE))
 def decode(
@@ -177,7 +185,7 @@ def decode(
     max_steps: int,
     recording: Recording,
     lanes: bool,
-) -> tuple[DecodeState, StepRecord, jax.Array]:
+) -> tuple[DecodeState, Packed, jax.Array]:
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
 
@@ -197,19 +205,28 @@ def decode(
         lanes: static, whether the lanes take part.
 
     Returns:
-        The state, records with a leading [max_steps] axis (those of steps that did not run have
-        `live` and `joins` False), and whether the next steps need the lanes, bool [].
+        The state, a packed `StepRecord` with a leading [max_steps] axis (in steps that did not run
+        `live` and `joins` are False), and whether the next steps need the lanes, bool [].
     """
     whole = free_lanes(state)
     state = whole if lanes else _without_lanes(whole)
     batch = state.finish.shape[0] - state.lanes
-    # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
-    step = jax.jit(partial(decode_step, params, config=config, window=window, recording=recording))
-    shapes = jax.eval_shape(step, state)[1]
-    records = jax.tree.map(lambda s: jnp.zeros((max_steps, *s.shape), s.dtype), shapes)
 
-    def unfinished(carry: tuple[jax.Array, DecodeState, StepRecord]) -> jax.Array:
-        done, state, _ = carry
+    # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
+    @jax.jit
+    def step(large: DecodeState, small: Packed) -> tuple[DecodeState, Packed, Packed]:
+        state, record = decode_step(
+            params, _whole(large, small), config=config, window=window, recording=recording
+        )
+        return *_apart(state), pack(record)
+
+    large, small = _apart(state)
+    shape = jax.eval_shape(step, large, small)[2]
+    records = jax.tree.map(lambda x: jnp.zeros((max_steps, *x.shape), x.dtype), shape)
+
+    def unfinished(carry: tuple[jax.Array, DecodeState, Packed, Packed]) -> jax.Array:
+        done, large, small, _ = carry
+        state = _whole(large, small)
         finish, length = state.finish, state.cache.length
         counts = (finish != FINISHED_STOP) & (finish != BRANCH_ENDED)
         waits = (finish == WAITS_FOR_TEXT) | (finish == WAITS_FOR_CHOICE)
@@ -222,14 +239,16 @@ def decode(
         )
 
     def body(
-        carry: tuple[jax.Array, DecodeState, StepRecord],
-    ) -> tuple[jax.Array, DecodeState, StepRecord]:
-        done, state, records = carry
-        state, record = step(state)
-        records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
-        return done + 1, state, records
+        carry: tuple[jax.Array, DecodeState, Packed, Packed],
+    ) -> tuple[jax.Array, DecodeState, Packed, Packed]:
+        done, large, small, records = carry
+        large, small, record = step(large, small)
+        bits = lax.dynamic_update_index_in_dim(records.bits, record.bits, done, 0)
+        return done + 1, large, small, replace(records, bits=bits)
 
-    _, state, records = lax.while_loop(unfinished, body, (jnp.int32(0), state, records))
+    start = jnp.int32(0), large, small, records
+    _, large, small, records = lax.while_loop(unfinished, body, start)
+    state = _whole(large, small)
     state = state if lanes else _with_lanes(state, whole)
     return state, records, any_shard(jnp.any(is_forked(state)))
 
@@ -347,6 +366,22 @@ def answer(
         sampler=replace(state.sampler, tally=tally),
         finish=state.finish.at[row].set(RUNNING),
     )
+
+
+def _apart(state: DecodeState) -> tuple[DecodeState, Packed]:
+    """The large parts of a state, and those small ones that each step changes, packed: the loop
+    carries these as one array."""
+    small = {name: getattr(state, name) for name in _SMALL}
+    nothing: Any = None
+    cache = replace(state.cache, length=nothing)
+    large = replace(state, **dict.fromkeys(_SMALL, nothing), cache=cache)
+    return large, pack((small, state.cache.length))
+
+
+def _whole(large: DecodeState, small: Packed) -> DecodeState:
+    """The inverse."""
+    parts, length = small.unpack()
+    return replace(large, **parts, cache=replace(large.cache, length=length))
 
 
 def _without_lanes(state: DecodeState) -> DecodeState:

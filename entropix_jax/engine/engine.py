@@ -19,6 +19,7 @@ import numpy as np
 
 from entropix_jax.engine.decode import answer, decode, prefill
 from entropix_jax.engine.memory import check_cache
+from entropix_jax.engine.packed import Packed
 from entropix_jax.engine.preparation import (
     MAX_PREFILL,
     MAX_STEPS,
@@ -71,7 +72,7 @@ class _Chunk:
     steps: int
     rows: tuple[RunningRow | None, ...]
     layout: Layout
-    records: StepRecord
+    records: Packed  # a `StepRecord`
     forked: jax.Array  # bool, whether the steps after these need the lanes
 
 
@@ -515,7 +516,8 @@ class Engine:
     def _read_back(self, chunk: _Chunk) -> Generator[Event, None, bool]:
         """Applies a chunk's outcomes to its rows. Returns whether it made a step at all."""
         asked = time.perf_counter()
-        records, forked = jax.device_get((chunk.records, chunk.forked))
+        packed, forked = jax.device_get((chunk.records, chunk.forked))
+        records: StepRecord = packed.unpack()
         if self._unpaced:  # it was ready long ago: nobody asked for it meanwhile
             self._unpaced -= 1
         else:

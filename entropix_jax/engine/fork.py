@@ -24,6 +24,7 @@ from entropix_jax.engine.state import (
 )
 from entropix_jax.model.cache import KVCache
 from entropix_jax.model.mesh import local_index
+from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
 from entropix_jax.sampler.state import Rows, Step, where_rows
 from entropix_jax.sampler.step import Choice
@@ -177,13 +178,15 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     # Scores, by row and branch.
     depth = state.cache.length - fork.start
     scored = jnp.where(fork.failed, -jnp.inf, score(fork.sums, depth, state.settings))
-    at = (jnp.where(is_branch, parent, batch), fork.branch)
-    scores = jnp.full((batch, MAX_WIDTH), -jnp.inf).at[at].set(scored, mode="drop")
-    rows = jnp.zeros((batch, MAX_WIDTH), jnp.int32)
-    rows = rows.at[at].set(jnp.arange(places, dtype=jnp.int32), mode="drop")
+    number = jnp.arange(MAX_WIDTH, dtype=jnp.int32)[None, :]
+    at = mine[:, None] & (fork.branch[None] == number.T)[None]  # [B, W, P]
+    scores = jnp.max(jnp.where(at, scored[None, None], -jnp.inf), axis=-1)
+    place = jnp.arange(places, dtype=jnp.int32)[None, None]
+    rows = jnp.max(jnp.where(at, place, 0), axis=-1)
     best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     winner = jnp.take_along_axis(rows, best[:, None], axis=1)[:, 0]
-    first, second = lax.top_k(scores, 2)[0].T
+    first = jnp.max(scores, axis=-1)
+    second = jnp.max(jnp.where(number == best[:, None], -jnp.inf, scores), axis=-1)
     own = jax.tree.map(lambda x: x[:batch], state.settings.own["branch"])
     ambiguous = (second > -jnp.inf) & (first - second < own.margin)
     evaluated = jnp.sum(jnp.where(mine, depth[None], 0), axis=1)
@@ -220,7 +223,7 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
         state,
         # The last token is not cached: the next step reads it.
         cache=replace(state.cache, length=put(state.cache.length, end - 1)),
-        history=state.history.at[slots, target].set(chosen, mode="drop"),
+        history=put(state.history, with_token(state.history[:batch], target, chosen)),
         sampler=replace(state.sampler, tally=jax.tree.map(put, state.sampler.tally, tally)),
         fork=replace(fork, branch=put(fork.branch, jnp.full_like(best, -1))),
         forwards=put(state.forwards, fork.forwards[:batch] + evaluated),
@@ -235,7 +238,6 @@ def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
 def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeState:
     """Starts branches, `branch[P]` of their forks, with their candidates."""
     fork = state.fork
-    row = jnp.arange(begins.shape[0], dtype=jnp.int32)
     token, logprob = (
         jnp.take_along_axis(x, branch[:, None], axis=1)[:, 0]
         for x in (fork.candidates, fork.logprobs)
@@ -243,7 +245,7 @@ def _begin(state: DecodeState, begins: jax.Array, branch: jax.Array) -> DecodeSt
     target = jnp.where(begins, fork.start, state.history.shape[1])
     return replace(
         state,
-        history=state.history.at[row, target].set(token, mode="drop"),
+        history=with_token(state.history, target, token),
         fork=replace(
             fork,
             branch=jnp.where(begins, branch, fork.branch),

@@ -49,9 +49,8 @@ def apply_noise_floor(log_probs: jax.Array, epsilon: jax.Array) -> jax.Array:
     floor = noise_floor(epsilon, log_probs.shape[-1])[:, None]
     above = log_probs >= floor
     kept = jnp.where(above, log_probs, -jnp.inf)
-    renormalised = kept - jax.nn.logsumexp(kept, axis=-1, keepdims=True)
-    wanted = (epsilon > 0)[:, None] & jnp.any(above, axis=-1, keepdims=True)
-    return jnp.where(wanted, renormalised, log_probs)
+    total = jnp.sum(jnp.exp(kept), axis=-1, keepdims=True)
+    return jnp.where((epsilon > 0)[:, None] & (total > 0), kept - jnp.log(total), log_probs)
 
 
 def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) -> Metrics:
@@ -63,21 +62,19 @@ def measure(log_probs: jax.Array, stats: AttnStats, layer_weights: jax.Array) ->
     """
     entropy, varentropy = entropy_and_varentropy(log_probs)
     weights = layer_weights / jnp.sum(layer_weights, axis=-1, keepdims=True)
-
-    def over_layers(per_layer: jax.Array) -> jax.Array:
-        return jnp.sum(weights * per_layer, axis=-1)
-
-    attn_entropy = over_layers(jnp.mean(stats.entropy, axis=-1))
-    divergence = over_layers(stats.divergence)
+    means, variances = jnp.mean(stats.entropy, axis=-1), jnp.var(stats.entropy, axis=-1)
+    of_layers = jnp.stack([means, variances, stats.divergence, stats.interaction])
+    over_layers = jnp.sum(weights[None] * of_layers, axis=-1)
+    attn_entropy, attn_varentropy, divergence, interaction = over_layers
     return Metrics(
         entropy=entropy,
         varentropy=varentropy,
         attn_entropy=attn_entropy,
         attn_entropy_norm=attn_entropy / jnp.log2(jnp.maximum(stats.keys, 2.0)),
-        attn_varentropy=over_layers(jnp.var(stats.entropy, axis=-1)),
+        attn_varentropy=attn_varentropy,
         agreement=1.0 - 0.5 * divergence,
         agreement_published=divergence / stats.keys,
-        interaction_strength=over_layers(stats.interaction),
+        interaction_strength=interaction,
     )
 
 

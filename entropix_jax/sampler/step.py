@@ -14,6 +14,7 @@ from jax import lax
 
 from entropix_jax.names import SERVED
 from entropix_jax.sampler.draw import truncated_draw
+from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
@@ -264,7 +265,6 @@ def _propose(
 
 def _replace(drawn: jax.Array, free: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     """The step after all that acts in place of drawn tokens, int32 [B], in the rows of `free`."""
-    row = jnp.arange(drawn.shape[0], dtype=jnp.int32)
     for index, mechanism in enumerate(settings.mechanisms):
         replaces, apply = mechanism.replaces, mechanism.apply
         if replaces is None or apply is None or mechanism.name not in settings.used:
@@ -272,7 +272,7 @@ def _replace(drawn: jax.Array, free: jax.Array, step: Step, settings: SamplerSet
         rows = step.rows
         free &= (step.tally.queued == 0) & ~(step.rewinds | step.forks | step.waits)
         position = jnp.where(free, rows.length, rows.history.shape[1])
-        history = rows.history.at[row, position].set(drawn, mode="drop")
+        history = with_token(rows.history, position, drawn)
         step = replace(step, rows=replace(rows, history=history))
         acts = free & replaces(settings, step, drawn)
         action = jnp.where(acts, index, step.proposal.action)

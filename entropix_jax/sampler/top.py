@@ -60,18 +60,29 @@ def _places(keys: jax.Array, k: int) -> jax.Array:
     """Where the k largest of `keys[..., n]`, int32, stand, in order; equal ones by place.
 
     A row is cut into chunks. In order of their largest, equal ones by place, the first k chunks
-    hold the k keys: before a key of any other chunk come the largest of each of those. They are
-    looked at in order of their places, so that equal keys stay in that order.
+    hold the k keys: before a key of any other chunk come the largest of each of those. They are cut
+    into smaller chunks, down to single keys.
     """
     few = max(_SORTED, 16 * k)
-    if keys.shape[-1] <= few:
-        return lax.top_k(keys, k)[1]
-    number = -(-keys.shape[-1] // few)
-    size = 1 << (number - 1).bit_length()  # a power of two: 1,002 chunks of 128 of 128,256 tokens
+    size = _chunk(keys.shape[-1], few)
     rows = keys.shape[:-1]
     padding = [(0, 0)] * len(rows) + [(0, -keys.shape[-1] % size)]
-    chunks = jnp.pad(keys, padding, constant_values=_LEAST).reshape(*rows, -1, size)
-    first = jnp.sort(_places(jnp.max(chunks, axis=-1), k), axis=-1)
-    held = jnp.take_along_axis(chunks, first[..., None], axis=-2).reshape(*rows, k * size)
-    within = _places(held, k)
-    return jnp.take_along_axis(first, within // size, axis=-1) * size + within % size
+    keys = jnp.pad(keys, padding, constant_values=_LEAST)
+    chunks = keys.reshape(*rows, -1, size)
+    numbers = lax.broadcasted_iota(jnp.int32, chunks.shape[:-1], len(rows))
+    while True:
+        falling = ~jnp.max(chunks, axis=-1)
+        numbers = lax.sort((falling, numbers), num_keys=2, is_stable=False)[1][..., :k]
+        if size == 1:
+            return numbers
+        smaller = _chunk(k * size, few)
+        parts, size = size // smaller, smaller
+        part = lax.broadcasted_iota(jnp.int32, (*numbers.shape, parts), numbers.ndim)
+        numbers = (numbers[..., None] * parts + part).reshape(*rows, -1)
+        chunks = keys.reshape(*rows, -1, size)
+        chunks = jnp.take_along_axis(chunks, numbers[..., None], axis=-2)
+
+
+def _chunk(number: int, few: int) -> int:
+    """Of how many a chunk is so that so many numbers are few chunks: a power of two."""
+    return 1 << (-(-number // few) - 1).bit_length()

@@ -36,12 +36,12 @@ class Most:
 
 
 MOST: dict[Wanted, Most] = {
-    Wanted(H100, DECODE, 1): Most(temporary=0.01, moved=2.607, kernels=513, syncs=1),
-    Wanted(H100, DECODE, 64): Most(temporary=0.636, moved=11.25, kernels=446, syncs=1),
+    Wanted(H100, DECODE, 1): Most(temporary=0.01, moved=2.606, kernels=397),
+    Wanted(H100, DECODE, 64): Most(temporary=0.636, moved=11.23, kernels=356),
     Wanted(H100, PREFILL, 1): Most(temporary=0.053, moved=6.08, kernels=279),
     Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=7.23, kernels=317),
     Wanted(V5E, DECODE, 1): Most(
-        temporary=0.194, moved=2.6, kernels=1255, copies=22, call_copies=59, sorts=1, cycles=15.9
+        temporary=0.163, moved=2.59, kernels=962, copies=16, call_copies=64, sorts=1, cycles=15.9
     ),
     Wanted(V5E, DECODE, 64): Most(
         temporary=9.714, moved=11.06, kernels=1681, call_copies=64, cycles=52.7

@@ -119,6 +119,20 @@ condition:
             009: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1]
 010: kCustomKernel [source | sink] loop_add_fusion_2 grid: [1, 1, 1]
 """
+# The same where the loop is part of a graph.
+GRAPH = """\
+000: kCommandBuffer [source | sink]
+    001: kCopy [source | next=002 (1)] kCopy
+    002: kWhile [prev=001 (1) | next=006 (1)]
+condition:
+        003: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+      body:
+        004: kCustomKernel [source | sink] sort_1 grid: [1, 1, 1]
+        005: kConditional [source | sink]
+          true_branch:
+            006: kCopy [source | sink] kCopy
+    007: kCopy [prev=002 (1) | sink] kCopy
+"""
 # Of a TPU: a prefetch into near memory, a write back, a top-k, and two exchanges.
 TPU = """\
 HloModule jit_prefill, is_scheduled=true
@@ -173,6 +187,13 @@ def test_a_step_of_a_gpu() -> None:
     assert (figures.sorts, figures.top_ks) == (1, 0)
     assert (figures.kernels, figures.sort_kernels, figures.graphs) == (3, 1, 1)
     assert (figures.syncs, figures.branch_kernels, figures.branch_syncs) == (2, 2, 1)
+
+
+def test_a_loop_that_is_part_of_a_graph() -> None:
+    """No host waits for it, or for a conditional in it."""
+    figures = read_program(GPU, GRAPH, in_loop=True, large=is_large, vocab=16)
+    assert (figures.kernels, figures.sort_kernels, figures.graphs) == (2, 1, 0)
+    assert (figures.syncs, figures.branch_kernels, figures.branch_syncs) == (0, 1, 0)
 
 
 def test_a_program_of_a_tpu() -> None:

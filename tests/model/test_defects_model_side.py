@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import math
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +277,8 @@ def test_defect_17_a_step_never_asks_the_host(params) -> None:
     state = start_jobs(TINY, params, [job, replace(job, prompt=[4])], 16)
     options = {**STATIC, "max_steps": 5, "recording": Recording(top=2, layers=True)}
     for lanes in (False, True):
-        step = partial(decode, **options, lanes=lanes)
-        jaxpr = jax.make_jaxpr(step)(params, state, jnp.int32(5))
+        step: Any = decode
+        jaxpr = step.trace(params, state, jnp.int32(5), **options, lanes=lanes).jaxpr
         names = primitives(jaxpr.jaxpr)
         assert {"while", "dot_general", "top_k"} <= names
         assert not on_host(names)

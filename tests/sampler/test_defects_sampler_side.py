@@ -1,7 +1,7 @@
 """Defects of the public implementations, on the sampler's side: each test fails where one is."""
 
 import math
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ def test_defect_17_host_round_trips() -> None:
     recording = Recording(top=3, layers=True)
     static = {"config": config, "window": 64, "max_steps": 32, "recording": recording}
     for lanes in (False, True):
-        run = partial(decode, **static, lanes=lanes)
-        program = str(jax.make_jaxpr(run)(params, state, jnp.int32(0)))
+        run: Any = decode
+        program = str(run.trace(params, state, jnp.int32(0), **static, lanes=lanes).jaxpr)
         assert "while[" in program
         assert "cond[" in program  # its parts are printed, too
         assert "callback" not in program

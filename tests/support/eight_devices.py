@@ -129,7 +129,7 @@ class Job:
                 self.params, state, jnp.int32(STEPS), jnp.int32(1)
             )
             state, forked = taken(state, stepped), bool(now)
-            told.add(self.by_slot(jax.device_get(records)))
+            told.add(self.by_slot(jax.device_get(records).unpack()))
             outcome.states.append(self.slots(state))
             finish = outcome.states[-1].finish
             going = bool(np.isin(finish, (RUNNING, FORKS, BRANCH_ENDED)).any())
@@ -141,7 +141,7 @@ class Job:
         for step in steps:
             state = replace(state, finish=jax.device_put(waiting, state.finish.sharding))
             state, records, _ = step(self.params, state, jnp.int32(STEPS), jnp.int32(1))
-            outcome.held.append(jax.device_get(records))
+            outcome.held.append(jax.device_get(records).unpack())
         return outcome
 
     def by_slot(self, records: StepRecord) -> StepRecord:

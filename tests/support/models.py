@@ -158,4 +158,4 @@ def generate(
         recording=Recording(),
         lanes=False,
     )
-    return state, records
+    return state, jax.device_get(records).unpack()

@@ -265,7 +265,7 @@ def advance(
         state, records, forked = decode(
             params, state, jnp.int32(min(steps, 32)), lanes=bool(forked), **static
         )
-        records = jax.device_get(records)
+        records = jax.device_get(records).unpack()
         done = int(np.any(records.live | records.joins, axis=1).sum())
         steps, idle = steps - done, 0 if done else idle + 1
         yield state, records
