@@ -25,6 +25,12 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 COLLECTIVES = (
     "all-gather all-reduce all-to-all reduce-scatter collective-permute collective-broadcast"
 ).split()
+# What makes each element of one element of each operand: within a kernel they are made where they
+# are used, so that of a gather's operand no more is read than what it takes.
+ELEMENTWISE = frozenset(
+    "bitcast convert bitcast-convert reshape not negate abs exponential log add subtract multiply "
+    "divide maximum minimum and or xor select compare copy pad".split()
+)
 # What may write into an array that it is given.
 UPDATES = ("dynamic-update-slice", "scatter")
 # What a kernel of the package says that it moves, where its arrays do not say it, and which of its
@@ -293,16 +299,20 @@ def _started_bytes(start: Instruction, within: Computation) -> int:
 
 
 def _users(inner: Computation, name: str) -> list[tuple[Instruction, int]]:
-    """The instructions that use one, and as which operand, seen through bitcasts."""
-    found = []
-    for instruction in inner.values():
-        for place, operand in enumerate(instruction.operands):
-            if instruction.operation == "parameter" or operand != name:
+    """The instructions that use one, and as which operand, seen through what is elementwise."""
+    found, names, seen = [], [name], {name}
+    while names:
+        name = names.pop()
+        for instruction in inner.values():
+            if instruction.operation == "parameter" or name not in instruction.operands:
                 continue
-            if instruction.operation == "bitcast" and not instruction.is_root:
-                found += _users(inner, instruction.name)
-            else:
-                found.append((instruction, place))
+            if instruction.operation in ELEMENTWISE and not instruction.is_root:
+                if instruction.name not in seen:
+                    seen.add(instruction.name)
+                    names.append(instruction.name)
+                continue
+            places = enumerate(instruction.operands)
+            found += [(instruction, place) for place, operand in places if operand == name]
     return found
 
 

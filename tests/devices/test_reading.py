@@ -214,6 +214,30 @@ def test_a_kernel_says_what_it_moves() -> None:
     assert figures.copies == {"bf16[8,8] custom-call": 1}
 
 
+def test_what_is_made_where_it_is_taken_is_not_read_whole() -> None:
+    """Of the operands of a gather of sums, as much as it takes."""
+    gather = """
+HloModule jit_prefill, is_scheduled=true
+
+%fused (p.0: f32[64], p.1: f32[64], p.2: s32[2,1]) -> f32[2] {
+  %p.0 = f32[64]{0} parameter(0)
+  %p.1 = f32[64]{0} parameter(1)
+  %p.2 = s32[2,1]{1,0} parameter(2)
+  %sum = f32[64]{0} add(%p.0, %p.1)
+  ROOT %taken = f32[2]{0} gather(%sum, %p.2), offset_dims={}, slice_sizes={1}
+}
+
+ENTRY %main (a: f32[64], b: f32[64], i: s32[2,1]) -> f32[2] {
+  %a = f32[64]{0} parameter(0)
+  %b = f32[64]{0} parameter(1)
+  %i = s32[2,1]{1,0} parameter(2)
+  ROOT %out = f32[2]{0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+"""
+    figures = read_program(gather, "000: kKernel", in_loop=False, large=is_large, vocab=64)
+    assert figures.bytes_moved == 8 + 8 + 8 + 8  # twice two numbers, two indices, two results
+
+
 def test_it_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
