@@ -17,10 +17,11 @@ def for_platform(
     otherwise: Callable[..., Out],
     cpu: Callable[..., Out] | None = None,
     gpu: Callable[..., Out] | None = None,
+    tpu: Callable[..., Out] | None = None,
 ) -> Out:
-    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `otherwise(*args)` in one
-    for a platform that has no function of its own."""
-    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu}
+    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `tpu(*args)` in one for
+    TPUs, `otherwise(*args)` in one for a platform that has no function of its own."""
+    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
     ways = {platform: way for platform, way in named.items() if way is not None}
     out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
     return out

@@ -207,7 +207,8 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
     times = [time.perf_counter()]
     traced = trace(wanted, params, state, whole)
     times.append(time.perf_counter())
-    lowered = traced.lower(lowering_platforms=(platform,))
+    with jax.default_device(topology(wanted).devices[0]):  # of which Pallas asks the kind
+        lowered = traced.lower(lowering_platforms=(platform,))
     times.append(time.perf_counter())
     compiled = lowered.compile()
     times.append(time.perf_counter())

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from entropix_jax.model.attention import attend, attention_stats, join_layers
-from entropix_jax.model.cache import KVCache, append
+from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import linear, product, rows
 from entropix_jax.model.mesh import gather_logits
 from entropix_jax.model.params import LayerParams, Params
 from entropix_jax.model.rope import rotate, rotations
+from entropix_jax.model.write import append
 from entropix_jax.stats import AttnStats
 
 

@@ -138,6 +138,18 @@ backend_config={"estimated_cycles":"250"}
   ROOT %out = bf16[8,16]{1,0:T(8,128)(2,1)} copy-done(%back)
 }
 """
+# A kernel that writes into the cache that it is given, and says how much it moves.
+WRITTEN = """\
+HloModule jit_prefill, is_scheduled=true
+
+ENTRY %main (n: bf16[4,8], c: bf16[4,16]) -> bf16[4,16] {
+  %n = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %c = bf16[4,16]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %out = bf16[4,16]{1,0:T(8,128)(2,1)} custom-call(%n, %c), \
+custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}, \
+backend_config={"custom_call_config":{"cost_estimate":{"flops":"0","bytes_accessed":"48"}}}
+}
+"""
 
 
 def is_large(array: Array) -> bool:
@@ -169,6 +181,12 @@ def test_a_program_of_a_tpu() -> None:
     assert figures.collective_bytes == 256 + 256
     assert figures.cycles == 250
     assert figures.by_place["custom-call"] == (256 + 16 + 16, 1, 250)
+
+
+def test_a_kernel_that_updates_in_place() -> None:
+    figures = read_program(WRITTEN, None, in_loop=False, large=is_large, vocab=64)
+    assert figures.copies == {}
+    assert figures.bytes_moved == 48
 
 
 def test_it_says_what_is_missing(
