@@ -46,9 +46,8 @@ def write(cached: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array)
 
     Positions past the end are dropped, never clamped onto older ones.
     """
-    if new.shape[1] > 1:
-        return _scatter(cached, new, start, count)
-    return for_platform(cached, new, start, count, tpu=write_token, otherwise=_scatter)
+    on_tpu = write_token if new.shape[1] == 1 else write_run
+    return for_platform(cached, new, start, count, tpu=on_tpu, otherwise=_scatter)
 
 
 def _scatter(cached: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
@@ -74,7 +73,7 @@ def write_token(
     """`write` of one token, T = 1, on a TPU: a kernel that reads and writes the tiles it lies in.
 
     XLA would scatter into a layout of its own choice, twice as large, and copy the entire cache
-    there and back in each call.
+    there and back in each call. With a loop over rows it would wait for each one's position.
     """
     write_rows = partial(_write_rows, interpret=interpret)
     mesh = jax.typeof(new).sharding.mesh
@@ -92,6 +91,38 @@ def write_token(
     return write_rows(target, new[:, 0].astype(cached.dtype), cached)
 
 
+def write_run(cached: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """`write` on a TPU, row by row and in the cache's own layout, see `write_token`."""
+    whole, axis = _as_it_lies(cached)
+    positions = whole.shape[axis]
+    size = min(new.shape[1], positions)
+    new = jnp.moveaxis(new[:, :size].astype(whole.dtype), 1, axis)
+    block = (1, *new.shape[1:])
+
+    def put(row: jax.Array, whole: jax.Array) -> jax.Array:
+        first = jnp.clip(start[row], 0, positions - size)  # of as many as there are, to the end
+        at = [row, *[jnp.int32(0)] * 3]
+        at[axis] = first
+        position = first + lax.broadcasted_iota(jnp.int32, block, axis)
+        is_new = (position >= start[row]) & (position < start[row] + count[row])
+        run = jnp.roll(lax.dynamic_slice_in_dim(new, row, 1), start[row] - first, axis)
+        run = jnp.where(is_new, run, lax.dynamic_slice(whole, at, block))
+        return lax.dynamic_update_slice(whole, run, at)
+
+    written: jax.Array = lax.fori_loop(0, new.shape[0], put, whole)
+    return written.swapaxes(2, axis)
+
+
+def _as_it_lies(cached: jax.Array) -> tuple[jax.Array, int]:
+    """`cached[B, K, S, H]` with its axes in the order in which a TPU stores them, and where S is.
+
+    The numbers of a head are a register's lanes. XLA pads no narrower ones: there the lanes are
+    positions.
+    """
+    axis = 2 if cached.shape[3] % _LANES == 0 else 3
+    return cached.swapaxes(2, axis), axis
+
+
 def _write_rows(
     target: jax.Array, new: jax.Array, cached: jax.Array, *, interpret: bool
 ) -> jax.Array:
@@ -99,17 +130,14 @@ def _write_rows(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    # A register's lanes are the numbers of a head. XLA pads no narrower ones: there they are
-    # positions, and this view of the cache is as it lies in memory.
-    narrow = cached.shape[3] % _LANES != 0
-    whole = cached.swapaxes(2, 3) if narrow else cached
-    axis, tile = (3, _LANES) if narrow else (2, 32 // cached.dtype.itemsize)
+    whole, axis = _as_it_lies(cached)
     positions = whole.shape[axis]
+    tile = _LANES if axis == 3 else 32 // whole.dtype.itemsize
     block = (1, *whole.shape[1:axis], min(tile, positions), *whole.shape[axis + 1 :])
 
     def place(row: Any, target: Any) -> tuple[Any, ...]:
         number = jnp.minimum(target[row], positions - 1) // block[axis]
-        return (row, 0, 0, number) if narrow else (row, 0, number, 0)
+        return (row, 0, 0, number) if axis == 3 else (row, 0, number, 0)
 
     def put(target: Any, new: Any, old: Any, out: Any) -> None:
         row = pl.program_id(0)
@@ -138,4 +166,4 @@ def _write_rows(
         ),
         interpret=interpret,
     )(target, new, whole)
-    return written.swapaxes(2, 3) if narrow else written
+    return written.swapaxes(2, axis)
