@@ -28,12 +28,13 @@ def for_platform(
     otherwise: Callable[..., Out],
     cpu: Callable[..., Out] | None = None,
     gpu: Callable[..., Out] | None = None,
+    tpu: Callable[..., Out] | None = None,
 ) -> Out:
-    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `otherwise(*args)` in one
-    for a platform that has no function of its own."""
+    """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `tpu(*args)` in one for
+    TPUs, `otherwise(*args)` in one for a platform that has no function of its own."""
     if jax.default_backend() == "cpu" and not traced_for_all.value:
         return (cpu or otherwise)(*args)
-    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu}
+    named = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
     ways = {platform: way for platform, way in named.items() if way is not None}
     out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
     return out

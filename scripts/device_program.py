@@ -7,7 +7,6 @@ when JAX is imported. It needs the device's compiler, which JAX's package for th
 brings, and neither the device nor its driver.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -108,16 +107,6 @@ def topology(wanted: Wanted) -> Any:
         return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology="1x1x1")
     shape = "2x2" if wanted.mesh is None else "2x4"
     return topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{shape}")
-
-
-def target(wanted: Wanted) -> Any:
-    """Tells JAX the device that is compiled for, as far as it asks when it lowers kernels."""
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-    if wanted.device != H100:
-        return contextlib.nullcontext()
-    device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
@@ -221,9 +210,10 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
     platform = PLATFORM[wanted.device]
     params, state, whole = arguments(wanted)
     times = [time.perf_counter()]
-    with traced_for_all(True), target(wanted):
+    with traced_for_all(True):
         traced = trace(wanted, params, state, whole)
-        times.append(time.perf_counter())
+    times.append(time.perf_counter())
+    with jax.default_device(topology(wanted).devices[0]):  # of which Pallas asks the kind
         lowered = traced.lower(lowering_platforms=(platform,))
     times.append(time.perf_counter())
     compiled = lowered.compile()

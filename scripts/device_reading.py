@@ -35,7 +35,9 @@ ELEMENTWISE = frozenset(
 UPDATES = ("dynamic-update-slice", "scatter")
 # What a kernel of the package says that it moves, where its arrays do not say it, and which of its
 # outputs take the place of operands.
-_TOLD_BYTES = re.compile(r'serialized_metadata = "\{\\22bytes\\22: \\22(\d+)')
+_TOLD_BYTES = re.compile(
+    r'serialized_metadata = "\{\\22bytes\\22: \\22(\d+)|"bytes_accessed":"(\d+)"'
+)
 _ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\}\))\}")
 # Of a GPU's sequence, what launches nothing itself.
 CONTROL = ("kConditional", "kWhile", "kCommandBuffer", "kSequential", "kAsyncDone")
@@ -172,7 +174,7 @@ class Module:
         if instruction.operation in FREE or instruction.operation in CALLS:
             return 0
         if told := _TOLD_BYTES.search(instruction.rest):
-            return int(told[1])
+            return int(told[1] or told[2])
         if instruction.operation.endswith("-done"):  # its start is counted
             return 0
         if instruction.operation.endswith("-start"):
@@ -365,7 +367,9 @@ def _is_update(inner: Computation, root: Instruction) -> bool:
 def _aliased(kernel: Instruction) -> set[int]:
     """Which outputs take the place of operands."""
     found = _ALIASED.search(kernel.rest)
-    return set(map(int, re.findall(r"\{(\d+)\}: \(", found[1]))) if found else set()
+    return (
+        {int(number or 0) for number in re.findall(r"\{(\d*)\}: \(", found[1])} if found else set()
+    )
 
 
 def _written(inner: Computation, arrays: Sequence[Array]) -> int:

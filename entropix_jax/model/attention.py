@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from entropix_jax.model import gpu_kernels
-from entropix_jax.model.cache import append
 from entropix_jax.model.rope import rotate
+from entropix_jax.model.write import append
 from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 

@@ -171,7 +171,7 @@ def _attend_block(
 
     @pl.when(first <= position)
     def attend() -> None:
-        # The new key and value, as `cache.append` has them.
+        # The new key and value, as `write.append` has them.
         value = new[row, heads + kv_heads + kv_head, :]
         parts = [new[row, heads + kv_heads + kv_head, half] for half in halves]
         own = [

@@ -8,6 +8,7 @@ into bfloat16 terms, where the processor multiplies those. Int8 weights carry a 
 channel, which is applied to the product.
 """
 
+import math
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -21,6 +22,8 @@ from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from entropix_jax.platforms import for_platform
+
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
 # vector fits in 8 KiB. Measured at Llama-3.2-1B's shapes: 38 GB/s, the memory bandwidth; with
 # longer vectors 1 GB/s, or 18 as a multiply and a sum.
@@ -33,6 +36,9 @@ _BLOCK = 256
 # shapes takes, relative to widening: 2 rows 0.56, 4 rows 0.58, 8 rows 0.74, 16 rows 0.81; at 24
 # rows the products alone take as long.
 _FEW = 16
+# Of a TPU's register. XLA multiplies one vector without the matrix unit, which takes four times as
+# long as eight vectors do.
+_TPU_ROWS = 8
 
 
 @struct.dataclass
@@ -212,6 +218,12 @@ def _in_this_step(weight: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if math.prod(x.shape[:-1]) >= _TPU_ROWS:
+        return _plain_dot(x, weight)
+    return for_platform(x, weight, tpu=padded_dot, otherwise=_plain_dot)
+
+
+def _plain_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     # HIGHEST keeps float32 products float32 where a GPU or TPU would round their operands.
     return lax.dot_general(
         x,
@@ -220,3 +232,11 @@ def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def padded_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x[..., in] @ weight[out, in].T` of less than 8 vectors as of 8, in float32, on a TPU."""
+    vectors = x.reshape(-1, x.shape[-1])
+    padded = jnp.pad(vectors, ((0, _TPU_ROWS - len(vectors)), (0, 0)))
+    out = _plain_dot(padded, weight)[: len(vectors)]
+    return out.reshape(*x.shape[:-1], -1)

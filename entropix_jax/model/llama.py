@@ -27,12 +27,13 @@ from entropix_jax.model.attention import (
     empty_scores,
     join_layers,
 )
-from entropix_jax.model.cache import KVCache, append
+from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import linear, product, rows
 from entropix_jax.model.mesh import gather_logits
 from entropix_jax.model.params import LayerParams, Params
 from entropix_jax.model.rope import rotate, rotations
+from entropix_jax.model.write import append
 from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats
 

@@ -1,9 +1,10 @@
 """The largest numbers of long rows, without sorting the rows.
 
-`lax.top_k` is a selection on a CPU and on a TPU. On a GPU it is a sort of the whole row, of which a
-step would do two for each row's vocabulary.
+`lax.top_k` is a selection on a CPU, and on a TPU of two rows or more. Otherwise it is a sort of the
+whole row, of which a step would do two for each row's vocabulary.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -32,7 +33,12 @@ def top(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         largest, places = lax.top_k(values, k)
         return largest, places
 
-    found = for_platform(values, gpu=partial(top_in_chunks, k=k), otherwise=select)
+    found = for_platform(
+        values,
+        gpu=partial(top_in_chunks, k=k),
+        tpu=partial(top_of_pair, k=k) if math.prod(values.shape[:-1]) == 1 else None,
+        otherwise=select,
+    )
     # Without the barrier XLA rewrites a top_k whose result is sliced into a full sort: of 128,256
     # on a CPU 20 ms, not 0.2.
     largest, places = lax.optimization_barrier(found)
@@ -43,6 +49,15 @@ def top_in_chunks(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The same by sorts of short rows alone."""
     places = _places(sortable(values), k)
     return jnp.take_along_axis(values, places, axis=-1), places
+
+
+def top_of_pair(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The same of one row, beside another that is padding."""
+    pair = jnp.pad(values.reshape(1, -1), ((0, 1), (0, 0)))
+    # The barrier keeps XLA from leaving the padding out.
+    largest, places = lax.optimization_barrier(lax.top_k(pair, k))
+    shape = (*values.shape[:-1], k)
+    return largest[0].reshape(shape), places[0].reshape(shape)
 
 
 def sortable(values: jax.Array) -> jax.Array:

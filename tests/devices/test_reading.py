@@ -152,6 +152,18 @@ backend_config={"estimated_cycles":"250"}
   ROOT %out = bf16[8,16]{1,0:T(8,128)(2,1)} copy-done(%back)
 }
 """
+# A kernel that writes into the cache that it is given, and says how much it moves.
+WRITTEN = """\
+HloModule jit_prefill, is_scheduled=true
+
+ENTRY %main (n: bf16[4,8], c: bf16[4,16]) -> bf16[4,16] {
+  %n = bf16[4,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %c = bf16[4,16]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %out = bf16[4,16]{1,0:T(8,128)(2,1)} custom-call(%n, %c), \
+custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (1, {})}, \
+backend_config={"custom_call_config":{"cost_estimate":{"flops":"0","bytes_accessed":"48"}}}
+}
+"""
 
 
 # A kernel of our own, which writes into its second operand.
@@ -236,6 +248,12 @@ ENTRY %main (a: f32[64], b: f32[64], i: s32[2,1]) -> f32[2] {
 """
     figures = read_program(gather, "000: kKernel", in_loop=False, large=is_large, vocab=64)
     assert figures.bytes_moved == 8 + 8 + 8 + 8  # twice two numbers, two indices, two results
+
+
+def test_a_kernel_that_updates_in_place() -> None:
+    figures = read_program(WRITTEN, None, in_loop=False, large=is_large, vocab=64)
+    assert figures.copies == {}
+    assert figures.bytes_moved == 48
 
 
 def test_it_says_what_is_missing(

@@ -21,12 +21,13 @@ from entropix_jax.engine.score import score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.attention import attend, attention_stats
-from entropix_jax.model.cache import append, init_cache
+from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.finite import NOWHERE, describe, earlier, first_unsound
 from entropix_jax.model.llama import forward
 from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.model.params import Params
+from entropix_jax.model.write import append
 from tests.support import reference
 from tests.support.meshes import two
 from tests.support.model_folders import (

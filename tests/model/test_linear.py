@@ -12,7 +12,14 @@ import pytest
 
 import entropix_jax.model.linear as linear_module
 from entropix_jax.model.cache import init_cache
-from entropix_jax.model.linear import arranged, linear, product, quantized, rows
+from entropix_jax.model.linear import (
+    arranged,
+    linear,
+    padded_dot,
+    product,
+    quantized,
+    rows,
+)
 from entropix_jax.model.loading import LanguageModel, load
 from tests.support import reference
 from tests.support.models import logits_of, run
@@ -64,6 +71,16 @@ def test_product_is_exact_to_float32(
     assert got.shape == (*lead, out)
     np.testing.assert_allclose(got, exact(x, weight), atol=1e-6 * np.sqrt(width) * 8, rtol=1e-6)
     np.testing.assert_array_equal(jax.jit(lambda *of: linear(*of))(x, weight), got.astype(x_dtype))
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_few_vectors_are_padded(lead: tuple[int, ...], dtype) -> None:
+    """As a TPU multiplies them."""
+    x, weight = operands((*lead, 64), 24, dtype, dtype)
+    got = jax.jit(padded_dot)(x, weight)
+    assert (got.dtype, got.shape) == (F32, (*lead, 24))
+    np.testing.assert_allclose(got, product(x, weight), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [2, 7, 16, 17])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from entropix_jax.platforms import traced_for_all
-from entropix_jax.sampler.top import flipped, sortable, top, top_in_chunks
+from entropix_jax.sampler.top import flipped, sortable, top, top_in_chunks, top_of_pair
 from tests.support.draw_oracles import LLAMA3
 from tests.support.properties import examples
 
@@ -22,6 +22,7 @@ LONG = (1025, 5000, 8192, LLAMA3)  # one chunk of two in part, of four, whole on
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 3e38, 1e-45, np.inf, -np.inf, np.nan, -np.nan)
 
 in_chunks = jax.jit(top_in_chunks, static_argnames="k")
+of_pair = jax.jit(top_of_pair, static_argnames="k")
 by_jax = jax.jit(lax.top_k, static_argnames="k")
 
 
@@ -37,10 +38,11 @@ def rows(draw: st.DrawFn, size: int) -> np.ndarray:
 
 
 def check(values: np.ndarray, k: int) -> None:
-    expected, places = by_jax(values, k=k)
-    found, found_places = in_chunks(values, k=k)
-    assert np.array_equal(found_places, places)
-    assert np.array_equal(found.view(np.int32), np.asarray(expected).view(np.int32))
+    for way, some in ((in_chunks, values), (of_pair, values[0]), (of_pair, values[:1])):
+        expected, places = by_jax(some, k=k)
+        found, found_places = way(some, k=k)
+        assert np.array_equal(found_places, places)
+        assert np.array_equal(found.view(np.int32), np.asarray(expected).view(np.int32))
 
 
 @pytest.mark.parametrize("size", LONG[:-1])
