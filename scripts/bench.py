@@ -52,7 +52,7 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import TINY, LanguageModel, default_model, load
-from entropix_jax.model.params import Params, init_params
+from entropix_jax.model.params import PACKED, Params, init_params, pack
 from entropix_jax.model.precision import INT8, Precision, choose_precision
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.keys import row_key
@@ -95,8 +95,10 @@ class Model:
             small = quantized(array) if weights == INT8 and array.ndim == 2 else array
             return arranged(small, precision.activations)
 
-        params = init_params(config, jax.random.key(0), dtype)
-        return cls(config, jax.tree.map(weight, params), precision)
+        params = jax.tree.map(weight, init_params(config, jax.random.key(0), dtype))
+        if jax.default_backend() in PACKED:
+            params = replace(params, layers=tuple(map(pack, params.layers)))
+        return cls(config, params, precision)
 
     def floor(self, machine: dict[str, Any], rows: int, context: int, tokens: int = 1) -> float:
         """The fewest seconds that `tokens` more tokens of each row can take: every weight and the

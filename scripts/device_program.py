@@ -119,7 +119,7 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     from entropix_jax.engine.preparation import CalibratedSampler
     from entropix_jax.engine.slots import Layout, empty_slots, lanes_for
     from entropix_jax.model.mesh import DATA, parse_mesh, rules_for
-    from entropix_jax.model.params import pack, param_specs
+    from entropix_jax.model.params import PACKED, pack, param_specs
     from entropix_jax.model.precision import choose_precision
     from entropix_jax.sampler.presets import load_sampler
 
@@ -141,7 +141,7 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     params = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, precision.weights), param_specs(CONFIG)
     )
-    if rules is None:
+    if rules is None and PLATFORM[wanted.device] in PACKED:
         layers = jax.eval_shape(lambda layers: tuple(map(pack, layers)), params.layers)
         params = replace(params, layers=layers)
     # Which tokens the texts of its settings have changes no shape.

@@ -5,6 +5,7 @@ Attention reads each row's keys and values once, as far as the row goes, and wri
 once; the plain form passes over the scores several times, and over the whole window.
 """
 
+import os
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,10 @@ TINY = 2.0**-32  # scales the sum of scores down, so that it cannot overflow
 
 
 def are_there() -> bool:
-    """Whether there are kernels: not on a mesh, whose devices each hold a part of the heads."""
-    return triton is not None and not jax.sharding.get_abstract_mesh().axis_names
+    """Whether there are kernels: not on a mesh, whose devices each hold a part of the heads, and
+    not where `ENTROPIX_GPU_KERNELS=0` asks for the plain form."""
+    wanted = os.environ.get("ENTROPIX_GPU_KERNELS") != "0"
+    return wanted and triton is not None and not jax.sharding.get_abstract_mesh().axis_names
 
 
 def take(keys: jax.Array) -> bool:

@@ -27,7 +27,7 @@ from entropix_jax.model.config import (
 from entropix_jax.model.gguf import SUFFIX, GgufFile
 from entropix_jax.model.hub import is_hub_id, snapshot
 from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
-from entropix_jax.model.params import Params, count_params, param_specs
+from entropix_jax.model.params import PACKED, Params, count_params, param_specs
 from entropix_jax.model.precision import INT8, WEIGHTS, Precision, choose_precision
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -154,8 +154,7 @@ def load(
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
-    # On a CPU a product of a few more rows is no faster, and its parts are copied.
-    packed = rules is None and jax.default_backend() != "cpu"
+    packed = rules is None and jax.default_backend() in PACKED
     options: Any = {"activations": precision.activations, "check": check, "packed": packed}
     params = read_params(files.tensors, config, weights, shardings, **options)
     return LanguageModel(folder, config, generation, params, precision, tokenizer, rules)

@@ -109,10 +109,14 @@ def param_specs(config: ModelConfig) -> Params:
     )
 
 
+# Platforms, as JAX names them, whose weights are packed: one row's step is then fewer launches. A
+# CPU copies the parts of what such a product makes, and a TPU takes longer for it.
+PACKED = ("gpu", "cuda", "rocm")
+
+
 def pack(layer: LayerParams) -> LayerParams:
     """Query, key and value as one matrix [(N+2K)*H, D], in the place of the query, and gate and up
-    as one [2*F, D], in that of the gate. One row's step is then fewer products, which on a GPU is
-    fewer launches."""
+    as one [2*F, D], in that of the gate."""
 
     def below(*weights: Any) -> Any:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights)

@@ -11,7 +11,13 @@ from typing import Any
 
 import devices
 import pytest
-from device_program import DECODE, H100, PREFILL, V5E, Wanted
+from device_program import DECODE, H100, PLATFORM, PREFILL, V5E, Wanted
+from jax.sharding import AbstractMesh
+from llama_1b import LLAMA_3_2_1B
+
+from entropix_jax.engine.memory import plan_memory
+from entropix_jax.model.mesh import DATA, MODEL
+from entropix_jax.model.precision import choose_precision
 
 pytestmark = pytest.mark.devices
 
@@ -76,6 +82,19 @@ def check(figures: dict[str, Any], most: Most) -> list[str]:
     ]
 
 
+def planned(wanted: Wanted) -> int:
+    """The bytes of a device that are planned before anything is compiled."""
+    precision = choose_precision("bfloat16", PLATFORM[wanted.device])
+    mesh: Any = None
+    if wanted.mesh is not None:
+        sizes = {DATA: 1, MODEL: 1} | {wanted.mesh.split("=")[0]: 8}
+        mesh = AbstractMesh((sizes[DATA], sizes[MODEL]), (DATA, MODEL))
+    plan = plan_memory(
+        LLAMA_3_2_1B, precision, slots=wanted.batch, capacity=wanted.context, mesh=mesh
+    )
+    return plan.total
+
+
 @pytest.mark.parametrize(
     "wanted", MOST, ids=lambda wanted: f"{wanted.device} {wanted.program} {wanted.shape}"
 )
@@ -84,3 +103,7 @@ def test_no_figure_rises(wanted: Wanted) -> None:
         pytest.skip(devices.missing(wanted.device))
     figures = devices.measured(wanted)
     assert check(figures, MOST[wanted]) == [], figures
+    if wanted.program == DECODE:
+        assert (
+            0.9 < planned(wanted) / (figures["argument_bytes"] + figures["temporary_bytes"]) < 1.05
+        )

@@ -114,7 +114,7 @@ def test_the_sum_and_its_norm_are_those_of_the_plain_form() -> None:
     agree(normed, rms_norm(x + y, weight, 1e-5))
 
 
-def test_kernels_are_for_bfloat16_and_one_device() -> None:
+def test_kernels_are_for_bfloat16_and_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cached = jnp.zeros((1, 1, BLOCK, 64), jnp.bfloat16)
     assert gpu_kernels.take(cached)
     assert not gpu_kernels.take(cached.astype(jnp.float32))
@@ -122,3 +122,5 @@ def test_kernels_are_for_bfloat16_and_one_device() -> None:
     assert gpu_kernels.are_there()
     with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"))):
         assert not gpu_kernels.are_there()
+    monkeypatch.setenv("ENTROPIX_GPU_KERNELS", "0")
+    assert not gpu_kernels.are_there()
