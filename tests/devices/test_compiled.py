@@ -42,20 +42,20 @@ class Most:
 
 
 MOST: dict[Wanted, Most] = {
-    Wanted(H100, DECODE, 1): Most(temporary=0.01, moved=2.606, kernels=397),
-    Wanted(H100, DECODE, 64): Most(temporary=0.636, moved=11.23, kernels=356),
-    Wanted(H100, PREFILL, 1): Most(temporary=0.053, moved=6.08, kernels=279),
-    Wanted(H100, PREFILL, 64): Most(temporary=0.076, moved=7.23, kernels=317),
-    Wanted(V5E, DECODE, 1): Most(temporary=0.043, moved=2.57, kernels=1278, cycles=4.18),
-    Wanted(V5E, DECODE, 64): Most(temporary=0.78, moved=10.14, kernels=1704, cycles=26.7),
+    Wanted(H100, DECODE, 1): Most(temporary=0.006, moved=2.57, kernels=252),
+    Wanted(H100, DECODE, 64): Most(temporary=0.311, moved=8.87, kernels=305),
+    Wanted(H100, PREFILL, 1): Most(temporary=0.053, moved=5.29, kernels=278),
+    Wanted(H100, PREFILL, 64): Most(temporary=0.072, moved=6.44, kernels=316),
+    Wanted(V5E, DECODE, 1): Most(temporary=0.038, moved=2.57, kernels=1167, cycles=4.07),
+    Wanted(V5E, DECODE, 64): Most(temporary=0.77, moved=10.14, kernels=1524, cycles=28.0),
     Wanted(V5E, DECODE, 64, "model=8"): Most(
-        temporary=0.289, moved=1.61, kernels=1719, cycles=6.04, collectives=35
+        temporary=0.25, moved=1.57, kernels=1538, cycles=5.63, collectives=35
     ),
     Wanted(V5E, DECODE, 64, "data=8"): Most(
-        temporary=0.063, moved=3.12, kernels=1556, cycles=8.06, collectives=2
+        temporary=0.091, moved=3.18, kernels=1572, cycles=6.48, collectives=2
     ),
-    Wanted(V5E, PREFILL, 1): Most(temporary=0.032, moved=2.0, kernels=884, copies=30, cycles=9.33),
-    Wanted(V5E, PREFILL, 64): Most(temporary=0.036, moved=2.99, kernels=805, cycles=9.67),
+    Wanted(V5E, PREFILL, 1): Most(temporary=0.037, moved=2.0, kernels=828, copies=4, cycles=9.58),
+    Wanted(V5E, PREFILL, 64): Most(temporary=0.036, moved=2.99, kernels=807, cycles=9.68),
 }
 
 
