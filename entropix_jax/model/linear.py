@@ -21,6 +21,8 @@ from flax import struct
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from entropix_jax.platforms import for_platform
+
 # XLA's CPU backend fuses "widen, then multiply" into one pass over the weights only while the
 # vector fits in 8 KiB. Measured at Llama-3.2-1B's shapes: 38 GB/s, the memory bandwidth; with
 # longer vectors 1 GB/s, or 18 as a multiply and a sum.
@@ -72,16 +74,15 @@ def quantized(weight: jax.Array) -> Quantized:
     return Quantized(values=values, scale=scale)
 
 
-def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
-    """The layout of a weight that products with activations of this dtype read fastest: blocks of
-    columns for a matrix narrower than float32 activations with long rows, else unchanged."""
+def arranged(weight: Weight) -> Weight:
+    """The layout of a weight that a CPU's products read fastest: blocks of columns for a matrix
+    narrower than float32 with long rows, else unchanged."""
     if isinstance(weight, Quantized):
-        return replace(weight, values=arranged(weight.values, activations))
-    if isinstance(weight, Columns) or activations != jnp.float32:
+        return replace(weight, values=arranged(weight.values))
+    if isinstance(weight, Columns):
         return weight
-    narrow = weight.ndim == 2 and weight.dtype.itemsize < activations.itemsize
-    most = _FUSED_PRODUCT_BYTES // activations.itemsize
-    if not narrow or weight.shape[1] <= most:
+    most = _FUSED_PRODUCT_BYTES // 4  # a vector is float32 there
+    if weight.ndim != 2 or weight.dtype.itemsize == 4 or weight.shape[1] <= most:
         return weight
     number = -(-weight.shape[1] // most)
     bounds = [weight.shape[1] * i // number for i in range(number + 1)]
@@ -112,11 +113,10 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
         ends = [sum(b.shape[1] for b in weight.blocks[:i]) for i in range(1, len(weight.blocks))]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
         return sum((product(part, block) for part, block in parts), jnp.float32(0))
+    if x.dtype == jnp.bfloat16:
+        return for_platform(x, weight, cpu=_bfloat16_product, otherwise=_narrow_product)
     if x.dtype == weight.dtype:
         return _dot(x, weight)
-    if x.dtype != jnp.float32:  # int8 weights with bfloat16 activations
-        weight, x = _in_this_step(weight, x)
-        return _dot(x, weight.astype(x.dtype))
     vectors = x.reshape(-1, x.shape[-1])
     if len(vectors) == 1:
         out = _vector_product(vectors, weight)
@@ -125,6 +125,22 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
     else:
         out = _blocked_product(vectors, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _narrow_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` of bfloat16 activations, in bfloat16."""
+    if x.dtype == weight.dtype:
+        return _dot(x, weight)
+    weight, x = _in_this_step(weight, x)
+    return _dot(x, weight.astype(x.dtype))
+
+
+def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` of bfloat16 activations on a CPU: in bfloat16 where the processor has that, and
+    for more than one vector, whose product XLA computes twenty times slower than in float32."""
+    if x.size == x.shape[-1] or not multiplies_bfloat16() or weight.dtype == jnp.float32:
+        return product(x.astype(jnp.float32), weight)
+    return _narrow_product(x, weight)
 
 
 @cache

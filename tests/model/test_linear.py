@@ -133,7 +133,7 @@ def test_blocks_of_columns_are_the_same_matrix(
 ) -> None:
     x, weight = operands((*lead, width), 24, F32, BF16)
     plain = quantized(weight) if small else weight
-    laid_out = arranged(plain, jnp.dtype(F32))
+    laid_out = arranged(plain)
     blocks = jax.tree.leaves(laid_out)[: -1 if small else None]
     assert all(4 * block.shape[1] <= 8192 for block in blocks)
     assert (len(blocks) > 1) == (width > 2048)
