@@ -222,6 +222,8 @@ def rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return jnp.concatenate([rows(block, ids, dtype) for block in weight.blocks], axis=-1)
     if weight.dtype != dtype:
         weight, ids = _in_this_step(weight, ids)
+    elif dtype == jnp.bfloat16:  # a CPU looks rows up in float32
+        weight, ids = for_platform(weight, ids, cpu=_in_this_step, otherwise=lambda *same: same)
     return jnp.take(weight, ids, axis=0).astype(dtype)
 
 
