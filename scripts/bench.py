@@ -86,9 +86,7 @@ class Model:
         return cls(model.config, model.params, model.precision, model.folder)
 
     @classmethod
-    def random(
-        cls, config: ModelConfig, weights: str, activations: str | None = None
-    ) -> "Model":
+    def random(cls, config: ModelConfig, weights: str, activations: str | None = None) -> "Model":
         """Random weights of a shape."""
         precision = choose_precision(weights, activations=activations)
         dtype = precision.activations if weights == INT8 else precision.weights

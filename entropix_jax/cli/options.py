@@ -22,6 +22,10 @@ from entropix_jax.host.files import read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from entropix_jax.model.loading import LanguageModel, ModelFiles
+    from entropix_jax.model.precision import Precision
     from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
 

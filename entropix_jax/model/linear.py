@@ -139,12 +139,14 @@ def _narrow_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`product` of bfloat16 activations on a CPU: in bfloat16 where the processor has that, and
-    for more than one vector, whose product XLA computes twenty times slower than in float32."""
-    if x.size == x.shape[-1] or not multiplies_bfloat16() or weight.dtype == jnp.float32:
-        return product(x.astype(jnp.float32), weight)
+    """`product` of bfloat16 activations on a CPU: in bfloat16 where that is faster. A single vector
+    is widened, as its product takes XLA twenty times as long in bfloat16, and few with int8
+    weights, of which a block at a time is widened then."""
     vectors = x.reshape(-1, x.shape[-1])
     number = len(vectors)
+    few = 1 if weight.dtype == jnp.bfloat16 else _FEW
+    if number <= few or weight.dtype.itemsize > 2 or not multiplies_bfloat16():
+        return product(x.astype(jnp.float32), weight)
     if _UNPADDED < number < _ANY_NUMBER:
         vectors = jnp.pad(vectors, ((0, -number % _TILE), (0, 0)))
     out = _narrow_product(vectors, weight)[:number]
