@@ -47,7 +47,7 @@ from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
-from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
@@ -104,7 +104,7 @@ class Model:
         config = self.config
         slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         size = sum(x.nbytes for x in jax.tree.leaves(self.params))
-        size += rows * context * slot * self.precision.activations.itemsize
+        size += rows * context * slot * cache_dtype(self.precision.activations).itemsize
         matrices = sum(x.size for x in jax.tree.leaves(self.params) if x.ndim == 2)
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
         operations = rows * tokens * (2 * matrices + attention)
