@@ -225,7 +225,9 @@ def rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if weight.dtype != dtype:
         weight, ids = _in_this_step(weight, ids)
     elif dtype == jnp.bfloat16:  # a CPU looks rows up in float32
-        weight, ids = for_platform(weight, ids, cpu=_in_this_step, otherwise=lambda *same: same)
+        tied: tuple[jax.Array, jax.Array]
+        tied = for_platform(weight, ids, cpu=_in_this_step, otherwise=lambda *same: same)
+        weight, ids = tied
     return jnp.take(weight, ids, axis=0).astype(dtype)
 
 
