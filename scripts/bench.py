@@ -47,13 +47,13 @@ from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
-from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.linear import Weight, arranged, quantized
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import TINY, LanguageModel, default_model, load
 from entropix_jax.model.params import PACKED, Params, init_params, pack
-from entropix_jax.model.precision import INT8, Precision, choose_precision
+from entropix_jax.model.precision import ACTIVATIONS, INT8, Precision, choose_precision
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.presets import load_sampler
@@ -78,22 +78,22 @@ class Model:
     source: Path | None = None
 
     @classmethod
-    def of(cls, name: str, weights: str | None) -> "Model":
+    def of(cls, name: str, weights: str | None, activations: str | None = None) -> "Model":
         """A model by its name, its weights in a type of memory."""
         if name == RANDOM_1B:
-            return cls.random(LLAMA_3_2_1B, weights or "bfloat16")
-        model = load(name, weights)
+            return cls.random(LLAMA_3_2_1B, weights or "bfloat16", activations)
+        model = load(name, weights, precision=activations)
         return cls(model.config, model.params, model.precision, model.folder)
 
     @classmethod
-    def random(cls, config: ModelConfig, weights: str) -> "Model":
+    def random(cls, config: ModelConfig, weights: str, activations: str | None = None) -> "Model":
         """Random weights of a shape."""
-        precision = choose_precision(weights)
+        precision = choose_precision(weights, activations=activations)
         dtype = precision.activations if weights == INT8 else precision.weights
 
         def weight(array: jax.Array) -> Weight:
             small = quantized(array) if weights == INT8 and array.ndim == 2 else array
-            return arranged(small, precision.activations)
+            return arranged(small) if jax.default_backend() == "cpu" else small
 
         params = jax.tree.map(weight, init_params(config, jax.random.key(0), dtype))
         if jax.default_backend() in PACKED:
@@ -106,7 +106,7 @@ class Model:
         config = self.config
         slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         size = sum(x.nbytes for x in jax.tree.leaves(self.params))
-        size += rows * context * slot * self.precision.activations.itemsize
+        size += rows * context * slot * cache_dtype(self.precision.activations).itemsize
         matrices = sum(x.size for x in jax.tree.leaves(self.params) if x.ndim == 2)
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
         operations = rows * tokens * (2 * matrices + attention)
@@ -275,7 +275,7 @@ def branching(everywhere: bool, depth: int, width: int) -> Sampler:
 def measure_steps(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
     """Steps of every type of weights, batch and context, then the sampler alone."""
     for weights in args.weights:
-        model = Model.of(args.model or RANDOM_1B, weights)
+        model = Model.of(args.model or RANDOM_1B, weights, args.precision)
         peers = list(find_peers(model.config, weights, model.source, scratch))
         points = [(batch, args.context[0]) for batch in args.batch]
         if not args.branching:
@@ -351,7 +351,7 @@ def step_contestants(
 def measure_prompts(args: argparse.Namespace, figures: Figures, scratch: Path) -> None:
     """Prompts of every type of weights and length."""
     for weights in args.weights:
-        model = Model.of(args.model or RANDOM_1B, weights)
+        model = Model.of(args.model or RANDOM_1B, weights, args.precision)
         peers = list(find_peers(model.config, weights, model.source, scratch))
         for tokens in args.tokens:
             contestants = {"entropix_jax": model.prefill(tokens)}
@@ -542,6 +542,7 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", help="see above")
     common.add_argument("--weights", nargs="+", choices=TYPES, help="types in memory")
+    common.add_argument("--precision", choices=ACTIVATIONS, help="of hidden states and cache")
     common.add_argument("--repeats", type=int, default=5, help="rounds")
     common.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser = argparse.ArgumentParser(

@@ -208,7 +208,8 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
     from entropix_jax.platforms import traced_for_all
 
     platform = PLATFORM[wanted.device]
-    params, state, whole = arguments(wanted)
+    with traced_for_all(True):
+        params, state, whole = arguments(wanted)
     times = [time.perf_counter()]
     with traced_for_all(True):
         traced = trace(wanted, params, state, whole)

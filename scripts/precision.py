@@ -1,12 +1,12 @@
-"""What narrower weights change: bfloat16 and 8 bits against float32, token by token.
+"""What narrower weights and activations change against float32, token by token.
 
     python scripts/precision.py [--model DIR] [--tokens N] [--text FILE]
 
-Reads texts with each type of weights, teacher-forced, and compares at every position: the
-Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely token, and the regime
-that the sampler `quadrants` would be in, its loop guard aside. Then generates with each at the same
-seed, and counts the tokens until the first that differs. Without --text the model itself writes the
-text, at temperature 1; without --model it is `tiny`.
+Reads texts with each type of weights, and with bfloat16 activations, teacher-forced, and compares
+at every position: the Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely
+token, and the regime that the sampler `quadrants` would be in, its loop guard aside. Then generates
+with each at the same seed, and counts the tokens until the first that differs. Without --text the
+model itself writes the text, at temperature 1; without --model it is `tiny`.
 """
 
 import argparse
@@ -35,7 +35,14 @@ from entropix_jax.sampler.metrics import apply_noise_floor, measure
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify
 
-TYPES = ("float32", "bfloat16", "int8")
+# Weights, and activations.
+TYPES = {
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "float32"),
+    "int8": ("int8", "float32"),
+    "bfloat16, activations too": ("bfloat16", "bfloat16"),
+    "int8, bfloat16 activations": ("int8", "bfloat16"),
+}
 ROW, PROMPT, NEW = 256, 16, 128  # tokens of a text, of a prompt, and that are generated
 
 
@@ -120,14 +127,18 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="how much is read")
     parser.add_argument("--text", type=Path, metavar="FILE", help="what is read")
     args = parser.parse_args()
-    models = {name: load(args.model, name) for name in TYPES}
+    models = {
+        name: load(args.model, weights, precision=activations)
+        for name, (weights, activations) in TYPES.items()
+    }
     exact = models["float32"]
     texts = texts_of(exact, args)
     written = {name: parting(exact, texts, name) for name in ("greedy", "quadrants")}
     title = f"{exact.folder}: {texts.size} tokens, {len(texts)} texts"
-    table = Table("against float32", "bfloat16", "int8", title=title)
+    _, *narrow = TYPES
+    table = Table("against float32", *narrow, title=title)
     columns = []
-    for name in TYPES[1:]:
+    for name in narrow:
         model = models[name]
         found = compare(exact, model, texts)
         kl, regimes = found["kl"], found["regimes"]

@@ -74,7 +74,6 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.calibrated import calibrate_sampler
     from entropix_jax.engine.state import Recording
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
 
     sampler = arguments.model.choose_sampler()
     system = arguments.system
@@ -88,7 +87,7 @@ def _main(arguments: Arguments) -> int:
     name = model_name(arguments.model.model)
     check = arguments.model.check
     with show_status("loading the model ..."):
-        model = load(name, arguments.model.dtype, check=check)
+        model = arguments.model.load(name)
         calibrated = calibrate_sampler(sampler, model)
     positions = model.config.max_positions
     if arguments.context is not None and arguments.context > positions:

@@ -108,7 +108,6 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.batch.run import BatchRun, Defaults, count_records
     from entropix_jax.engine.state import Recording
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
     from entropix_jax.sampler.presets import code_identity
 
     sampler = arguments.model.choose_sampler()
@@ -128,7 +127,7 @@ def _main(arguments: Arguments) -> int:
 
     # The model, its calibrated sampler, and the run.
     check = arguments.model.check
-    model = load(name, arguments.model.dtype, mesh if mesh.size > 1 else None, check=check)
+    model = arguments.model.load(name, mesh if mesh.size > 1 else None)
     defaults = Defaults(sampler, **arguments.text.values())
     run = BatchRun(
         model,
@@ -252,9 +251,8 @@ def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:
     import jax
 
     from entropix_jax.engine.memory import check_memory
-    from entropix_jax.model.loading import check_backend, open_model, resolve_model, weights_dtype
+    from entropix_jax.model.loading import check_backend, open_model, resolve_model
     from entropix_jax.model.mesh import check_mesh, parse_mesh
-    from entropix_jax.model.precision import choose_precision
 
     check_backend()
     mesh = parse_mesh(arguments.mesh, jax.local_devices())
@@ -266,7 +264,7 @@ def _fit(arguments: Arguments, model: str) -> tuple["Mesh", int]:
     check_mesh(mesh, files.config, arguments.slots)
     needs = check_memory(
         files.config,
-        choose_precision(weights_dtype(files, arguments.model.dtype)),
+        arguments.model.dtypes(files),
         slots=arguments.slots,
         capacity=context,
         mesh=mesh,

@@ -87,7 +87,6 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
 
     # A mistake in these should not wait for the model.
     sampler = arguments.model.choose_sampler()
@@ -105,7 +104,7 @@ def _main(arguments: Arguments) -> int:
     use_compilation_cache()
     name = model_name(arguments.model.model)
     with show_status("loading the model ..."):
-        model = load(name, arguments.model.dtype, check=arguments.model.check)
+        model = arguments.model.load(name)
         calibrated = calibrate_sampler(sampler, model)
     status = StatusLine()
     generation = stream(

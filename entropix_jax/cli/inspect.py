@@ -69,13 +69,12 @@ def _main(arguments: Arguments) -> int:
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import header
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import load
 
     sampler = arguments.model.choose_sampler()
     use_compilation_cache()
     name = model_name(arguments.model.model)
     check = arguments.model.check
-    model = load(name, arguments.model.dtype, check=check)
+    model = arguments.model.load(name)
     calibrated = calibrate_sampler(sampler, model)
     ids = model.tokenizer.encode(text, add_bos=True)
     scored = score_tokens(

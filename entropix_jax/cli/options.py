@@ -22,6 +22,10 @@ from entropix_jax.host.files import read_text
 from entropix_jax.host.interrupts import EXIT_INTERRUPT
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from entropix_jax.model.loading import LanguageModel, ModelFiles
+    from entropix_jax.model.precision import Precision
     from entropix_jax.sampler.mechanism import Mechanism
     from entropix_jax.sampler.sampler import Sampler
 
@@ -52,6 +56,12 @@ _dtype = tyro.conf.arg(
     aliases=["--weights"],
 )
 Dtype = Annotated[_Weights | None, _dtype]
+_Activations = Literal["float32", "bfloat16"]
+_activations: Any = _Activations
+_precision = tyro.conf.arg(
+    metavar="{float32,bfloat16}", constructor=_activations, help_behavior_hint=""
+)
+Activations = Annotated[_Activations | None, _precision]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -76,9 +86,24 @@ class ModelOptions:
     your own. Its code runs."""
     dtype: Dtype = None
     """Type of the weights in memory (default: the checkpoint's)."""
+    precision: Activations = None
+    """Type of hidden states and cache (default: on a CPU float32, else the weights')."""
     check: Flag = False
     """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
     the layer and the position."""
+
+    def load(self, name: str, mesh: "Mesh | None" = None) -> "LanguageModel":
+        """The model of a name."""
+        from entropix_jax.model.loading import load
+
+        return load(name, self.dtype, mesh, precision=self.precision, check=self.check)
+
+    def dtypes(self, files: "ModelFiles") -> "Precision":
+        """The dtypes that a model will be loaded with."""
+        from entropix_jax.model.loading import weights_dtype
+        from entropix_jax.model.precision import choose_precision
+
+        return choose_precision(weights_dtype(files, self.dtype), activations=self.precision)
 
     def choose_sampler(self) -> "Sampler":
         """The sampler with its changed settings; UserError if one is wrong."""

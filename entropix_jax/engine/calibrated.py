@@ -31,6 +31,7 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.params import Params
+from entropix_jax.model.precision import choose_precision
 from entropix_jax.names import THRESHOLDS
 from entropix_jax.sampler.sampler import Sampler, read_thresholds
 from entropix_jax.stats import entropy_and_varentropy
@@ -120,7 +121,10 @@ def _own_thresholds(model: LanguageModel, *, make: bool) -> _Own | None:
 def _cache_file(model: LanguageModel) -> Path | None:
     """The file of a model's thresholds; None where nothing can be kept."""
     try:
-        name = f"{model.fingerprint}-{jnp.dtype(model.precision.weights).name}-{_FORMAT}.json"
+        kind = jnp.dtype(model.precision.weights).name
+        if model.precision != choose_precision(kind):  # as it was asked for
+            kind += f"-{jnp.dtype(model.precision.activations).name}"
+        name = f"{model.fingerprint}-{kind}-{_FORMAT}.json"
         folder = user_folder("calibrations")
     except UserError:  # the model's files are gone; others could write there
         return None

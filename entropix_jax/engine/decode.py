@@ -309,13 +309,15 @@ def prefill(
 
     def read(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
         whole, unsound = carry
-        part = KVCache(
+        part = replace(
+            whole,
             keys=tuple(map(picked, whole.keys)),
             values=tuple(map(picked, whole.values)),
             length=jnp.take(whole.length, slots, mode="clip"),
         )
         part, found = cached(part, jnp.take(unsound, slots, axis=0, mode="clip"))
-        grown = KVCache(
+        grown = replace(
+            whole,
             keys=tuple(map(put, whole.keys, part.keys)),
             values=tuple(map(put, whole.values, part.values)),
             length=whole.length.at[slots].set(part.length, mode="drop"),

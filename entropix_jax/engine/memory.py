@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from entropix_jax.errors import UserError
 from entropix_jax.host.memory import as_size, free_share
+from entropix_jax.model.cache import cache_dtype
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.mesh import DATA, MODEL, weights_bytes
 from entropix_jax.model.precision import Precision
@@ -43,7 +44,7 @@ def plan_memory(
     data, model = (1, 1) if mesh is None else (mesh.shape[DATA], mesh.shape[MODEL])
     rows = -(-slots // data)
     heads = 2 * config.num_layers * config.num_kv_heads // model  # of keys and of values
-    cache = rows * capacity * heads * config.head_dim * precision.activations.itemsize
+    cache = rows * capacity * heads * config.head_dim * cache_dtype(precision.activations).itemsize
     logits = _LOGITS * rows * config.vocab_size * 4
     return MemoryPlan(weights_bytes(config, precision.weights, mesh), cache, logits)
 

@@ -27,7 +27,7 @@ from entropix_jax.engine.records import extras_fields
 from entropix_jax.engine.state import Extras, Recording, extras_of
 from entropix_jax.engine.trace import plain
 from entropix_jax.errors import UserError
-from entropix_jax.model.cache import KVCache, init_cache
+from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE, describe, first_unsound
 from entropix_jax.model.llama import forward, unembed
@@ -219,7 +219,7 @@ class TextReader:
         UserError if logits are NaN or infinite."""
         config, done = self.model.config, 0
         position_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        position_bytes *= self.model.precision.activations.itemsize
+        position_bytes *= cache_dtype(self.model.precision.activations).itemsize
         # Side by side only with texts that need a cache of the same size: a short one would wait.
         for capacity, group in groupby(texts, _capacity):
             alike = list(group)

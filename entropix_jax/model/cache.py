@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.model.config import ModelConfig
+from entropix_jax.platforms import traced_for_all
 
 CACHE_AXES = ("batch", "kv_heads", "positions", "head_dim")  # of each layer's keys and values
 
@@ -27,6 +28,7 @@ class KVCache:
     keys: tuple[jax.Array, ...]  # L of [B, K, S, H]
     values: tuple[jax.Array, ...]  # L of [B, K, S, H]
     length: jax.Array  # int32 [B], the valid positions of each row
+    activations: jnp.dtype = struct.field(pytree_node=False)  # of the hidden states beside it
 
     @property
     def capacity(self) -> int:
@@ -34,12 +36,21 @@ class KVCache:
         return self.keys[0].shape[2]
 
 
-def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+def cache_dtype(activations: jnp.dtype) -> jnp.dtype:
+    """The dtype of a cache beside activations of a dtype: the same, but float32 on a CPU, where XLA
+    would widen an entire bfloat16 cache, and narrow it again, to write one token."""
+    on_cpu = jax.default_backend() == "cpu" and not traced_for_all.value
+    return jnp.dtype(jnp.float32) if on_cpu else activations
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, activations: jnp.dtype) -> KVCache:
     """An empty cache of `batch` rows with `capacity` positions each."""
+    dtype = cache_dtype(activations)
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     layers = range(config.num_layers)
     return KVCache(
         keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
         values=tuple(jnp.zeros(shape, dtype) for _ in layers),
         length=jnp.zeros(batch, jnp.int32),
+        activations=jnp.dtype(activations),
     )

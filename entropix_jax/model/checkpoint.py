@@ -89,7 +89,7 @@ def read_params(
     dtype: str,
     shardings: Params | None = None,
     *,
-    activations: jnp.dtype | None = None,
+    arrange: bool = False,
     check: bool = False,
     packed: bool = False,
 ) -> Params:
@@ -99,8 +99,7 @@ def read_params(
         stored: the model's tensors by name.
         dtype: "float32", "bfloat16" or "int8": matrices as `Quantized`, norms in float32.
         shardings: a tree of shardings; None: the default device.
-        activations: the dtype that the weights will be multiplied with, for which unsharded
-            weights are `arranged`. None: the checkpoint's layout.
+        arrange: for a CPU, where there are no shardings, see `arranged`.
         check: refuse NaN and infinity.
         packed: layers as `params.pack` makes them, where there are no shardings.
     """
@@ -125,9 +124,7 @@ def read_params(
             where = f"{tensor.path}: tensor '{tensor.name}'"
             raise UserError(f"{where} holds NaN or infinity, first at {first}")
         weight: Weight = quantized(read) if dtype == INT8 and is_matrix else read
-        if activations is None or sharding is not None:
-            return weight
-        return arranged(weight, activations)
+        return arranged(weight) if arrange and sharding is None else weight
 
     loaded = map(load, specs, placed, _read_ahead(read_values, specs))
 

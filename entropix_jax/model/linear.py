@@ -39,6 +39,9 @@ _FEW = 16
 # Of a TPU's register. XLA multiplies one vector without the matrix unit, which takes four times as
 # long as eight vectors do.
 _TPU_ROWS = 8
+# More than 16 and fewer than 65 bfloat16 vectors are padded to a multiple of 12: of other numbers
+# XLA computes some at half the speed (20, 28, 40, 44, 52, 62 to 64).
+_UNPADDED, _ANY_NUMBER, _TILE = 16, 65, 12
 
 
 @struct.dataclass
@@ -78,16 +81,15 @@ def quantized(weight: jax.Array) -> Quantized:
     return Quantized(values=values, scale=scale)
 
 
-def arranged(weight: Weight, activations: jnp.dtype) -> Weight:
-    """The layout of a weight that products with activations of this dtype read fastest: blocks of
-    columns for a matrix narrower than float32 activations with long rows, else unchanged."""
+def arranged(weight: Weight) -> Weight:
+    """The layout of a weight that a CPU's products read fastest: blocks of columns for a matrix
+    narrower than float32 with long rows, else unchanged."""
     if isinstance(weight, Quantized):
-        return replace(weight, values=arranged(weight.values, activations))
-    if isinstance(weight, Columns) or activations != jnp.float32:
+        return replace(weight, values=arranged(weight.values))
+    if isinstance(weight, Columns):
         return weight
-    narrow = weight.ndim == 2 and weight.dtype.itemsize < activations.itemsize
-    most = _FUSED_PRODUCT_BYTES // activations.itemsize
-    if not narrow or weight.shape[1] <= most:
+    most = _FUSED_PRODUCT_BYTES // 4  # a vector is float32 there
+    if weight.ndim != 2 or weight.dtype.itemsize == 4 or weight.shape[1] <= most:
         return weight
     number = -(-weight.shape[1] // most)
     bounds = [weight.shape[1] * i // number for i in range(number + 1)]
@@ -118,11 +120,10 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
         ends = [sum(b.shape[1] for b in weight.blocks[:i]) for i in range(1, len(weight.blocks))]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
         return sum((product(part, block) for part, block in parts), jnp.float32(0))
+    if x.dtype == jnp.bfloat16:
+        return for_platform(x, weight, cpu=_bfloat16_product, otherwise=_narrow_product)
     if x.dtype == weight.dtype:
         return _dot(x, weight)
-    if x.dtype != jnp.float32:  # int8 weights with bfloat16 activations
-        weight, x = _in_this_step(weight, x)
-        return _dot(x, weight.astype(x.dtype))
     vectors = x.reshape(-1, x.shape[-1])
     if len(vectors) == 1:
         out = _vector_product(vectors, weight)
@@ -130,6 +131,29 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
         out = _split_product(vectors, weight)
     else:
         out = _blocked_product(vectors, weight)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _narrow_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` of bfloat16 activations, in bfloat16."""
+    if x.dtype == weight.dtype:
+        return _dot(x, weight)
+    weight, x = _in_this_step(weight, x)
+    return _dot(x, weight.astype(x.dtype))
+
+
+def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` of bfloat16 activations on a CPU: in bfloat16 where that is faster. A single vector
+    is widened, as its product takes XLA twenty times as long in bfloat16, and few with int8
+    weights, of which a block at a time is widened then."""
+    vectors = x.reshape(-1, x.shape[-1])
+    number = len(vectors)
+    few = 1 if weight.dtype == jnp.bfloat16 else _FEW
+    if number <= few or weight.dtype.itemsize > 2 or not multiplies_bfloat16():
+        return product(x.astype(jnp.float32), weight)
+    if _UNPADDED < number < _ANY_NUMBER:
+        vectors = jnp.pad(vectors, ((0, -number % _TILE), (0, 0)))
+    out = _narrow_product(vectors, weight)[:number]
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -204,6 +228,10 @@ def rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return jnp.concatenate([rows(block, ids, dtype) for block in weight.blocks], axis=-1)
     if weight.dtype != dtype:
         weight, ids = _in_this_step(weight, ids)
+    elif dtype == jnp.bfloat16:  # a CPU looks rows up in float32
+        tied: tuple[jax.Array, jax.Array]
+        tied = for_platform(weight, ids, cpu=_in_this_step, otherwise=lambda *same: same)
+        weight, ids = tied
     return jnp.take(weight, ids, axis=0).astype(dtype)
 
 

@@ -57,8 +57,7 @@ def forward(
         tokens: int32 [B, T].
         count: int32 [B], the number of real tokens of each row. The rest is padding: it is not
             cached, and its hidden states are meaningless.
-        cache: its dtype is that of the activations. Rows of keys and values past B stay as they
-            are.
+        cache: rows of keys and values past B stay as they are.
         window: static; only positions below it are read, so that the cost follows the rows' lengths
             and not the capacity. Requires `length + count <= window`.
         every: static; statistics of all positions instead of each row's last real one.
@@ -147,7 +146,7 @@ def forward(
     # Between layers rows and tokens share one axis, [B*T, D], as the products need them. With two
     # axes, XLA's reshape mover pushes each product's reshape through the next layer, one layer per
     # pass over the entire program, which slows down compilation.
-    hidden = rows(params.embedding, tokens.reshape(-1), cache.keys[0].dtype)
+    hidden = rows(params.embedding, tokens.reshape(-1), cache.activations)
     noted, kept, sound = [], [], [finite(hidden)] if check else []
     norms = [*(layer.attention_norm for layer in params.layers), params.final_norm]
     normed = rms_norm(hidden, norms[0], config.norm_eps)
@@ -174,7 +173,7 @@ def forward(
         padding = (positions >= length[:, None])[:, :, None]
         stats = replace(stats, sound=jnp.stack(sound, axis=-1) | padding)
     keys, values = zip(*kept, strict=True)
-    return hidden, stats, KVCache(keys=keys, values=values, length=length)
+    return hidden, stats, replace(cache, keys=keys, values=values, length=length)
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:

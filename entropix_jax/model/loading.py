@@ -113,6 +113,7 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     *,
+    precision: str | None = None,
     check: bool = False,
 ) -> LanguageModel:
     """Loads a model.
@@ -123,6 +124,8 @@ def load(
         dtype: "float32", "bfloat16" or "int8" (see `linear.Quantized`), the type of the weights in
             memory; None is the checkpoint's own (float32 for float16, bfloat16 for a GGUF file).
         mesh: the devices that the weights are spread over; None is the default device alone.
+        precision: "float32" or "bfloat16", the type of hidden states and of the cache; None is
+            float32 on a CPU, elsewhere that of the weights (bfloat16 for int8).
         check: look for NaN and infinity in all weights.
 
     An unknown key of the configuration is told in a warning. UserError if there is no such model or
@@ -146,18 +149,22 @@ def load(
     if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
         raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
     weights = weights_dtype(files, dtype)
-    precision = choose_precision(weights)
-    needed, free = weights_bytes(config, precision.weights, mesh), free_share(mesh)
+    dtypes = choose_precision(weights, activations=precision)
+    needed, free = weights_bytes(config, dtypes.weights, mesh), free_share(mesh)
     if free is not None and needed > free:
         sizes = f"{as_size(needed)} of {as_size(free)}"
         smaller = "" if weights == INT8 else "; --weights int8 takes less"
         raise UserError(f"{folder}: its weights do not fit into memory: {sizes}{smaller}")
     rules = None if mesh is None or mesh.size == 1 else rules_for(mesh, config)
     shardings = None if rules is None else rules.params(config)
-    packed = rules is None and jax.default_backend() in PACKED
-    options: Any = {"activations": precision.activations, "check": check, "packed": packed}
+    platform = jax.default_backend()
+    options: Any = {
+        "arrange": platform == "cpu",
+        "check": check,
+        "packed": rules is None and platform in PACKED,
+    }
     params = read_params(files.tensors, config, weights, shardings, **options)
-    return LanguageModel(folder, config, generation, params, precision, tokenizer, rules)
+    return LanguageModel(folder, config, generation, params, dtypes, tokenizer, rules)
 
 
 def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:

@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -238,7 +238,7 @@ def _by_row(tree: Any, row: Any, cache: Any) -> Any:
         if not isinstance(node, KVCache):
             return row
         layers = (cache,) * len(node.keys)
-        return KVCache(keys=layers, values=layers, length=row)
+        return replace(node, keys=layers, values=layers, length=row)
 
     return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
 

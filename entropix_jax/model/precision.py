@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from entropix_jax.errors import UserError
+
 INT8 = "int8"
 WEIGHTS = ("float32", "bfloat16", INT8)  # dtypes of weights in memory
+ACTIVATIONS = ("float32", "bfloat16")  # dtypes of hidden states and cache
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,21 @@ class Precision:
         return {"weights": str(self.weights), "activations": str(self.activations)}
 
 
-def choose_precision(weights: str, backend: str | None = None) -> Precision:
+def choose_precision(
+    weights: str, backend: str | None = None, activations: str | None = None
+) -> Precision:
     """The precision for weights of a dtype on a backend (default: JAX's default backend).
 
-    On a CPU activations are float32: with bfloat16 ones XLA's matrix-vector products are twenty
-    times slower and less exact, and bfloat16 weights save memory bandwidth either way (`linear`).
-    GPUs and TPUs compute in the dtype of the weights, or in bfloat16 for int8 weights, with float32
-    accumulation.
+    `activations` are asked for; None is the backend's own choice. On a CPU that is float32: rows
+    then have the same tokens alone and in a batch, and bfloat16 weights save memory bandwidth
+    either way (`linear`). GPUs and TPUs compute in the dtype of the weights, or in bfloat16 for
+    int8 weights, with float32 accumulation. UserError if there are no such activations.
     """
-    activations = "bfloat16" if weights == INT8 else weights
-    if (backend or jax.default_backend()) == "cpu":
-        activations = "float32"
+    if activations is not None and activations not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UserError(f"activations cannot be of type {activations!r}, only {known}")
+    if activations is None:
+        activations = "bfloat16" if weights == INT8 else weights
+        if (backend or jax.default_backend()) == "cpu":
+            activations = "float32"
     return Precision(weights=jnp.dtype(weights), activations=jnp.dtype(activations))

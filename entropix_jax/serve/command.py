@@ -178,30 +178,28 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
     from entropix_jax.engine.engine import shared_lanes
     from entropix_jax.engine.memory import check_memory
     from entropix_jax.host.compile_cache import use_compilation_cache
-    from entropix_jax.model.loading import (
-        check_backend,
-        load,
-        open_model,
-        resolve_model,
-        weights_dtype,
-    )
-    from entropix_jax.model.precision import choose_precision
+    from entropix_jax.model.loading import check_backend, open_model, resolve_model
     from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.serve.wanted import Served
 
     check_backend()
-    name, dtype = model_name(arguments.model.model), arguments.model.dtype
+    name = model_name(arguments.model.model)
     use_compilation_cache()
     files = open_model(resolve_model(name))
     positions = files.config.max_positions
     if arguments.context is not None and arguments.context > positions:
         raise UserError(f"--context {arguments.context}: the model has {positions} positions")
     context = arguments.context or min(positions, _MAX_CONTEXT)
-    precision = choose_precision(weights_dtype(files, dtype))
     slots = arguments.slots + shared_lanes(arguments.slots)
-    needs = check_memory(files.config, precision, slots=slots, capacity=context, mesh=None)
+    needs = check_memory(
+        files.config,
+        arguments.model.dtypes(files),
+        slots=slots,
+        capacity=context,
+        mesh=None,
+    )
     print(needs, file=sys.stderr)
-    model = load(name, dtype, check=arguments.model.check)
+    model = arguments.model.load(name)
     # Requests may name samplers that follow thresholds: they are made now, if need be.
     for one in (load_sampler("quadrants"), sampler):
         for note in calibrate_sampler(one, model).notes:

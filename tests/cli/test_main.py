@@ -229,11 +229,12 @@ def test_stop_strings(command: Command) -> None:
 def test_options_reach_the_run(command: Command, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     recorded = ["--trace", trace, "--trace-top", 2, "--trace-layers"]
-    options = short("--weights", "int8", "--sampler", "greedy", *recorded, tokens=10**12)
+    types = ["--weights", "int8", "--precision", "bfloat16"]
+    options = short(*types, "--sampler", "greedy", *recorded, tokens=10**12)
     result = command(*options)
     assert result.err.rstrip().endswith("| context"), "a budget beyond the model's positions"
     header, *tokens, _ = read_trace(trace)
-    assert header["precision"]["weights"] == "int8"
+    assert header["precision"] == {"weights": "int8", "activations": "bfloat16"}
     for token in tokens:
         assert [len(entry) for entry in token["top"]] == [3, 3]
         assert [len(heads) for heads in token["layers"]] == [4, 4]
@@ -362,6 +363,7 @@ BAD: list[tuple[list[object], str]] = [
     (["--prompt", "a", "--max-new-tokens", "many"], "Error parsing --max-new-tokens: invalid"),
     (short("--samples", 10**9), "--samples must be at most 1024, not 1000000000"),
     (short("--dtype", "int4"), "invalid choice 'int4' for argument '--weights/--dtype'"),
+    (short("--precision", "int8"), "invalid choice 'int8' for argument '--precision'"),
     (short("--promt", "a"), "unknown options: --promt a, did you mean --prompt? (see"),
     (short("--Max-new", 3), "unknown options: --Max-new 3 (see"),
     (short("--stop", ""), "--stop: an empty text ends nothing"),

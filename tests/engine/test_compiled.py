@@ -48,8 +48,8 @@ def params_in(weights: str) -> Params:
         def stored() -> Weight:
             array = jnp.zeros(spec.shape, float32)
             if weights != "int8":
-                return arranged(array.astype(weights), float32)
-            return arranged(quantized(array) if array.ndim == 2 else array, float32)
+                return arranged(array.astype(weights))
+            return arranged(quantized(array) if array.ndim == 2 else array)
 
         return jax.eval_shape(stored)
 

@@ -122,7 +122,7 @@ def test_weights_lie_as_their_products_read_them(tmp_path: Path) -> None:
     params = random_params(config, dtype=jnp.bfloat16)
     save_params(tmp_path, params, config)
     assert_same(load_params(tmp_path, config, "bfloat16"), params)
-    loaded = load_params(tmp_path, config, "bfloat16", activations=jnp.dtype(jnp.float32))
+    loaded = load_params(tmp_path, config, "bfloat16", arrange=True)
     down = loaded.layers[0].down
     assert [block.shape for block in down.blocks] == [(32, 1366), (32, 1367), (32, 1367)]
     chex.assert_trees_all_equal(jnp.concatenate(down.blocks, axis=1), params.layers[0].down)
@@ -151,7 +151,7 @@ def test_packed_layers_compute_the_same(tmp_path: Path, kind: dict[str, Any], dt
 
 def test_eight_bits_are_made_on_the_way_in(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
     save_file(tensors, tmp_path / SINGLE)
-    loaded = load_params(tmp_path, CONFIG, "int8", activations=jnp.dtype(jnp.float32))
+    loaded = load_params(tmp_path, CONFIG, "int8", arrange=True)
     params = random_params(CONFIG)
     chex.assert_trees_all_equal(loaded.embedding, quantized(params.embedding))
     chex.assert_trees_all_equal(loaded.layers[0].down, quantized(params.layers[0].down))

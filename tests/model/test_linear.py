@@ -96,6 +96,20 @@ def test_a_few_vectors_are_exact_to_float32_in_either_form(count: int, multiplie
     assert ("bf16>, tensor<40x256xbf16>" in text) == (multiplied and count <= 16)
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 64, 65])
+def test_bfloat16_vectors_are_multiplied_exactly(count: int, small: bool, multiplied: bool) -> None:
+    """In whatever form, as if they were widened; one is widened."""
+    x, weight = operands((count, 256), 40, BF16, BF16)
+    weight = quantized(weight) if small else weight
+    got = compiled_product(x, weight)
+    assert got.shape == (count, 40)
+    want = compiled_product(x.astype(F32), weight)
+    np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-6)
+    if count == 1:
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_seen_in_its_own_vector(number: float, multiplied: bool) -> None:
     x, weight = operands((4, 64), 24, F32, BF16)
@@ -150,7 +164,7 @@ def test_blocks_of_columns_are_the_same_matrix(
 ) -> None:
     x, weight = operands((*lead, width), 24, F32, BF16)
     plain = quantized(weight) if small else weight
-    laid_out = arranged(plain, jnp.dtype(F32))
+    laid_out = arranged(plain)
     blocks = jax.tree.leaves(laid_out)[: -1 if small else None]
     assert all(4 * block.shape[1] <= 8192 for block in blocks)
     assert (len(blocks) > 1) == (width > 2048)

@@ -50,6 +50,17 @@ def edit(name: str, **changes: Any) -> Change:
     return change
 
 
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_precision(folder: Path, weights: str) -> None:
+    """On a CPU activations are float32 unless others are asked for."""
+    assert str(load(str(folder), weights).precision.activations) == "float32"
+    for asked in ("float32", "bfloat16"):
+        model = load(str(folder), weights, precision=asked)
+        assert model.precision.to_json() == {"weights": weights, "activations": asked}
+    with pytest.raises(UserError, match="activations cannot be of type 'int8', only float32"):
+        load(str(folder), precision="int8")
+
+
 def test_loads_what_was_written(folder: Path) -> None:
     model = load(str(folder))
     ids = token_ids()
