@@ -1,10 +1,11 @@
 """What is computed in another way on another platform.
 
-Which way is taken is settled where a program is lowered for a platform. Only a process that knows
-no device but CPUs traces the way of a CPU alone, since tracing the others, which it never compiles,
-took a third of a second. It lowers for a platform that is not there `with traced_for_all(True)`.
+Which way is taken is settled where a program is lowered for a platform. Only a process whose
+default device is a CPU traces the way of a CPU alone, since tracing the others, which it does not
+compile, took a third of a second. It lowers for another platform `with traced_for_all(True)`.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,12 +15,11 @@ from jax import lax
 Out = TypeVar("Out")
 
 traced_for_all = jax.make_user_context(False)
-# For `jax.jit`: a GPU runs a call with a loop as one CUDA graph, and no host waits for the loop's
-# condition. All but WHILE is in a graph anyway. Compilers for other platforms ignore it.
+# An option of XLA, for `jax.jit`: a GPU runs a call with a loop as one CUDA graph, and no host
+# waits for the loop's condition. All but WHILE is in a graph anyway.
+_GRAPHS = "xla_gpu_enable_command_buffer"
 LOOPS_IN_GRAPHS = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    )
+    _GRAPHS: ("FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE")
 }
 
 
@@ -38,3 +38,8 @@ def for_platform(
     ways = {platform: way for platform, way in named.items() if way is not None}
     out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
     return out
+
+
+def puts_loops_in_graphs() -> bool:
+    """Whether the default device is a GPU whose graphs are left to us."""
+    return jax.default_backend() == "gpu" and _GRAPHS not in os.environ.get("XLA_FLAGS", "")

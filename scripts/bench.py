@@ -40,7 +40,7 @@ from timing import Figures, Timed, describe_machine, seconds_of, take_turns
 
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.calibrated import calibrate_sampler
-from entropix_jax.engine.decode import decode, prefill
+from entropix_jax.engine.decode import decode_here, prefill
 from entropix_jax.engine.engine import DECODE_WINDOW, Engine
 from entropix_jax.engine.preparation import MAX_STEPS, PREFILL_WINDOW, bucket
 from entropix_jax.engine.results import Request, Row
@@ -142,7 +142,7 @@ class Model:
         """Times a step of rows that each have a sampler, on a device with so many lanes."""
         capacity = capacity or bucket(context + steps, 256)
         run = partial(
-            decode,
+            decode_here(),
             config=self.config,
             window=min(bucket(context + steps, DECODE_WINDOW), capacity),
             max_steps=max(MAX_STEPS, steps),
@@ -480,9 +480,9 @@ def measure_sweep(args: argparse.Namespace) -> dict[str, Any]:
         return sum(ran.seconds for ran in runs)
 
     alone()
-    programs = -decode._cache_size()  # type: ignore[attr-defined]
+    programs = -decode_here()._cache_size()
     together()
-    programs += decode._cache_size()  # type: ignore[attr-defined]
+    programs += decode_here()._cache_size()
     seconds = take_turns({"side by side": together, "one by one": alone}, args.repeats)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     faster = statistics.median(

@@ -174,7 +174,7 @@ def trace(wanted: Wanted, params: Any, state: Any, whole: Any) -> Any:
     import jax.numpy as jnp
     from llama_1b import LLAMA_3_2_1B as CONFIG
 
-    from entropix_jax.engine.decode import decode, prefill
+    from entropix_jax.engine.decode import decode, decode_in_graph, prefill
     from entropix_jax.engine.preparation import MAX_STEPS
     from entropix_jax.engine.state import Recording
 
@@ -187,7 +187,8 @@ def trace(wanted: Wanted, params: Any, state: Any, whole: Any) -> Any:
         return prefill.trace(
             params, state, prompt, integers(1), slots, config=CONFIG, window=wanted.prompt
         )
-    return decode.trace(
+    steps = decode_in_graph if PLATFORM[wanted.device] == "cuda" else decode
+    return steps.trace(
         params,
         state,
         integers(),

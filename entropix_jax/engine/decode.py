@@ -54,7 +54,7 @@ from entropix_jax.model.mesh import (
     sum_shards,
 )
 from entropix_jax.model.params import Params
-from entropix_jax.platforms import LOOPS_IN_GRAPHS
+from entropix_jax.platforms import LOOPS_IN_GRAPHS, puts_loops_in_graphs
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE, is_low
 from entropix_jax.sampler.mechanisms.inject import InjectState
@@ -167,12 +167,14 @@ def decode_step(
     return state, record
 
 
-@partial(
+_jit = partial(
     jax.jit,
     static_argnames=("config", "window", "max_steps", "recording", "lanes"),
     donate_argnames="state",
-    compiler_options=LOOPS_IN_GRAPHS,
 )
+
+
+@_jit
 @split_rows(rows={"state": 1}, returns=(ROWS, STEPS, ONCE))
 def decode(
     params: Params,
@@ -251,6 +253,15 @@ def decode(
     state = _whole(large, small)
     state = state if lanes else _with_lanes(state, whole)
     return state, records, any_shard(jnp.any(is_forked(state)))
+
+
+# The same, which a GPU runs as one CUDA graph, the loop of steps included.
+decode_in_graph = _jit(decode.__wrapped__, compiler_options=LOOPS_IN_GRAPHS)  # type: ignore[attr-defined]
+
+
+def decode_here() -> Any:
+    """Whichever of the two is for the default device."""
+    return decode_in_graph if puts_loops_in_graphs() else decode
 
 
 @partial(jax.jit, static_argnames=("config", "window", "check"), donate_argnames="state")

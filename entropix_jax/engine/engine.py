@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import answer, decode, prefill
+from entropix_jax.engine.decode import answer, decode_here, prefill
 from entropix_jax.engine.memory import check_cache
 from entropix_jax.engine.packed import Packed
 from entropix_jax.engine.preparation import (
@@ -375,7 +375,7 @@ class Engine:
 
         def compile_decode() -> None:
             with suppress(Exception):
-                decode.lower(*arguments, **static).compile()
+                decode_here().lower(*arguments, **static).compile()
 
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
         if self.steps or self._model.rules is not None:
@@ -452,7 +452,7 @@ class Engine:
         """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
         steps = self._chunk_steps
         arguments, static = self._decode_arguments(self._with_answers(self._state))
-        self._state, records, forked = decode(*arguments, **static)
+        self._state, records, forked = decode_here()(*arguments, **static)
         return _Chunk(steps, tuple(self._roster.slots), self._layout, records, forked)
 
     def _decode_arguments(self, state: DecodeState) -> tuple[tuple[Any, ...], dict[str, Any]]:

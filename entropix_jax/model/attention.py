@@ -14,8 +14,6 @@ from entropix_jax.model.write import append
 from entropix_jax.platforms import for_platform
 from entropix_jax.stats import AttnStats, entropy_and_varentropy, sum_last
 
-_TINY = 2.0**-32
-
 
 def attend(
     queries: jax.Array,
@@ -142,14 +140,14 @@ def _measure(
     mean_weights = jnp.mean(weights, axis=2, keepdims=True)
     divergence = sum_last(jnp.abs(weights - mean_weights))
     # Scaled down by a power of two, which is exact, so that the sum cannot overflow.
-    strength = sum_last(jnp.where(valid, jnp.abs(scores) * _TINY, 0.0))
+    strength = sum_last(jnp.where(valid, jnp.abs(scores) * gpu_kernels.TINY, 0.0))
     # Keeps XLA from fusing the sums over keys with later ones over heads or layers: the order of
     # summation, and with it the last digits, would then depend on the size of the cache.
     entropy, varentropy, divergence, strength = lax.optimization_barrier(
         (entropy, varentropy, divergence, strength)
     )
     number = scores.shape[2] * n.astype(jnp.float32)[:, None]
-    interaction = jnp.sum(strength, axis=-1) / number / _TINY
+    interaction = jnp.sum(strength, axis=-1) / number / gpu_kernels.TINY
     return entropy, varentropy, jnp.mean(divergence, axis=-1), interaction
 
 

@@ -11,8 +11,9 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # Files that count for a fingerprint, and how much of each end of a file is hashed.
 _FINGERPRINTED = (".gguf", ".json", ".jinja", ".safetensors", ".model")
 _SAMPLED_BYTES = 1 << 20
+_AHEAD_BYTES = 1 << 30  # of tensors that are read ahead, if each is less
 
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
@@ -126,34 +128,38 @@ def read_params(
         weight: Weight = quantized(read) if dtype == INT8 and is_matrix else read
         return arranged(weight) if arrange and sharding is None else weight
 
-    loaded = map(load, specs, placed, _read_ahead(read_values, specs))
-
-    def take(tree: Any) -> Any:
-        return jax.tree.map(lambda _: next(loaded), tree)
-
     # In the order of the tree; layer by layer, so that the parts of a packed one are not kept.
     order = param_specs(config)
-    return Params(
-        embedding=take(order.embedding),
-        layers=tuple(pack(take(one)) if packed else take(one) for one in order.layers),
-        final_norm=take(order.final_norm),
-        head=take(order.head),
-    )
+    with closing(_read_ahead(read_values, specs)) as values:
+        loaded = map(load, specs, placed, values)
+
+        def take(tree: Any) -> Any:
+            return jax.tree.map(lambda _: next(loaded), tree)
+
+        return Params(
+            embedding=take(order.embedding),
+            layers=tuple(pack(take(one)) if packed else take(one) for one in order.layers),
+            final_norm=take(order.final_norm),
+            head=take(order.head),
+        )
 
 
 def _read_ahead(
     read: Callable[[ParamSpec], np.ndarray], specs: Iterable[ParamSpec]
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray]:
     """What is read of each, in order: in threads, and a few of them ahead."""
     workers = min(os.cpu_count() or 1, 4)
-    with ThreadPoolExecutor(workers) as pool:
-        ahead: deque[Future[np.ndarray]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        ahead: deque[tuple[int, Future[np.ndarray]]] = deque()
         for spec in specs:
-            ahead.append(pool.submit(read, spec))
-            if len(ahead) > 2 * workers:
-                yield ahead.popleft().result()
+            ahead.append((4 * math.prod(spec.shape), pool.submit(read, spec)))
+            while len(ahead) > 2 * workers or sum(size for size, _ in ahead) > _AHEAD_BYTES:
+                yield ahead.popleft()[1].result()
         while ahead:
-            yield ahead.popleft().result()
+            yield ahead.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @jax.jit

@@ -6,7 +6,7 @@ once; the plain form passes over the scores several times, and over the whole wi
 """
 
 import os
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,17 +22,31 @@ try:
 except ImportError:  # it is to leave JAX one day
     triton = None
 
-BLOCK = 256  # positions of one program
+BLOCK = 256  # positions of one program; of heads larger than 64 fewer, as its registers are as many
 _PARTS = 16  # partial results that are joined at once
 _MEASURED = 64  # positions whose statistics are taken at once
 TINY = 2.0**-32  # scales the sum of scores down, so that it cannot overflow
 
 
 def are_there() -> bool:
-    """Whether there are kernels: not on a mesh, whose devices each hold a part of the heads, and
-    not where `ENTROPIX_GPU_KERNELS=0` asks for the plain form."""
-    wanted = os.environ.get("ENTROPIX_GPU_KERNELS") != "0"
-    return wanted and triton is not None and not jax.sharding.get_abstract_mesh().axis_names
+    """Whether there are kernels: not on a mesh, whose devices each hold a part of the heads, not
+    where `ENTROPIX_GPU_KERNELS=0` asks for the plain form, and not for every GPU."""
+    if os.environ.get("ENTROPIX_GPU_KERNELS") == "0" or triton is None:
+        return False
+    return _runs_triton() and not jax.sharding.get_abstract_mesh().axis_names
+
+
+@cache
+def _runs_triton() -> bool:
+    """Whether all GPUs that are there run what XLA makes of Triton: NVIDIA's from Ampere on."""
+    try:
+        gpus = jax.local_devices(backend="gpu")
+    except RuntimeError:  # there is none: programs are compiled for one that is elsewhere
+        return True
+    try:
+        return all(float(gpu.compute_capability) >= 8 for gpu in gpus)
+    except ValueError:  # AMD's have names
+        return False
 
 
 def take(keys: jax.Array) -> bool:
@@ -52,6 +66,7 @@ def add_and_norm(
         _add_and_norm_row,
         grid=x.shape[:1],
         out_shape=(out, out),
+        compiler_params=triton.CompilerParams(),
         name="add_and_norm",
         interpret=interpret,
     )(x, y, weight, eps[None])
@@ -84,7 +99,11 @@ def allocate(shape: tuple[int, ...]) -> jax.Array:
 
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     array: jax.Array = pl.pallas_call(
-        fill_nothing, out_shape=out, name="allocate", metadata=_moves(0)
+        fill_nothing,
+        out_shape=out,
+        compiler_params=triton.CompilerParams(),
+        name="allocate",
+        metadata=_moves(0),
     )()
     return array
 
@@ -111,7 +130,8 @@ def attend_next(
     sum of `exp(score)`, [B, N].
     """
     batch, heads, head_dim = queries.shape
-    kv_heads, blocks = keys.shape[1], pl.cdiv(scores.shape[3], BLOCK)
+    block = min(BLOCK, BLOCK * 64 // head_dim)
+    kv_heads, blocks = keys.shape[1], pl.cdiv(scores.shape[3], block)
     parts = pl.next_power_of_2(blocks)
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -124,7 +144,7 @@ def attend_next(
     read = 2 * batch * kv_heads * scores.shape[3] * head_dim * keys.dtype.itemsize
     written = 4 * batch * heads * (scores.shape[3] + parts * (head_dim + 2))
     keys, values, scores, mixed, peak, mass = pl.pallas_call(
-        partial(_attend_block, heads=heads),
+        partial(_attend_block, heads=heads, size=block),
         grid=(batch, kv_heads, blocks),
         out_shape=out,
         input_output_aliases={6: 0, 7: 1, 8: 2},
@@ -134,8 +154,9 @@ def attend_next(
         interpret=interpret,
     )(layer[None], start, count, new, *angles, keys, values, scores)
     out, log_mass = pl.pallas_call(
-        _join_blocks,
+        partial(_join_blocks, block=block, blocks=blocks),
         grid=(batch, heads),
+        compiler_params=triton.CompilerParams(),
         out_shape=(jax.ShapeDtypeStruct(queries.shape, queries.dtype), shape(batch, heads)),
         name="join_blocks",
         interpret=interpret,
@@ -151,7 +172,7 @@ def _moves(number: int) -> dict[str, str]:
 def _attend_block(
     layer: Any, start: Any, count: Any, new: Any, cos: Any, sin: Any,
     keys: Any, values: Any, _: Any, new_keys: Any, new_values: Any, scores: Any,
-    mixed: Any, peak: Any, mass: Any, *, heads: int,
+    mixed: Any, peak: Any, mass: Any, *, heads: int, size: int,
 ) -> None:  # fmt: skip
     """The query heads of one key/value head over one block of positions.
 
@@ -162,7 +183,7 @@ def _attend_block(
             the values, and the largest score and the sum of weights that it is relative to.
     """
     row, kv_head, block = (pl.program_id(axis) for axis in range(3))
-    position, first = start[row], block * BLOCK
+    position, first = start[row], block * size
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     halves = [pl.ds(0, head_dim // 2), pl.ds(head_dim // 2, head_dim // 2)]
 
@@ -184,13 +205,13 @@ def _attend_block(
         value = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0)
 
         # The cache's keys and values, and among them those of the new token.
-        span = pl.ds(first, BLOCK)
-        at = first + jnp.arange(BLOCK, dtype=jnp.int32)
+        span = pl.ds(first, size)
+        at = first + jnp.arange(size, dtype=jnp.int32)
         is_read = at < scores.shape[3]
         is_new = ((at == position) & (count[row] > 0))[:, None]
 
         def seen(cached: Any, dims: Any, own: jax.Array) -> jax.Array:
-            is_old = jnp.broadcast_to((at < position)[:, None], (BLOCK, own.shape[0]))
+            is_old = jnp.broadcast_to((at < position)[:, None], (size, own.shape[0]))
             old = triton.load(cached.at[row, kv_head, span, dims], mask=is_old, other=0.0)
             return jnp.where(is_new, own[None], old).astype(jnp.float32)
 
@@ -209,24 +230,27 @@ def _attend_block(
             triton.store(scores.at[row, layer[0], head, span], score, mask=is_read)
             score = jnp.where(at <= position, score, -jnp.inf)
             most = jnp.max(score)
-            weights = jnp.exp(score - most)
+            weights = jnp.exp(score - jnp.where(most == -jnp.inf, 0.0, most))
             peak[row, head, block] = most
             mass[row, head, block] = jnp.sum(weights)
             mixed[row, head, block, :] = jnp.sum(weights[:, None] * seen_values, axis=0)
 
         # The cache takes the token.
-        @pl.when((count[row] > 0) & (position < first + BLOCK))
+        @pl.when((count[row] > 0) & (position < first + size))
         def write() -> None:
             for half, part in zip(halves, own, strict=True):
                 new_keys[row, kv_head, position, half] = part.astype(new_keys.dtype)
             new_values[row, kv_head, position, :] = value.astype(new_values.dtype)
 
 
-def _join_blocks(start: Any, mixed: Any, peak: Any, mass: Any, out: Any, log_mass: Any) -> None:
+def _join_blocks(
+    start: Any, mixed: Any, peak: Any, mass: Any, out: Any, log_mass: Any,
+    *, block: int, blocks: int,
+) -> None:  # fmt: skip
     """The output of one head from those of its blocks, which weigh as much as their scores."""
     row, head = pl.program_id(0), pl.program_id(1)
     size = peak.shape[2]
-    used = jnp.minimum(start[row] // BLOCK + 1, size)  # a row that is full is not running
+    used = jnp.minimum(start[row] // block + 1, blocks)  # a row that is full is not running
 
     def load(part: Any, first: jax.Array | int, number: int, other: float) -> jax.Array:
         """`number` of a head's blocks, `other` for those past the row's position."""
@@ -272,6 +296,7 @@ def measure(
         _measure_layer,
         grid=(batch, layers),
         out_shape=(log_mass, log_mass, by_layer, by_layer),
+        compiler_params=triton.CompilerParams(),
         name="measure_layer",
         interpret=interpret,
     )(scores, log_mass, keys)

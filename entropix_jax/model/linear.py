@@ -120,10 +120,14 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
         ends = [sum(b.shape[1] for b in weight.blocks[:i]) for i in range(1, len(weight.blocks))]
         parts = zip(jnp.split(x, ends, axis=-1), weight.blocks, strict=True)
         return sum((product(part, block) for part, block in parts), jnp.float32(0))
-    if x.dtype == jnp.bfloat16:
-        return for_platform(x, weight, cpu=_bfloat16_product, otherwise=_narrow_product)
-    if x.dtype == weight.dtype:
+    if x.dtype == weight.dtype == jnp.float32:
         return _dot(x, weight)
+    on_cpu = _bfloat16_product if x.dtype == jnp.bfloat16 else _float32_product
+    return for_platform(x, weight, cpu=on_cpu, otherwise=_plain_product)
+
+
+def _float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` of float32 activations and a narrower weight on a CPU."""
     vectors = x.reshape(-1, x.shape[-1])
     if len(vectors) == 1:
         out = _vector_product(vectors, weight)
@@ -134,8 +138,8 @@ def product(x: jax.Array, weight: Weight) -> jax.Array:
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _narrow_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`product` of bfloat16 activations, in bfloat16."""
+def _plain_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`product` in the activations' type."""
     if x.dtype == weight.dtype:
         return _dot(x, weight)
     weight, x = _in_this_step(weight, x)
@@ -153,7 +157,7 @@ def _bfloat16_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return product(x.astype(jnp.float32), weight)
     if _UNPADDED < number < _ANY_NUMBER:
         vectors = jnp.pad(vectors, ((0, -number % _TILE), (0, 0)))
-    out = _narrow_product(vectors, weight)[:number]
+    out = _plain_product(vectors, weight)[:number]
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -112,6 +113,36 @@ def test_the_sum_and_its_norm_are_those_of_the_plain_form() -> None:
     whole, normed = gpu_kernels.add_and_norm(x, y, weight, jnp.float32(1e-5), interpret=True)
     np.testing.assert_array_equal(whole, x + y)
     agree(normed, rms_norm(x + y, weight, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "width"),
+    [(32, 8, 64, 2048, 2048), (24, 8, 128, 1000, 3072), (9, 3, 64, 100, 576), (4, 4, 256, 768, 96)],
+)
+def test_all_shapes_are_lowered(
+    heads: int, kv_heads: int, head_dim: int, window: int, width: int
+) -> None:
+    """To Triton, for a GPU that is not there: also those that the interpreter does not take."""
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    numbers, wide = partial(array, dtype=jnp.int32), partial(array, dtype=jnp.float32)
+    cached, new = array(3, kv_heads, window, head_dim), array(2, kv_heads, head_dim)
+    angles, scores = wide(2, 1, 1, head_dim // 2), wide(2, 3, heads, window)
+    step = (cached, cached, scores, array(2, heads, head_dim), new, new, angles, angles)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (gpu_kernels.attend_next, (*step, numbers(), numbers(2), numbers(2))),
+        (gpu_kernels.measure, (scores, wide(2, 3, heads), numbers(2))),
+        (gpu_kernels.add_and_norm, (array(2, width), array(2, width), array(width), wide())),
+        (jax.jit(partial(gpu_kernels.allocate, (2, 3))), ()),
+    ]
+    for function, args in calls:
+        try:
+            lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
+        except RuntimeError as error:  # from JAX 0.11 on it asks which GPU there is
+            pytest.skip(str(error))
+        assert "__gpu$xla.gpu.triton" in lowered.as_text()
 
 
 def test_kernels_are_for_bfloat16_and_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
