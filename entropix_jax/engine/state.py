@@ -148,7 +148,7 @@ def init_state(
         settings: of each row.
         eos_ids: int32 [B, E], or [E] for all rows.
         capacity: cache positions of a row.
-        dtype: of the cache, that is, of the activations.
+        dtype: of the activations, see `cache_dtype`.
         lanes: rows of each shard beside those, for branches.
         shards: of the rows over devices. Each shard has its slots first, then its lanes.
     """

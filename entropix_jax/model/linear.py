@@ -4,8 +4,9 @@ runs fastest.
 The dtypes select the form. Where activations and weights share a dtype (any GPU or TPU, float32 on
 a CPU) it is a plain product. Narrower weights (bfloat16 on a CPU) stay narrow in memory, in the
 layout that `arranged` chooses, and are widened inside the product; few vectors are instead split
-into bfloat16 terms, where the processor multiplies those. Int8 weights carry a scale per output
-channel, which is applied to the product.
+into bfloat16 terms, where the processor multiplies those. Bfloat16 activations on a CPU, which are
+asked for, are multiplied in bfloat16 where that is faster, else widened. Int8 weights
+carry a scale per output channel, which is applied to the product.
 """
 
 import math

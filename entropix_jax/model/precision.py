@@ -14,8 +14,8 @@ ACTIVATIONS = ("float32", "bfloat16")  # dtypes of hidden states and cache
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of the matrices in memory, and of hidden states and key/value cache. Norms, softmax,
-    logits and metrics are always float32."""
+    """Dtypes of the matrices in memory, and of hidden states and key/value cache (see
+    `cache_dtype`). Norms, softmax, logits and metrics are always float32."""
 
     weights: jnp.dtype
     activations: jnp.dtype

@@ -88,6 +88,7 @@ def test_bfloat16_weights(tokens, changes: dict[str, bool], activations) -> None
     count = jnp.asarray([64], jnp.int32)
     hidden, stats, _ = run(narrow, config, jnp.asarray(tokens[:, :64]), count, cache, window=64)
     assert hidden.dtype == activations
+    assert cache.keys[0].dtype == jnp.float32
     logits = logits_of(narrow, hidden)
     for leaf in jax.tree.leaves((logits, stats)):
         assert leaf.dtype == jnp.float32
