@@ -24,7 +24,7 @@ except ImportError:  # it is to leave JAX one day
 
 BLOCK = 256  # positions of one program; of heads larger than 64 fewer, as its registers are as many
 _PARTS = 16  # partial results that are joined at once
-_MEASURED = 64  # positions whose statistics are taken at once
+_MEASURED = 2048  # scores whose statistics are taken at once, of at most 64 positions
 TINY = 2.0**-32  # scales the sum of scores down, so that it cannot overflow
 
 
@@ -314,11 +314,12 @@ def _measure_layer(
     # A GPU's arrays have powers of two: the last head stands for those that are none.
     number = jnp.arange(pl.next_power_of_2(heads), dtype=jnp.int32)
     head, is_head = jnp.minimum(number, heads - 1), (number < heads)[:, None]
+    positions = min(64, _MEASURED // len(number))
     total = log_mass[row, layer, head][:, None]
 
     def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         mass, mean, squares, apart, size = sums
-        at = i * _MEASURED + jnp.arange(_MEASURED, dtype=jnp.int32)
+        at = i * positions + jnp.arange(positions, dtype=jnp.int32)
         score = scores[row, layer, head[:, None], jnp.minimum(at, last)[None]]
         is_valid = (at < valid)[None]
         weights = jnp.where(is_valid, jnp.exp(score - total), 0.0)
@@ -346,7 +347,7 @@ def _measure_layer(
         )
 
     zeros, zero = jnp.zeros(number.shape, jnp.float32), jnp.float32(0.0)
-    blocks = (valid + _MEASURED - 1) // _MEASURED
+    blocks = (valid + positions - 1) // positions
     mass, mean, squares, apart, size = lax.fori_loop(
         0, blocks, add, (zeros, zeros, zeros, zero, zero)
     )
