@@ -10,7 +10,8 @@
 take `tiny`. Any other MODEL is a name, a folder, a GGUF file or a hub id. Contestants take turns;
 figures are medians, a spread is (max - min) / median, ratios are medians of the rounds' ratios.
 The floor of a step or prompt is the time that the machine needs to read or to multiply what it has
-to. `forward + argmax` is the model alone: `greedy` runs the sampler's whole program.
+to. `forward + argmax` is the model alone, which any sampler is compared with: `greedy` would run
+the sampler's whole program.
 """
 
 import argparse
@@ -60,7 +61,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 RANDOM_1B = "1b"
-FULL, GREEDY, BARE = "quadrants", "greedy", "forward + argmax"
+DEFAULT, FULL, GREEDY, BARE = "entropix", "quadrants", "greedy", "forward + argmax"
 TYPES = ("bfloat16", "float32", INT8)
 NOBODY = np.full(1, -1, np.int32)  # no token ends a row
 
@@ -337,7 +338,7 @@ def step_contestants(
     """This package's steps, the model alone, and the other engines'."""
     contestants: dict[str, Timed] = {
         name: model.decode([without_branches(name)] * batch, context, steps)
-        for name in (FULL, GREEDY)
+        for name in (DEFAULT, FULL)
     }
     contestants[BARE] = model.bare(batch, context, steps)
     if batch > 1 and model.precision.weights == model.precision.activations:
@@ -538,7 +539,6 @@ def measure_start(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any
 
 
 def _parser() -> argparse.ArgumentParser:
-    on_cpu = jax.default_backend() == "cpu"
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", help="see above")
     common.add_argument("--weights", nargs="+", choices=TYPES, help="types in memory")
@@ -561,7 +561,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[128, 1024, 4096, 16000],
         help="tokens of a row; all batches have the first number, the first batch the others",
     )
-    step.add_argument("--steps", type=int, default=8 if on_cpu else 128, help="of one timing")
+    step.add_argument(
+        "--steps", type=int, default=128, help="of one timing; on a CPU fewer of many rows"
+    )
     step.add_argument("--slots", nargs="+", type=int, help="also compare caches of such sizes")
     step.add_argument("--branching", type=int, metavar="N", help="let N rows branch all the time")
     step.add_argument("--depth", type=int, default=8, help="tokens of a branch")
