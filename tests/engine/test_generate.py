@@ -287,7 +287,7 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
         return prefill(*arguments, **options)
 
     monkeypatch.setattr(module, "prefill", ask)
-    monkeypatch.setattr(module, "decode", None)
+    monkeypatch.setattr(module, "decode_here", None)
     assert list(generation) == []
 
 
@@ -526,7 +526,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
         assert next(calls) < 4 * TOKENS, "nothing goes on any more"
         return step(*arguments, **options)
 
-    monkeypatch.setattr(module, "decode", counted)
+    monkeypatch.setattr(module, "decode_here", lambda: counted)
     for number in (4, 8, 13):
         stop = "".join(token.text for token in whole[0].tokens[:number])[-3:]
         asked.clear()
