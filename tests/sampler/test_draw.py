@@ -187,7 +187,7 @@ def test_all_rows_at_once_as_on_a_gpu(batch: Batch) -> None:
 
 @jax.jit
 def gpu_draw(*args: Any) -> Drawn:
-    def for_gpu(*args: Any, gpu: Any = None, otherwise: Any, cpu: Any = None) -> Any:
+    def for_gpu(*args: Any, gpu: Any = None, otherwise: Any, **_: Any) -> Any:
         return (gpu or otherwise)(*args)
 
     with pytest.MonkeyPatch.context() as patch:
