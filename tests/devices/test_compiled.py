@@ -18,6 +18,7 @@ from llama_1b import LLAMA_3_2_1B
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.mesh import DATA, MODEL
 from entropix_jax.model.precision import choose_precision
+from entropix_jax.platforms import traced_for_all
 
 pytestmark = pytest.mark.devices
 
@@ -89,9 +90,10 @@ def planned(wanted: Wanted) -> int:
     if wanted.mesh is not None:
         sizes = {DATA: 1, MODEL: 1} | {wanted.mesh.split("=")[0]: 8}
         mesh = AbstractMesh((sizes[DATA], sizes[MODEL]), (DATA, MODEL))
-    plan = plan_memory(
-        LLAMA_3_2_1B, precision, slots=wanted.batch, capacity=wanted.context, mesh=mesh
-    )
+    with traced_for_all(True):  # else the cache is one of a CPU
+        plan = plan_memory(
+            LLAMA_3_2_1B, precision, slots=wanted.batch, capacity=wanted.context, mesh=mesh
+        )
     return plan.total
 
 
