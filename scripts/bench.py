@@ -219,7 +219,10 @@ class Model:
         @jax.jit
         def multiply(matrices: list[jax.Array]) -> list[jax.Array]:
             ones = {x.shape[1]: jnp.ones((batch, x.shape[1]), dtype) for x in matrices}
-            return [jnp.dot(ones[x.shape[1]], x.astype(dtype).T) for x in matrices]
+            return [
+                jnp.dot(ones[x.shape[1]], x.astype(dtype).T, preferred_element_type=jnp.float32)
+                for x in matrices
+            ]
 
         return lambda: seconds_of(lambda: multiply(matrices))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from entropix_jax.platforms import for_platform, traced_for_all
+from entropix_jax.platforms import for_platform, puts_loops_in_graphs, traced_for_all
 from entropix_jax.stats import sum_last
 
 
@@ -61,3 +61,20 @@ def test_elsewhere(platform: str, lanes: bool) -> None:
         traced = jax.jit(sum_last).trace(jax.ShapeDtypeStruct((2, 512), jnp.float32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("tensor<2x4x128xf32>" in text) == lanes
+
+
+@pytest.mark.parametrize(
+    ("backend", "flags", "puts"),
+    [
+        ("gpu", "", True),
+        ("cpu", "", False),
+        ("tpu", "", False),
+        ("gpu", "--xla_gpu_enable_command_buffer=", False),
+    ],
+)
+def test_loops_are_put_in_graphs_on_a_gpu_unless_flags_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch, backend: str, flags: str, puts: bool
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert puts_loops_in_graphs() is puts

@@ -87,7 +87,8 @@ class ModelOptions:
     dtype: Dtype = None
     """Type of the weights in memory (default: the checkpoint's)."""
     precision: Activations = None
-    """Type of hidden states and cache (default: on a CPU float32, else the weights')."""
+    """Type of hidden states, and off a CPU of the cache (default: on a CPU float32, else the
+    weights')."""
     check: Flag = False
     """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
     the layer and the position."""

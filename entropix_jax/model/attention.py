@@ -136,7 +136,7 @@ def attention_stats(
 def _measure(
     valid: jax.Array, scores: jax.Array, _: jax.Array | None, n: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The statistics of `attention_stats`, but for the last."""
+    """The statistics of `attention_stats` in plain form, but for the number of keys."""
     valid = valid[:, None, None, :]
     log_weights = jax.nn.log_softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
     weights = jnp.exp(log_weights)  # 0 where invalid

@@ -9,7 +9,7 @@ from entropix_jax.errors import UserError
 
 INT8 = "int8"
 WEIGHTS = ("float32", "bfloat16", INT8)  # dtypes of weights in memory
-ACTIVATIONS = ("float32", "bfloat16")  # dtypes of hidden states and cache
+ACTIVATIONS = ("float32", "bfloat16")  # dtypes of hidden states
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -155,3 +156,25 @@ def test_kernels_are_for_bfloat16_and_one_device(monkeypatch: pytest.MonkeyPatch
         assert not gpu_kernels.are_there()
     monkeypatch.setenv("ENTROPIX_GPU_KERNELS", "0")
     assert not gpu_kernels.are_there()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "runs"),
+    [(["9.0", "8.0"], True), (["9.0", "7.5"], False), (["gfx942"], False), ([], True)],
+)
+def test_gpus_that_run_no_triton_take_the_plain_forms(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[str], runs: bool
+) -> None:
+    """Without a GPU kernels are compiled for one that is elsewhere."""
+
+    def local_devices(backend: str) -> list[Any]:
+        if not capabilities:
+            raise RuntimeError(f"no {backend}")
+        return [SimpleNamespace(compute_capability=one) for one in capabilities]
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    gpu_kernels._runs_triton.cache_clear()
+    try:
+        assert gpu_kernels.are_there() is runs
+    finally:
+        gpu_kernels._runs_triton.cache_clear()
