@@ -147,26 +147,35 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp by the `llama-bench` on the path, which knows no batches."""
+    """llama.cpp by its `llama-bench` on the path, and `llama-batched-bench` for batches."""
 
     def __init__(self, name: str, file: Path) -> None:
         self.name = name
         self._file = file
 
     def decode(self, batch: int, context: int, steps: int) -> Timed | None:
-        if batch > 1 or context > 2048:
+        if context > 2048 or (batch > 1 and not shutil.which("llama-batched-bench")):
             return None
-        return lambda: self._run("-p", "0", "-n", str(steps), "-d", str(context)) / steps
+        if batch == 1:
+            return lambda: self._run("-p", "0", "-n", str(steps), "-d", str(context)) / steps
+        options = {"-npp": context, "-ntg": steps, "-npl": batch, "-c": batch * (context + steps)}
+        command = [str(word) for option in options.items() for word in option]
+        command = ["llama-batched-bench", *command, "--output-format", "jsonl"]
+        return lambda: self._figures(command)["t_tg"] / steps
 
     def prefill(self, tokens: int) -> Timed | None:
         return lambda: self._run("-p", str(tokens), "-n", "0")
 
     def _run(self, *options: str) -> float:
         """Seconds of one test, which warms up by itself."""
-        command = ["llama-bench", "-m", str(self._file), "-r", "1", "-o", "json"]
-        command += ["-t", str(os.cpu_count()), *options]
+        return self._figures(["llama-bench", "-r", "1", "-o", "jsonl", *options])["avg_ns"] / 1e9
+
+    def _figures(self, command: list[str]) -> dict[str, Any]:
+        """The last line of JSON that a command on the model prints."""
+        command = [*command, "-m", str(self._file), "-t", str(os.cpu_count())]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return json.loads(out)[-1]["avg_ns"] / 1e9
+        figures: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return figures
 
 
 def _device() -> str:
