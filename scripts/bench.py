@@ -42,8 +42,15 @@ from timing import Figures, Timed, describe_machine, seconds_of, take_turns
 from entropix_jax.cli.options import EXIT_OK, run_command
 from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode_here, prefill
-from entropix_jax.engine.engine import DECODE_WINDOW, Engine
-from entropix_jax.engine.preparation import MAX_STEPS, PREFILL_WINDOW, bucket
+from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import (
+    DECODE_WINDOW,
+    MAX_PREFILL,
+    MAX_STEPS,
+    PREFILL_WINDOW,
+    bucket,
+)
+from entropix_jax.engine.prompts import TOGETHER
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
@@ -194,20 +201,20 @@ class Model:
 
         return seconds
 
-    def prefill(self, tokens: int) -> Timed:
-        """Times the reading of a prompt into an empty cache."""
+    def prefill(self, tokens: int, rows: int = 1) -> Timed:
+        """Times the reading of a prompt into an empty cache, as one of so many that are read in
+        one call."""
         capacity = bucket(tokens + 1, PREFILL_WINDOW)
-        count = jnp.full(1, tokens, jnp.int32)
+        count = jnp.full(rows, tokens, jnp.int32)
         window = min(bucket(tokens, PREFILL_WINDOW), capacity)
+        slots = None if rows == 1 else jnp.arange(rows, dtype=jnp.int32)
 
         def seconds() -> float:
-            state = jax.block_until_ready(self.state([load_sampler(FULL)], tokens, capacity))
-            prompt = jnp.asarray(state.history[:, :tokens])
-            return seconds_of(
-                lambda: prefill(
-                    self.params, state, prompt, count, config=self.config, window=window
-                )
-            )
+            state = jax.block_until_ready(self.state([load_sampler(FULL)] * rows, tokens, capacity))
+            prompts = jnp.asarray(state.history[:, :tokens])
+            where = {"config": self.config, "window": window}
+            call = partial(prefill, self.params, state, prompts, count, slots, **where)
+            return seconds_of(call) / rows
 
         return seconds
 
@@ -359,6 +366,8 @@ def measure_prompts(args: argparse.Namespace, figures: Figures, scratch: Path) -
         peers = list(find_peers(model.config, weights, model.source, scratch))
         for tokens in args.tokens:
             contestants = {"entropix_jax": model.prefill(tokens)}
+            if tokens * TOGETHER <= MAX_PREFILL:
+                contestants[f"{TOGETHER} in one call, each"] = model.prefill(tokens, TOGETHER)
             for peer in peers:
                 if timed := peer.prefill(tokens):
                     contestants[peer.name] = timed

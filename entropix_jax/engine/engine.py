@@ -17,16 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.decode import answer, decode_here, prefill
+from entropix_jax.engine.decode import answer, decode_here
 from entropix_jax.engine.memory import check_cache
 from entropix_jax.engine.packed import Packed
-from entropix_jax.engine.preparation import (
-    MAX_PREFILL,
-    MAX_STEPS,
-    PREFILL_WINDOW,
-    bucket,
-    chunk_size,
-)
+from entropix_jax.engine.preparation import DECODE_WINDOW, MAX_STEPS, bucket
+from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.results import Event, Request, Row
 from entropix_jax.engine.roster import Roster
@@ -39,7 +34,6 @@ from entropix_jax.engine.slots import (
     insert,
     lanes_for,
     padded_ids,
-    share_prefix,
     widen,
 )
 from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, StepRecord
@@ -49,11 +43,6 @@ from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
-# Cache slots that a step reads, at least: each number is a program of its own.
-DECODE_WINDOW = 512
-_MIN_PREFILL = 16  # tokens of a prompt that are read in one call, at least
-# Where caches are kept texts grow in parts of any length: few programs serve all of them.
-_KEPT_PREFILL = 64
 # One in so many slots may be empty before the device returns for the next row.
 _SLOTS_PER_EMPTY = 16
 _SLOTS_PER_LANE = 6  # where rows may fork
@@ -79,8 +68,7 @@ class _Chunk:
 class Engine:
     """Runs requests on one model, `slots` at a time.
 
-    `steps` counts the decode steps, `useful` the slots of them that had a running row, `read` the
-    tokens of texts that were read before the rows' first steps.
+    `steps` counts the decode steps, `useful` the slots of them that had a running row.
     """
 
     def __init__(
@@ -115,7 +103,6 @@ class Engine:
             check_mesh(mesh, model.config, slots)
         self.steps = 0
         self.useful = 0
-        self.read = 0
         self._model = model
         self._capacity = capacity
         self._recording = recording or Recording()
@@ -124,6 +111,9 @@ class Engine:
         self._keep = keep
         self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
+        self._reader = PromptReader(
+            model, capacity=capacity, keep=keep, check=self._recording.check
+        )
         self._chunk_steps = 1
         self._unpaced = 0  # chunks in flight whose time tells nothing
         self._forked = False
@@ -136,6 +126,11 @@ class Engine:
     def used(self) -> float:
         """The share of slots that had a running row, of the steps so far."""
         return self.useful / max(self.steps * self._layout.slots, 1)
+
+    @property
+    def read(self) -> int:
+        """The tokens of texts that were read before the rows' first steps."""
+        return self._reader.read
 
     def check(self, request: Request) -> None:
         """Checks that a request can run here.
@@ -302,7 +297,10 @@ class Engine:
             roster.fetch()
         if arrived:
             with self._decode_compiles():
-                self._prefill(arrived)
+                rows = {slot: row for slot, row in enumerate(roster.slots) if row is not None}
+                self._state = self._reader.cache(
+                    self._state, self._layout, rows, arrived, lambda: self._stopping
+                )
 
     def _insert(self, slot: int, row: RunningRow, cached: int = 0) -> None:
         """Puts a row into a slot that has cached so much of its text."""
@@ -366,8 +364,6 @@ class Engine:
             forwards=np.int32(row.forwards),
         )
 
-    # Prefill
-
     @contextmanager
     def _decode_compiles(self) -> Iterator[None]:
         """Compiles the first chunk's program, or reads it from the cache, in a thread: the host is
@@ -390,54 +386,6 @@ class Engine:
             yield
         finally:
             compiling.join()
-
-    def _prefill(self, arrived: list[int]) -> None:
-        """Caches the texts of the rows in the slots `arrived`, except for their last tokens. A text
-        that another slot has cached is copied from there."""
-        rows = {slot: row for slot, row in enumerate(self._roster.slots) if row is not None}
-        cached = [slot for slot in rows if slot not in arrived]
-        for slot in arrived:
-            row, text = rows[slot], rows[slot].text[:-1]
-            source = next((other for other in cached if rows[other].has_cached(row)), None)
-            if source is None:
-                self._state = self._prefilled(self._state, slot, rows[slot])
-            else:
-                places = self._number(source), self._number(slot)
-                self._state = share_prefix(self._state, *places, jnp.int32(len(text)))
-                rows[slot].cached = len(text)
-            cached.append(slot)
-
-    def _prefilled(self, state: DecodeState, slot: int, row: RunningRow) -> DecodeState:
-        """Reads what is not cached of the row's text but its last token, in parts, so that the run
-        can be stopped in between."""
-        model, text = self._model, row.text[:-1]
-        while (done := row.cached) < len(text) and not self._stopping:
-            left, window = len(text) - done, PREFILL_WINDOW
-            size = bucket(left, _MIN_PREFILL)
-            if self._keep:
-                size, window = MAX_PREFILL if left >= MAX_PREFILL else _KEPT_PREFILL, DECODE_WINDOW
-            size = min(size, self._prefill_size(len(text)))
-            tokens = np.zeros((1, size), np.int32)
-            part = text[done : done + size]
-            tokens[0, : len(part)] = part
-            state = prefill(
-                model.params,
-                state,
-                tokens,
-                np.full(1, len(part), np.int32),
-                # With one slot there is nothing to gather, and nothing to copy.
-                None if self._layout.slots == 1 else self._number(slot)[None],
-                config=model.config,
-                window=min(bucket(done + size, window), self._capacity),
-                check=self._recording.check,
-            )
-            jax.block_until_ready(state.cache.length)
-            row.cached += len(part)
-            self.read += len(part)
-        return state
-
-    def _prefill_size(self, length: int) -> int:
-        return chunk_size(self._model.config, length, 1, MAX_PREFILL)
 
     # Decode
 

@@ -16,6 +16,8 @@ from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
 
 PREFILL_WINDOW = 128  # cache positions that are read with several tokens, at least
+# Cache positions that a step reads, at least: each number is a program of its own.
+DECODE_WINDOW = 512
 MIN_CAPACITY = 256  # cache positions of a row, at least
 MAX_PREFILL = 512  # most tokens of a prompt that are read in one call
 MAX_STEPS = 32  # most steps between two looks of the host

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import engine as module
+from entropix_jax.engine import prompts
 from entropix_jax.engine.decode import prefill
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Request, Row
@@ -169,7 +170,7 @@ def test_a_prompt_that_another_row_has_is_not_run_again(
         calls.append(1)
         return prefill(*args, **kwargs)
 
-    monkeypatch.setattr(module, "prefill", counted)
+    monkeypatch.setattr(prompts, "prefill", counted)
     wanted = [of(tiny, prompt, f"row {i}", 5 if i else 60, "top-p") for i in range(8)]
     _, together, _ = run(tiny, wanted)
     assert len(calls) == 1

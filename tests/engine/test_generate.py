@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from entropix_jax.cli import terminal
-from entropix_jax.engine import decode
+from entropix_jax.engine import decode, prompts
 from entropix_jax.engine import engine as module
 from entropix_jax.engine.api import generate, stream
-from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.state import Recording
@@ -127,7 +126,7 @@ def test_a_prefill_in_chunks_is_one_prefill(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole,) = run(model, requests([ids(90)], 8))
-    monkeypatch.setattr(Engine, "_prefill_size", lambda self, length: 16)
+    monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
     (chunked,) = run(model, requests([ids(90)], 8))
     assert nearly(whole, chunked)
 
@@ -286,7 +285,7 @@ def test_a_run_that_is_asked_to_stop(model: LanguageModel, monkeypatch: pytest.M
         generation.stop()
         return prefill(*arguments, **options)
 
-    monkeypatch.setattr(module, "prefill", ask)
+    monkeypatch.setattr(prompts, "prefill", ask)
     monkeypatch.setattr(module, "decode_here", None)
     assert list(generation) == []
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine import engine as module
+from entropix_jax.engine import prompts
 from entropix_jax.engine.decode import prefill
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Event, Request, Row
@@ -354,7 +355,7 @@ def test_what_is_cached_is_not_read_again(
         calls.append(1)
         return prefill(*args, **kwargs)
 
-    monkeypatch.setattr(module, "prefill", counted)
+    monkeypatch.setattr(prompts, "prefill", counted)
 
     def look(engine: Engine, event: Event) -> None:
         row = event.row

@@ -13,6 +13,7 @@ import pytest
 
 from entropix_jax.engine import slots
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.running import RunningRow
 from entropix_jax.engine.slots import Layout, empty_slots
@@ -135,20 +136,18 @@ def test_a_prompt_whose_reading_was_stopped(
     engine = engine_of(tiny, slots=2)
     short = encoded(tiny, "Once upon a time")
     long = encoded(tiny, "Rita was happy and sang. Then Adam went to the market. " * 3)
-    prefilled = Engine._prefilled
+    read_part = PromptReader._read_part
 
-    def stop_in_the_long_one(self: Engine, state: Any, slot: int, row: Any) -> Any:
-        def size(length: int) -> int:
-            self.stop()  # within the first part
-            return 16
-
-        with monkeypatch.context() as patch:
-            if slot:
-                patch.setattr(self, "_prefill_size", size)
-            return prefilled(self, state, slot, row)
+    def stop_in_the_long_one(
+        self: PromptReader, state: Any, layout: Layout, rows: Any, *shape: int
+    ) -> Any:
+        if 1 in rows:
+            engine.stop()
+            shape = (1, 16, CAPACITY)  # its first part
+        return read_part(self, state, layout, rows, *shape)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_prefilled", stop_in_the_long_one)
+        patch.setattr(PromptReader, "_read_part", stop_in_the_long_one)
         _, stopped = run(engine, of(tiny, short), of(tiny, long))
     assert (stopped.finish_reason, engine.read) == ("interrupt", len(short) - 1 + 16)
     # The first slot does not take it from the second, which has only begun it.
