@@ -11,7 +11,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
@@ -22,8 +21,8 @@ from entropix_jax.engine.state import (
     DecodeState,
     finish_of,
 )
-from entropix_jax.model.cache import KVCache
 from entropix_jax.model.mesh import local_index
+from entropix_jax.model.write import copy_runs
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
 from entropix_jax.sampler.state import Rows, Step, where_rows
@@ -116,15 +115,8 @@ def start_forks(state: DecodeState) -> DecodeState:
     cache = state.cache
     cache = replace(cache, length=jnp.take(cache.length, origin))
 
-    def copy(k: jax.Array, cache: KVCache) -> KVCache:
-        def copy_next(block: jax.Array, cache: KVCache) -> KVCache:
-            return _copy_block(cache, source[k], target[k], _BLOCK * block)
-
-        blocks = (cache.length[target[k]] + _BLOCK - 1) // _BLOCK
-        copied: KVCache = lax.fori_loop(0, blocks, copy_next, cache)
-        return copied
-
-    cache = lax.fori_loop(0, number, copy, cache)
+    start, end = jnp.zeros_like(target), cache.length[target]
+    cache = copy_runs(cache, number, source, target, start, end, block=_BLOCK)
     sampler = replace(state.sampler, tally=tally)
     state = replace(state, **rest, cache=cache, sampler=sampler)
 
@@ -277,23 +269,9 @@ def _take_winners(state: DecodeState, takes: jax.Array, winner: jax.Array) -> De
     history, confidences, tally, unsound = jax.tree.map(lambda x: jnp.take(x, origin, axis=0), own)
     rows = jnp.nonzero(takes, size=state.lanes, fill_value=0)[0].astype(jnp.int32)
 
-    def copy(k: jax.Array, cache: KVCache) -> KVCache:
-        return _copy_block(cache, winner[rows[k]], rows[k], state.fork.start[rows[k]])
-
-    cache: KVCache = lax.fori_loop(0, jnp.sum(takes), copy, state.cache)
+    lanes, start = winner[rows], state.fork.start[rows]
+    # What a branch has is at most one block.
+    cache = copy_runs(state.cache, jnp.sum(takes), lanes, rows, start, start + _BLOCK, block=_BLOCK)
     sampler = replace(state.sampler, tally=tally)
     state = replace(state, history=history, confidences=confidences, unsound=unsound)
     return replace(state, cache=cache, sampler=sampler)
-
-
-def _copy_block(cache: KVCache, source: jax.Array, target: jax.Array, first: jax.Array) -> KVCache:
-    """Copies the keys and values of some positions of a row, from `first` on. Where they would go
-    past the end, earlier ones are copied instead, which the rows of a fork share."""
-    zero = jnp.int32(0)
-
-    def copy(x: jax.Array) -> jax.Array:
-        shape = (1, x.shape[1], min(_BLOCK, x.shape[2]), x.shape[3])
-        block = lax.dynamic_slice(x, (source, zero, first, zero), shape)
-        return lax.dynamic_update_slice(x, block, (target, zero, first, zero))
-
-    return replace(cache, keys=tuple(map(copy, cache.keys)), values=tuple(map(copy, cache.values)))

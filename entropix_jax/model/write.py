@@ -1,6 +1,7 @@
-"""Writes new tokens to the cache, in place."""
+"""Writes to the cache, in place: new tokens, and copies of those of other rows."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from entropix_jax.model.cache import KVCache
 from entropix_jax.model.mesh import MODEL
 from entropix_jax.platforms import for_platform
 
@@ -111,6 +113,76 @@ def write_run(cached: jax.Array, new: jax.Array, start: jax.Array, count: jax.Ar
 
     written: jax.Array = lax.fori_loop(0, new.shape[0], put, whole)
     return written.swapaxes(2, axis)
+
+
+def copy_runs(
+    cache: KVCache,
+    number: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    *,
+    block: int,
+) -> KVCache:
+    """Copies keys and values at positions `start[k]` up to `end[k]` of row `source[k]` to row
+    `target[k]`, for the first `number` of k; int32 [], and int32 [n].
+
+    So many positions as make a `block`, static, are copied at once, so more may be: past the run,
+    and at the end of the cache before it, where the rows must be alike.
+    """
+    args = cache, number, source, target, start, end
+    copied: KVCache = for_platform(
+        *args,
+        tpu=partial(copy_as_it_lies, block=block),
+        otherwise=partial(_copy_runs, block=block, axis=2),
+    )
+    return copied
+
+
+def copy_as_it_lies(cache: KVCache, *runs: jax.Array, block: int) -> KVCache:
+    """`copy_runs` on a TPU: a loop over the axes in another order would copy the cache into that,
+    and back, in each call."""
+    axis = _as_it_lies(cache.keys[0])[1]
+
+    def turned(cache: KVCache) -> KVCache:
+        keys, values = jax.tree.map(lambda x: x.swapaxes(2, axis), (cache.keys, cache.values))
+        return replace(cache, keys=keys, values=values)
+
+    return turned(_copy_runs(turned(cache), *runs, block=block, axis=axis))
+
+
+def _copy_runs(
+    cache: KVCache,
+    number: jax.Array,
+    source: jax.Array,
+    target: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    *,
+    block: int,
+    axis: int,
+) -> KVCache:
+    """`copy_runs` where positions are that axis."""
+
+    def copy(k: jax.Array, cache: KVCache) -> KVCache:
+        def copy_block(i: jax.Array, cache: KVCache) -> KVCache:
+            def put(x: jax.Array) -> jax.Array:
+                place, shape = [jnp.int32(0)] * 4, [1, *x.shape[1:]]
+                place[axis] = start[k] + i * block
+                shape[axis] = min(block, x.shape[axis])
+                run = lax.dynamic_slice(x, [source[k], *place[1:]], shape)
+                return lax.dynamic_update_slice(x, run, [target[k], *place[1:]])
+
+            keys, values = jax.tree.map(put, (cache.keys, cache.values))
+            return replace(cache, keys=keys, values=values)
+
+        blocks = (end[k] - start[k] + block - 1) // block
+        copied: KVCache = lax.fori_loop(0, blocks, copy_block, cache)
+        return copied
+
+    copied: KVCache = lax.fori_loop(0, number, copy, cache)
+    return copied
 
 
 def _as_it_lies(cached: jax.Array) -> tuple[jax.Array, int]:

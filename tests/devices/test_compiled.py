@@ -11,7 +11,7 @@ from typing import Any
 
 import devices
 import pytest
-from device_program import DECODE, H100, PLATFORM, PREFILL, V5E, Wanted
+from device_program import DECODE, FORKED, H100, PLATFORM, PREFILL, V5E, Wanted
 from jax.sharding import AbstractMesh
 from llama_1b import LLAMA_3_2_1B
 
@@ -54,6 +54,9 @@ MOST: dict[Wanted, Most] = {
     ),
     Wanted(V5E, DECODE, 64, "data=8"): Most(
         temporary=0.091, moved=3.18, kernels=1572, cycles=6.48, collectives=2
+    ),
+    Wanted(V5E, FORKED, 64, sampler="quadrants"): Most(
+        temporary=0.996, moved=10.87, kernels=1840, cycles=33.5
     ),
     Wanted(V5E, PREFILL, 1): Most(temporary=0.037, moved=2.0, kernels=828, copies=4, cycles=9.58),
     Wanted(V5E, PREFILL, 64): Most(temporary=0.036, moved=2.99, kernels=807, cycles=9.68),

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropix_jax.model.write import write, write_run, write_token
+from entropix_jax.model.cache import KVCache
+from entropix_jax.model.write import copy_as_it_lies, copy_runs, write, write_run, write_token
 
 SHAPES = pytest.mark.parametrize(("positions", "head_dim"), [(300, 64), (24, 16), (40, 128)])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -39,3 +40,30 @@ def test_as_on_a_tpu(positions: int, head_dim: int, tokens: int, dtype: Any) -> 
         written = way(cached, new, start, count)
         assert written.dtype == dtype
         np.testing.assert_array_equal(np.asarray(written, np.float32), expected)
+
+
+@DTYPES
+@SHAPES
+def test_runs_of_other_rows_are_copied(positions: int, head_dim: int, dtype: Any) -> None:
+    """None for the last of them, whole rows, and one from the middle, at once a block of 8."""
+    number, block = 3, 8
+    source, target = np.array([0, 2, 6, 5], np.int32), np.array([1, 3, 7, 0], np.int32)
+    start = np.array([0, 9, 0, 0], np.int32)
+    end = np.array([positions, 16, 3, positions], np.int32)
+    rng = np.random.default_rng(2)
+    keys, values = (
+        tuple(jnp.asarray(rng.normal(size=(8, 2, positions, head_dim)), dtype) for _ in range(2))
+        for _ in range(2)
+    )
+    cache = KVCache(keys, values, jnp.zeros(8, jnp.int32), jnp.dtype(dtype))
+    ways = (copy_runs, copy_as_it_lies)
+    for way in ways:
+        copied = jax.jit(partial(way, block=block))(cache, number, source, target, start, end)
+        for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
+            expected = np.array(before, np.float32)
+            for k in range(number if before.ndim == 4 else 0):
+                run = slice(start[k], start[k] + -(-(end[k] - start[k]) // block) * block)
+                if run.stop > positions:
+                    run = slice(0, positions)
+                expected[target[k], :, run] = expected[source[k], :, run]
+            np.testing.assert_array_equal(np.asarray(after, np.float32), expected)
