@@ -37,6 +37,8 @@ from entropix_jax.engine.state import (
     StepRecord,
     extras_of,
     finish_of,
+    with_lanes,
+    without_lanes,
 )
 from entropix_jax.model.cache import KVCache
 from entropix_jax.model.config import ModelConfig
@@ -211,7 +213,7 @@ def decode(
         `live` and `joins` are False), and whether the next steps need the lanes, bool [].
     """
     whole = free_lanes(state)
-    state = whole if lanes else _without_lanes(whole)
+    state = whole if lanes else without_lanes(whole)
     batch = state.finish.shape[0] - state.lanes
 
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
@@ -251,7 +253,7 @@ def decode(
     start = jnp.int32(0), large, small, records
     _, large, small, records = lax.while_loop(unfinished, body, start)
     state = _whole(large, small)
-    state = state if lanes else _with_lanes(state, whole)
+    state = state if lanes else with_lanes(state, whole)
     return state, records, any_shard(jnp.any(is_forked(state)))
 
 
@@ -395,28 +397,6 @@ def _whole(large: DecodeState, small: Packed) -> DecodeState:
     """The inverse."""
     parts, length = small.unpack()
     return replace(large, **parts, cache=replace(large.cache, length=length))
-
-
-def _without_lanes(state: DecodeState) -> DecodeState:
-    """The rows in slots. Keys and values stay whole, since a part of them would be a copy."""
-    batch = state.finish.shape[0] - state.lanes
-    slots: DecodeState = jax.tree.map(lambda x: x[:batch], _without_cache(state))
-    return replace(slots, cache=replace(state.cache, length=slots.cache.length), lanes=0)
-
-
-def _with_lanes(state: DecodeState, whole: DecodeState) -> DecodeState:
-    """The inverse, with the lanes of `whole`."""
-    batch = state.finish.shape[0]
-    both: DecodeState = jax.tree.map(
-        lambda slots, all_: jnp.concatenate([slots, all_[batch:]]),
-        replace(_without_cache(state), lanes=whole.lanes),
-        _without_cache(whole),
-    )
-    return replace(both, cache=replace(state.cache, length=both.cache.length))
-
-
-def _without_cache(state: DecodeState) -> DecodeState:
-    return replace(state, cache=replace(state.cache, keys=(), values=()))
 
 
 def _fill(places: int, slots: jax.Array) -> jax.Array:

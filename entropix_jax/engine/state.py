@@ -1,7 +1,7 @@
 """The state of a batch while it decodes, and what is recorded of each step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -223,3 +223,25 @@ def finish_of(left: jax.Array, token: jax.Array, eos_ids: jax.Array) -> jax.Arra
     hold it is FINISHED_EOS."""
     ended = jnp.any(token[:, None] == eos_ids, axis=-1)
     return jnp.where(ended, FINISHED_EOS, jnp.where(left <= 0, FINISHED_LENGTH, RUNNING))
+
+
+def without_lanes(state: DecodeState) -> DecodeState:
+    """The rows in slots. Keys and values stay whole, since a part of them would be a copy."""
+    batch = state.finish.shape[0] - state.lanes
+    slots: DecodeState = jax.tree.map(lambda x: x[:batch], _without_cache(state))
+    return replace(slots, cache=replace(state.cache, length=slots.cache.length), lanes=0)
+
+
+def with_lanes(state: DecodeState, whole: DecodeState) -> DecodeState:
+    """The inverse, with the lanes of `whole`."""
+    batch = state.finish.shape[0]
+    both: DecodeState = jax.tree.map(
+        lambda slots, all_: jnp.concatenate([slots, all_[batch:]]),
+        replace(_without_cache(state), lanes=whole.lanes),
+        _without_cache(whole),
+    )
+    return replace(both, cache=replace(state.cache, length=both.cache.length))
+
+
+def _without_cache(state: DecodeState) -> DecodeState:
+    return replace(state, cache=replace(state.cache, keys=(), values=()))
