@@ -32,12 +32,17 @@ def for_platform(
 ) -> Out:
     """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `tpu(*args)` in one for
     TPUs, `otherwise(*args)` in one for a platform that has no function of its own."""
-    if jax.default_backend() == "cpu" and not traced_for_all.value:
+    if on_cpu() and not traced_for_all.value:
         return (cpu or otherwise)(*args)
     named = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
     ways = {platform: way for platform, way in named.items() if way is not None}
     out: Out = lax.platform_dependent(*args, **ways, default=otherwise)
     return out
+
+
+def on_cpu() -> bool:
+    """Whether the default device is a CPU."""
+    return jax.default_backend() == "cpu"
 
 
 def puts_loops_in_graphs() -> bool:

@@ -50,7 +50,7 @@ from entropix_jax.engine.preparation import (
     PREFILL_WINDOW,
     bucket,
 )
-from entropix_jax.engine.prompts import TOGETHER
+from entropix_jax.engine.prompts import MIN_TOGETHER, TOGETHER
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
@@ -366,7 +366,7 @@ def measure_prompts(args: argparse.Namespace, figures: Figures, scratch: Path) -
         peers = list(find_peers(model.config, weights, model.source, scratch))
         for tokens in args.tokens:
             contestants = {"entropix_jax": model.prefill(tokens)}
-            if tokens * TOGETHER <= MAX_PREFILL:
+            if MIN_TOGETHER <= tokens <= MAX_PREFILL // TOGETHER:
                 contestants[f"{TOGETHER} in one call, each"] = model.prefill(tokens, TOGETHER)
             for peer in peers:
                 if timed := peer.prefill(tokens):

@@ -171,10 +171,17 @@ class LlamaCpp:
         return self._figures(["llama-bench", "-r", "1", "-o", "jsonl", *options])["avg_ns"] / 1e9
 
     def _figures(self, command: list[str]) -> dict[str, Any]:
-        """The last line of JSON that a command on the model prints."""
+        """The last line of JSON that a command on the model prints.
+
+        Raises:
+            UserError: there is none.
+        """
         command = [*command, "-m", str(self._file), "-t", str(os.cpu_count())]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        figures: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        if not lines:
+            raise UserError(f"no figures came from: {' '.join(command)}")
+        figures: dict[str, Any] = json.loads(lines[-1])
         return figures
 
 

@@ -1,7 +1,9 @@
 """Prefill: the texts of rows that arrive are cached before the rows' first steps.
 
-Rows that arrive together are read together, but never so that the last digits of one depend on the
-others: each is read in the parts in which it would be read alone.
+Rows that arrive together are read four at a time, but never so that the last digits of one depend
+on when another came: each is read in the parts in which it would be read alone. Off the CPU, where
+a call of four rows gives other digits than one of one row, all such parts are read by calls of
+four.
 """
 
 from collections import defaultdict
@@ -23,17 +25,19 @@ from entropix_jax.engine.running import RunningRow
 from entropix_jax.engine.slots import Layout, share_prefix
 from entropix_jax.engine.state import DecodeState
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.platforms import on_cpu
 
 _MIN_PART = 16  # tokens of a prompt that are read in one call, at least
 # Where caches are kept texts grow in parts of any length: few programs serve all of them.
 _KEPT_PART = 64
-# Rows that are read in one call, where as many wait: another number is a program of its own. On a
-# CPU, prompts of SmolLM2-135M take half the time together if they have 32 tokens, and three
-# quarters if they have 128.
+# Rows that are read in one call; another number would be a program of its own. On a CPU, prompts of
+# SmolLM2-135M take half the time so if they have 32 tokens, and three quarters if they have 128.
 TOGETHER = 4
 # Tokens of each row that are read together, at least. A CPU multiplies fewer vectors in another
-# way, to other last digits.
-_MANY = 32
+# way, to other last digits. (So many vectors and four times as many it multiplies alike.)
+MIN_TOGETHER = 32
+# Cache positions of such a row, at most: those of all four are copied, and a long row gains little.
+_MAX_WINDOW = 512
 
 
 class PromptReader:
@@ -60,19 +64,19 @@ class PromptReader:
         arrived: Sequence[int],
         stops: Callable[[], bool],
     ) -> DecodeState:
-        """Caches what is not cached of some rows. A text that another slot has cached is copied
-        from there.
+        """Caches what is not cached yet of rows that arrived. A text that another slot has cached
+        is copied from there.
 
         Args:
             state: donated.
             layout: where the slots are.
             rows: those in slots, by slot.
-            arrived: the slots of the rows that are cached; the others are cached already.
+            arrived: the slots of the rows that arrived; all that the others need is cached.
             stops: asked before each call whether to leave the rest.
         """
         cached = [slot for slot in rows if slot not in arrived]
         while arrived and not stops():
-            # Of several that wait for one prompt, one is read.
+            # Of several rows with one prompt the first is read, for the others to copy.
             first: dict[tuple[int, ...], int] = {}
             others = []
             for slot in arrived:
@@ -108,7 +112,7 @@ class PromptReader:
                 break
             for (size, window), slots in alike.items():
                 while slots and not stops():
-                    places = self._places(size, window, len(slots))
+                    places = self._places(size, window, len(slots), layout.slots)
                     now, slots = slots[:places], slots[places:]
                     part = {slot: rows[slot] for slot in now}
                     state = self._read_part(state, layout, part, places, size, window)
@@ -124,11 +128,12 @@ class PromptReader:
         size = min(size, chunk_size(self._model.config, length, 1, MAX_PREFILL))
         return size, min(bucket(row.cached + size, window), self._capacity)
 
-    def _places(self, size: int, window: int, waiting: int) -> int:
-        """The rows of the next call, where so many wait: more than half of them are not padding."""
-        room = chunk_size(self._model.config, window, TOGETHER, MAX_PREFILL // TOGETHER)
-        fits = _MANY <= size <= room and waiting > TOGETHER // 2
-        return TOGETHER if fits else 1
+    def _places(self, size: int, window: int, waiting: int, slots: int) -> int:
+        """The places of the next call, where so many rows wait for one: on a CPU four only if at
+        most one of them is padding, since each takes its time."""
+        fits = MIN_TOGETHER <= size <= MAX_PREFILL // TOGETHER and window <= _MAX_WINDOW
+        enough = waiting >= TOGETHER - 1 if on_cpu() else slots >= TOGETHER
+        return TOGETHER if fits and enough else 1
 
     def _read_part(
         self,

@@ -128,8 +128,9 @@ def copy_runs(
     """Copies keys and values at positions `start[k]` up to `end[k]` of row `source[k]` to row
     `target[k]`, for the first `number` of k; int32 [], and int32 [n].
 
-    So many positions as make a `block`, static, are copied at once, so more may be: past the run,
-    and at the end of the cache before it, where the rows must be alike.
+    Positions are copied in blocks of `block`, static. The last block may go past the run; at the
+    end of the cache it begins earlier instead, where the rows must be alike, as those of a fork
+    are.
     """
     args = cache, number, source, target, start, end
     copied: KVCache = for_platform(

@@ -45,25 +45,24 @@ def test_as_on_a_tpu(positions: int, head_dim: int, tokens: int, dtype: Any) -> 
 @DTYPES
 @SHAPES
 def test_runs_of_other_rows_are_copied(positions: int, head_dim: int, dtype: Any) -> None:
-    """None for the last of them, whole rows, and one from the middle, at once a block of 8."""
-    number, block = 3, 8
-    source, target = np.array([0, 2, 6, 5], np.int32), np.array([1, 3, 7, 0], np.int32)
-    start = np.array([0, 9, 0, 0], np.int32)
-    end = np.array([positions, 16, 3, positions], np.int32)
+    """Whole rows, one from the middle, and one that ends with the cache, 8 positions at once. The
+    last run is past the number of them."""
+    number, block = 4, 8
+    source, target = np.array([0, 2, 6, 4, 5], np.int32), np.array([1, 3, 7, 5, 0], np.int32)
+    start = np.array([0, 9, 0, positions - 3, 0], np.int32)
+    end = np.array([positions, 16, 3, positions + 5, positions], np.int32)
     rng = np.random.default_rng(2)
     keys, values = (
         tuple(jnp.asarray(rng.normal(size=(8, 2, positions, head_dim)), dtype) for _ in range(2))
         for _ in range(2)
     )
     cache = KVCache(keys, values, jnp.zeros(8, jnp.int32), jnp.dtype(dtype))
-    ways = (copy_runs, copy_as_it_lies)
-    for way in ways:
+    for way in (copy_runs, copy_as_it_lies):
         copied = jax.jit(partial(way, block=block))(cache, number, source, target, start, end)
         for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(copied), strict=True):
             expected = np.array(before, np.float32)
             for k in range(number if before.ndim == 4 else 0):
-                run = slice(start[k], start[k] + -(-(end[k] - start[k]) // block) * block)
-                if run.stop > positions:
-                    run = slice(0, positions)
-                expected[target[k], :, run] = expected[source[k], :, run]
+                for first in range(start[k], end[k], block):
+                    at = min(first, positions - block) + np.arange(block)
+                    expected[target[k], :, at] = expected[source[k], :, at]
             np.testing.assert_array_equal(np.asarray(after, np.float32), expected)
