@@ -76,7 +76,8 @@ class Wanted:
     def shape(self) -> str:
         """In words."""
         mesh = "" if self.mesh is None else f", {self.mesh}"
-        return f"{self.batch} x {self.context}{mesh}"
+        prompt = f", {self.prompt} tokens" if self.program == PREFILL else ""
+        return f"{self.batch} x {self.context}{mesh}{prompt}"
 
 
 def prepare(wanted: Wanted, folder: Path) -> None:
@@ -175,17 +176,20 @@ def trace(wanted: Wanted, params: Any, state: Any, whole: Any) -> Any:
     from llama_1b import LLAMA_3_2_1B as CONFIG
 
     from entropix_jax.engine.decode import decode, decode_in_graph, prefill
-    from entropix_jax.engine.preparation import MAX_STEPS
+    from entropix_jax.engine.preparation import MAX_PREFILL, MAX_STEPS
+    from entropix_jax.engine.prompts import TOGETHER
     from entropix_jax.engine.state import Recording
 
     def integers(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
 
     if wanted.program == PREFILL:
-        slots = None if wanted.batch == 1 else integers(1)
-        prompt = integers(1, wanted.prompt)
+        together = wanted.batch >= TOGETHER and wanted.prompt <= MAX_PREFILL // TOGETHER
+        rows = TOGETHER if together else 1
+        slots = None if wanted.batch == 1 else integers(rows)
+        prompt = integers(rows, wanted.prompt)
         return prefill.trace(
-            params, state, prompt, integers(1), slots, config=CONFIG, window=wanted.prompt
+            params, state, prompt, integers(rows), slots, config=CONFIG, window=wanted.prompt
         )
     steps = decode_in_graph if PLATFORM[wanted.device] == "cuda" else decode
     return steps.trace(
