@@ -47,6 +47,7 @@ MOST: dict[Wanted, Most] = {
     Wanted(H100, DECODE, 64): Most(temporary=0.311, moved=8.87, kernels=305),
     Wanted(H100, PREFILL, 1): Most(temporary=0.053, moved=5.29, kernels=278),
     Wanted(H100, PREFILL, 64): Most(temporary=0.072, moved=6.44, kernels=316),
+    Wanted(H100, PREFILL, 64, prompt=128): Most(temporary=0.0442, moved=4.45, kernels=282),
     Wanted(V5E, DECODE, 1): Most(temporary=0.038, moved=2.57, kernels=1167, cycles=4.07),
     Wanted(V5E, DECODE, 64): Most(temporary=0.77, moved=10.14, kernels=1524, cycles=28.0),
     Wanted(V5E, DECODE, 64, "model=8"): Most(
@@ -60,6 +61,9 @@ MOST: dict[Wanted, Most] = {
     ),
     Wanted(V5E, PREFILL, 1): Most(temporary=0.037, moved=2.0, kernels=828, copies=4, cycles=9.58),
     Wanted(V5E, PREFILL, 64): Most(temporary=0.036, moved=2.99, kernels=807, cycles=9.68),
+    Wanted(V5E, PREFILL, 64, prompt=128): Most(
+        temporary=0.0397, moved=2.14, kernels=1014, cycles=9.74
+    ),
 }
 
 
