@@ -32,7 +32,7 @@ def for_platform(
 ) -> Out:
     """`cpu(*args)` in a program for CPUs, `gpu(*args)` in one for GPUs, `tpu(*args)` in one for
     TPUs, `otherwise(*args)` in one for a platform that has no function of its own."""
-    if on_cpu() and not traced_for_all.value:
+    if traces_cpu_alone():
         return (cpu or otherwise)(*args)
     named = {"cpu": cpu, "cuda": gpu, "rocm": gpu, "tpu": tpu}
     ways = {platform: way for platform, way in named.items() if way is not None}
@@ -43,6 +43,11 @@ def for_platform(
 def on_cpu() -> bool:
     """Whether the default device is a CPU."""
     return jax.default_backend() == "cpu"
+
+
+def traces_cpu_alone() -> bool:
+    """Whether programs are traced for a CPU and no other platform."""
+    return on_cpu() and not traced_for_all.value
 
 
 def puts_loops_in_graphs() -> bool:

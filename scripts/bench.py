@@ -45,12 +45,11 @@ from entropix_jax.engine.decode import decode_here, prefill
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import (
     DECODE_WINDOW,
-    MAX_PREFILL,
     MAX_STEPS,
     PREFILL_WINDOW,
     bucket,
 )
-from entropix_jax.engine.prompts import MIN_TOGETHER, TOGETHER
+from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
@@ -366,7 +365,7 @@ def measure_prompts(args: argparse.Namespace, figures: Figures, scratch: Path) -
         peers = list(find_peers(model.config, weights, model.source, scratch))
         for tokens in args.tokens:
             contestants = {"entropix_jax": model.prefill(tokens)}
-            if MIN_TOGETHER <= tokens <= MAX_PREFILL // TOGETHER:
+            if may_join(tokens, bucket(tokens, PREFILL_WINDOW)):
                 contestants[f"{TOGETHER} in one call, each"] = model.prefill(tokens, TOGETHER)
             for peer in peers:
                 if timed := peer.prefill(tokens):

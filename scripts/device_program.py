@@ -176,15 +176,15 @@ def trace(wanted: Wanted, params: Any, state: Any, whole: Any) -> Any:
     from llama_1b import LLAMA_3_2_1B as CONFIG
 
     from entropix_jax.engine.decode import decode, decode_in_graph, prefill
-    from entropix_jax.engine.preparation import MAX_PREFILL, MAX_STEPS
-    from entropix_jax.engine.prompts import TOGETHER
+    from entropix_jax.engine.preparation import MAX_STEPS
+    from entropix_jax.engine.prompts import TOGETHER, may_join
     from entropix_jax.engine.state import Recording
 
     def integers(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
 
     if wanted.program == PREFILL:
-        together = wanted.batch >= TOGETHER and wanted.prompt <= MAX_PREFILL // TOGETHER
+        together = wanted.batch >= TOGETHER and may_join(wanted.prompt, wanted.prompt)
         rows = TOGETHER if together else 1
         slots = None if wanted.batch == 1 else integers(rows)
         prompt = integers(rows, wanted.prompt)

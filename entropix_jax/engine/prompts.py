@@ -35,21 +35,24 @@ _KEPT_PART = 64
 TOGETHER = 4
 # Tokens of each row that are read together, at least. A CPU multiplies fewer vectors in another
 # way, to other last digits. (So many vectors and four times as many it multiplies alike.)
-MIN_TOGETHER = 32
+_MIN_TOGETHER = 32
 # Cache positions of such a row, at most: those of all four are copied, and a long row gains little.
 _MAX_WINDOW = 512
+
+
+def may_join(size: int, window: int) -> bool:
+    """Whether parts of so many tokens, padding included, which read so many positions, may be read
+    together."""
+    return _MIN_TOGETHER <= size <= MAX_PREFILL // TOGETHER and window <= _MAX_WINDOW
 
 
 class PromptReader:
     """Caches the texts of rows in slots, except for their last tokens."""
 
     def __init__(self, model: LanguageModel, *, capacity: int, keep: bool, check: bool) -> None:
-        """
-        Args:
-            capacity: cache slots of a row.
-            keep: caches outlive a run, so that few programs should serve texts of all lengths.
-            check: the state notes where activations are not finite.
-        """
+        """For rows of `capacity` cache positions. With `keep` caches outlive a run, so few programs
+        should serve texts of all lengths; with `check` the state notes where activations are not
+        finite."""
         self.read = 0  # tokens, padding not counted
         self._model = model
         self._capacity = capacity
@@ -131,9 +134,8 @@ class PromptReader:
     def _places(self, size: int, window: int, waiting: int, slots: int) -> int:
         """The places of the next call, where so many rows wait for one: on a CPU four only if at
         most one of them is padding, since each takes its time."""
-        fits = MIN_TOGETHER <= size <= MAX_PREFILL // TOGETHER and window <= _MAX_WINDOW
         enough = waiting >= TOGETHER - 1 if on_cpu() else slots >= TOGETHER
-        return TOGETHER if fits and enough else 1
+        return TOGETHER if enough and may_join(size, window) else 1
 
     def _read_part(
         self,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.platforms import on_cpu, traced_for_all
+from entropix_jax.platforms import traces_cpu_alone
 
 CACHE_AXES = ("batch", "kv_heads", "positions", "head_dim")  # of each layer's keys and values
 
@@ -39,8 +39,7 @@ class KVCache:
 def cache_dtype(activations: jnp.dtype) -> jnp.dtype:
     """The dtype of a cache beside activations of a dtype: the same, but float32 on a CPU, where XLA
     would widen an entire bfloat16 cache, and narrow it again, to write one token."""
-    only_here = on_cpu() and not traced_for_all.value
-    return jnp.dtype(jnp.float32) if only_here else activations
+    return jnp.dtype(jnp.float32) if traces_cpu_alone() else activations
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, activations: jnp.dtype) -> KVCache:

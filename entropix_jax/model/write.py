@@ -153,18 +153,9 @@ def copy_as_it_lies(cache: KVCache, *runs: jax.Array, block: int) -> KVCache:
     return turned(_copy_runs(turned(cache), *runs, block=block, axis=axis))
 
 
-def _copy_runs(
-    cache: KVCache,
-    number: jax.Array,
-    source: jax.Array,
-    target: jax.Array,
-    start: jax.Array,
-    end: jax.Array,
-    *,
-    block: int,
-    axis: int,
-) -> KVCache:
+def _copy_runs(cache: KVCache, *runs: jax.Array, block: int, axis: int) -> KVCache:
     """`copy_runs` where positions are that axis."""
+    number, source, target, start, end = runs
 
     def copy(k: jax.Array, cache: KVCache) -> KVCache:
         def copy_block(i: jax.Array, cache: KVCache) -> KVCache:

@@ -112,10 +112,13 @@ def test_rows_read_together_are_the_rows_read_alone(
     ("weights", "activations"),
     [("bfloat16", None), ("int8", None), ("bfloat16", "bfloat16"), ("int8", "bfloat16")],
 )
-def test_in_every_precision(weights: str, activations: str | None) -> None:
+def test_in_every_precision(
+    weights: str, activations: str | None, shapes: list[tuple[int, int]]
+) -> None:
     model = load("tiny", weights, precision=activations)
     together, alone = Arrivals(model, (20, 32, 25, 17)), Arrivals(model, (20, 32, 25, 17))
     together.read()
+    assert shapes == [(4, 32)]
     for slot in alone.rows:
         alone.read([slot])
     assert together.equals(alone)
