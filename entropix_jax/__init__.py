@@ -22,7 +22,7 @@ _MODULES = {
     "Row": "engine.results",
     "Sampler": "sampler.sampler",
     "UserError": "errors",
-    "calibrate_sampler": "engine.calibrated",
+    "calibrate_sampler": "engine.preparation",
     "generate": "engine.api",
     "load": "model.loading",
     "load_sampler": "sampler.presets",
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from entropix_jax.engine.api import generate as generate
     from entropix_jax.engine.api import score as score
     from entropix_jax.engine.api import stream as stream
-    from entropix_jax.engine.calibrated import calibrate_sampler as calibrate_sampler
     from entropix_jax.engine.engine import Engine as Engine
+    from entropix_jax.engine.preparation import calibrate_sampler as calibrate_sampler
     from entropix_jax.engine.results import Event as Event
     from entropix_jax.engine.results import Request as Request
     from entropix_jax.engine.results import Row as Row

@@ -18,7 +18,7 @@ _COMMANDS = {
     "ablate": ("lab.ablate", "many settings of a sampler on tasks, in one compiled program"),
     "evaluate": ("lab.evaluate", "samplers against each other, each tuned by the same effort"),
     "harness": ("lab.harness", "tasks of EleutherAI's lm-evaluation-harness"),
-    "calibrate": ("lab.calibrate", "a preset whose bounds fit a model and its texts"),
+    "calibrate": ("lab.calibrate", "measures a model's own answers, for thresholds in percent"),
     "report": ("cli.report", "a trace as a page to open in a browser"),
 }
 

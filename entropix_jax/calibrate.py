@@ -1,4 +1,4 @@
-"""`python -m entropix_jax.calibrate`: thresholds that fit a model."""
+"""`python -m entropix_jax.calibrate`: quantile tables of a model's own answers."""
 
 from entropix_jax.__main__ import run_module
 

@@ -43,11 +43,26 @@ def require(extra: str, *packages: str) -> None:
             raise UserError(f'{package} is not installed: pip install "entropix-jax[{extra}]"')
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an error's line: the known name that is most like a wrong one, or all of them."""
-    ends = [one for one in known if one.endswith(f".{name}")]  # of a key without its section
-    close = ends[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f", did you mean '{close[0]}'?" if close else f" (known: {', '.join(known)})"
+def nearest(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
+    """Returns the end of an error's line: the known name that is most like a wrong one. If none is
+    close, all of them, or what to say `otherwise`."""
+    # A key without its section, or the beginning of one.
+    ends = [one for one in known if one.endswith(f".{name}")]
+    begins = [one for one in known if len(name) > 2 and f".{one}".rfind(f".{name}") >= 0]
+    ends.sort(key=lambda one: not one.startswith("base."))
+    begins.sort(key=lambda one: (not one.startswith(name), not one.startswith("base.")))
+    likely = [*ends, *begins, *difflib.get_close_matches(name, known, n=1, cutoff=0.6)]
+    if likely:
+        return f", did you mean '{likely[0]}'?"
+    return f" (known: {', '.join(known)})" if otherwise is None else otherwise
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises UserError, which names `what`, for a text with surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not valid Unicode at character {error.start}") from None
 
 
 def printable(text: str) -> str:

@@ -32,15 +32,20 @@ _CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
 
 
 def read_condition(text: str) -> tuple[str, str, str | float]:
-    """Parses one side of a box, such as `entropy > h2`: the quantity, the sign, and the bound,
-    which is one of THRESHOLDS or a number. ValueError, which says why, if it is no condition."""
+    """Parses one side of a box, such as `entropy > h2`, into quantity, sign and bound.
+
+    The bound is one of THRESHOLDS, a percentile of the quantity such as "40%", or a number.
+
+    Raises:
+        ValueError: the text is not a condition; the message says why.
+    """
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError("expected QUANTITY < NUMBER or QUANTITY > NUMBER")
     quantity, sign, bound = match.groups()
     if quantity not in QUANTITIES:
         raise ValueError(f"no quantity '{quantity}'{nearest(quantity, QUANTITIES)}")
-    if bound in THRESHOLDS:
+    if bound in THRESHOLDS or bound.endswith("%"):
         return quantity, sign, bound
     try:
         number = float(bound)
@@ -48,6 +53,7 @@ def read_condition(text: str) -> tuple[str, str, str | float]:
         number = math.nan
     if not abs(number) <= LARGEST:
         raise ValueError(
-            f"'{bound}' is neither a number up to {LARGEST:g} nor one of {', '.join(THRESHOLDS)}"
+            f"'{bound}' is not a number up to {LARGEST:g}, a percentile such as 40%, or one of "
+            f"{', '.join(THRESHOLDS)}"
         )
     return quantity, sign, number

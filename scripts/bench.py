@@ -10,8 +10,7 @@
 take `tiny`. Any other MODEL is a name, a folder, a GGUF file or a hub id. Contestants take turns;
 figures are medians, a spread is (max - min) / median, ratios are medians of the rounds' ratios.
 The floor of a step or prompt is the time that the machine needs to read or to multiply what it has
-to. `forward + argmax` is the model alone, which any sampler is compared with: `greedy` would run
-the sampler's whole program.
+to. `forward + argmax` is the model alone. `greedy` runs the sampler's whole program.
 """
 
 import argparse
@@ -40,7 +39,6 @@ from start_up import loading, run_generate, write_model
 from timing import Figures, Timed, describe_machine, seconds_of, take_turns
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode_here, prefill
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import (
@@ -48,6 +46,7 @@ from entropix_jax.engine.preparation import (
     MAX_STEPS,
     PREFILL_WINDOW,
     bucket,
+    calibrate_sampler,
 )
 from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
@@ -62,12 +61,13 @@ from entropix_jax.model.loading import TINY, LanguageModel, default_model, load
 from entropix_jax.model.params import PACKED, Params, init_params, pack
 from entropix_jax.model.precision import ACTIVATIONS, INT8, Precision, choose_precision
 from entropix_jax.names import BOXES
+from entropix_jax.sampler.calibration import generic_calibration
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 
 RANDOM_1B = "1b"
-DEFAULT, FULL, GREEDY, BARE = "entropix", "quadrants", "greedy", "forward + argmax"
+DEFAULT, GREEDY, MIN_P, BARE = "entropix", "greedy", "min-p", "forward + argmax"
 TYPES = ("bfloat16", "float32", INT8)
 NOBODY = np.full(1, -1, np.int32)  # no token ends a row
 
@@ -209,7 +209,9 @@ class Model:
         slots = None if rows == 1 else jnp.arange(rows, dtype=jnp.int32)
 
         def seconds() -> float:
-            state = jax.block_until_ready(self.state([load_sampler(FULL)] * rows, tokens, capacity))
+            state = jax.block_until_ready(
+                self.state([load_sampler(DEFAULT)] * rows, tokens, capacity)
+            )
             prompts = jnp.asarray(state.history[:, :tokens])
             where = {"config": self.config, "window": window}
             call = partial(prefill, self.params, state, prompts, count, slots, **where)
@@ -235,11 +237,15 @@ class Model:
     def compile(self) -> float:
         """Seconds to trace, lower and compile a step and the reading of a prompt."""
         jax.clear_caches()
-        return self.decode([load_sampler(FULL)], 128, 1)() + self.prefill(128)()
+        return self.decode([load_sampler(DEFAULT)], 128, 1)() + self.prefill(128)()
 
     def _settings(self, sampler: Sampler) -> Any:
-        return sampler.settings(
-            num_layers=self.config.num_layers, epsilon=2.0**-23, encode=lambda text: [1, 2, 3]
+        return sampler.resolve(generic_calibration()).settings(
+            num_layers=self.config.num_layers,
+            epsilon=2.0**-23,
+            encode=lambda text: [1, 2, 3],
+            token_texts=list,
+            vocab_size=self.config.vocab_size,
         )
 
 
@@ -266,7 +272,7 @@ def without_branches(name: str) -> Sampler:
 
 def branching(everywhere: bool, depth: int, width: int) -> Sampler:
     """A sampler whose rows branch at every step, or never."""
-    return load_sampler(FULL).with_values(
+    return load_sampler(DEFAULT).with_values(
         {
             **{f"regimes.{box}": ["entropy < -1"] for box in BOXES},
             **({"regimes.lehv": ["entropy > -1"]} if everywhere else {}),
@@ -314,7 +320,9 @@ def measure_steps(args: argparse.Namespace, figures: Figures, scratch: Path) -> 
             gc.collect()
         if args.slots:
             contestants = {
-                f"{FULL}, {slots} slots": model.decode([without_branches(FULL)], 128, 8, slots)
+                f"{DEFAULT}, {slots} slots": model.decode(
+                    [without_branches(DEFAULT)], 128, 8, slots
+                )
                 for slots in args.slots
             }
             figures.measure(contestants, kind="slots", weights=weights, batch=1, context=128)
@@ -347,7 +355,7 @@ def step_contestants(
     """This package's steps, the model alone, and the other engines'."""
     contestants: dict[str, Timed] = {
         name: model.decode([without_branches(name)] * batch, context, steps)
-        for name in (DEFAULT, FULL)
+        for name in (DEFAULT, GREEDY, MIN_P)
     }
     contestants[BARE] = model.bare(batch, context, steps)
     if batch > 1 and model.precision.weights == model.precision.activations:
@@ -410,7 +418,7 @@ def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
         require_transformers()
     model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
     rng = np.random.default_rng(0)
-    greedy, full = (calibrate_sampler(load_sampler(name), model) for name in (GREEDY, FULL))
+    greedy, default = (calibrate_sampler(load_sampler(name), model) for name in (GREEDY, DEFAULT))
     requests = [
         Request(
             rng.integers(0, model.tokenizer.vocab_size, rng.integers(8, 513)).tolist(),
@@ -428,7 +436,7 @@ def measure_batch(args: argparse.Namespace) -> dict[str, Any]:
         rate = f"{tokens / seconds:.0f}"
         table.add_row(label, f"{seconds:.1f}", str(tokens), rate, f"{used:.1%}")
 
-    for sampler in (full, greedy):
+    for sampler in (default, greedy):
         for slots, some in ((args.slots, requests), (1, requests[:16])):
             work = [replace(request, sampler=sampler) for request in some]
             run_rows(model, work, slots, 1024)  # compiles for each length
@@ -472,10 +480,10 @@ def measure_sweep(args: argparse.Namespace) -> dict[str, Any]:
     """A grid of 8 x 8 settings, one row of each: in one batch, and row after row."""
     model = load(args.model or TINY, args.weights[0] if args.weights else "float32")
     prompt = model.tokenizer.encode("Once upon a time", add_bos=True)
-    grid = itertools.product(np.linspace(0.05, 0.6, 8), np.linspace(0, 0.6, 8))
-    base, work = load_sampler(FULL), []
-    for h1, weight in grid:
-        values = {"thresholds.h1": float(h1), "adaptive.temperature_logits": float(weight)}
+    grid = itertools.product(np.linspace(5, 60, 8), np.linspace(0, 0.6, 8))
+    base, work = load_sampler(DEFAULT), []
+    for percent, weight in grid:
+        values = {"thresholds.h1": f"{percent:.4g}%", "adaptive.temperature_logits": float(weight)}
         sampler = calibrate_sampler(base.with_values(values), model)
         work.append(Request(prompt, sampler, max_new_tokens=args.tokens, row_id="row"))
     capacity = -(-(len(prompt) + args.tokens) // 64) * 64

@@ -122,6 +122,7 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     from entropix_jax.model.mesh import DATA, parse_mesh, rules_for
     from entropix_jax.model.params import PACKED, pack, param_specs
     from entropix_jax.model.precision import choose_precision
+    from entropix_jax.sampler.calibration import generic_calibration
     from entropix_jax.sampler.presets import load_sampler
 
     devices = topology(wanted).devices
@@ -145,13 +146,18 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
     if rules is None and PLATFORM[wanted.device] in PACKED:
         layers = jax.eval_shape(lambda layers: tuple(map(pack, layers)), params.layers)
         params = replace(params, layers=layers)
-    # Which tokens the texts of its settings have changes no shape.
-    sampler = load_sampler(wanted.sampler)
+    # The tokens of texts and the values of thresholds change no shape.
+    calibration = generic_calibration()
+    sampler = load_sampler(wanted.sampler).resolve(calibration)
     settings = sampler.settings(
-        num_layers=CONFIG.num_layers, epsilon=2.0**-8, encode=lambda text: [1, 2, 3]
+        num_layers=CONFIG.num_layers,
+        epsilon=2.0**-8,
+        encode=lambda text: [1, 2, 3],
+        token_texts=list,
+        vocab_size=CONFIG.vocab_size,
     )
     shards = 1 if rules is None else rules.mesh.shape[DATA]
-    needed = lanes_for(CalibratedSampler(sampler, settings))
+    needed = lanes_for(CalibratedSampler(sampler, settings, calibration))
     lanes = shared_lanes(wanted.batch // shards, needed) if needed else 0
     state = jax.eval_shape(
         lambda: empty_slots(

@@ -2,7 +2,7 @@
 
     python scripts/devices.py                              the default sampler, all devices
     python scripts/devices.py --devices v5e --mesh model=8
-    python scripts/devices.py --sampler quadrants --programs decode forked --json figures.json
+    python scripts/devices.py --programs decode forked --json figures.json
 
 Llama-3.2-1B's shape in bfloat16, as `Engine` runs it: `decode` (steps while no row is forked),
 `forked` (steps with the lanes of forks) and `prefill` (a part of a prompt). Nothing runs: every

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model.cache import init_cache

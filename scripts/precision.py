@@ -4,9 +4,9 @@
 
 Reads texts with each type of weights, and with bfloat16 activations, teacher-forced, and compares
 at every position: the Kullback-Leibler divergence KL(float32 || narrow) in nats, the most likely
-token, and the regime that the sampler `quadrants` would be in, its loop guard aside. Then generates
-with each at the same seed, and counts the tokens until the first that differs. Without --text the
-model itself writes the text, at temperature 1; without --model it is `tiny`.
+token, and the regime of the preset `entropix` (without the loop guard). Then generates texts with
+each type at the same seed, and counts the tokens before the first difference. Without --text the
+model writes the texts itself, by the preset `temperature`. The default model is `tiny`.
 """
 
 import argparse
@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import for_rows
+from entropix_jax.engine.preparation import calibrate_sampler, for_rows
 from entropix_jax.engine.results import Request
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
@@ -68,7 +67,7 @@ def read(model: LanguageModel, texts: np.ndarray) -> Iterator[tuple[np.ndarray, 
     """Of one text after the other: log-probabilities float32 [ROW, V], and the regimes int32
     [ROW]."""
     config = model.config
-    one = calibrate_sampler(load_sampler("quadrants"), model).settings
+    one = calibrate_sampler(load_sampler("entropix"), model).settings
     params = for_rows(one, ROW)
 
     @jax.jit
@@ -133,7 +132,7 @@ def main() -> int:
     }
     exact = models["float32"]
     texts = texts_of(exact, args)
-    written = {name: parting(exact, texts, name) for name in ("greedy", "quadrants")}
+    written = {name: parting(exact, texts, name) for name in ("greedy", "entropix")}
     title = f"{exact.folder}: {texts.size} tokens, {len(texts)} texts"
     _, *narrow = TYPES
     table = Table("against float32", *narrow, title=title)

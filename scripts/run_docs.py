@@ -29,7 +29,7 @@ COMMAND = re.compile(r"(scripts/|\.ci/|\.venv/bin/|printf |for )")
 # Commands that take minutes, or a lot of memory.
 LONG = re.compile(
     r"scripts/(test|bench|devices|parity|precision|train_tiny|demo|whole_texts)|\.ci/run"
-    r"|entropix_jax\.(ablate|evaluate)|--self-tokens 32000|calibrate --model smollm2"
+    r"|entropix_jax\.(ablate|evaluate)|calibrate --model smollm2"
 )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from entropix_jax.cli.options import EXIT_OK, run_command
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.lab.markdown import format_table

@@ -36,6 +36,8 @@ TOML = st.sampled_from(
         *("0x" + "f" * 5000, '"../x.toml"', '"entropy > h2"', '["entropy < 1e9"]'),
         *("9" * 5000, '"\\ud800"', "[" * 50_000, "{a = " * 300 + "1" + "}" * 300, "[[], {}]"),
         *("{ from = nan, to = inf }", '{ from = 2, to = 1, scale = "log" }', '["edt", "edt"]'),
+        *('"30%"', '"100.5%"', '"-0%"', '"%"', '[".", ""]'),
+        *('["entropy < 30%"]', '["agreement > 1e400%"]'),
     ]
 )
 JUNK = st.binary(max_size=8) | st.sampled_from(

@@ -72,7 +72,7 @@ def read_records(
     The format is CSV with a header where the name ends in `.csv`, else JSON Lines; a further suffix
     (`.gz`, ...) names a compression. Fields: `prompt` (text) or, in JSON, `messages` (objects with
     the texts `role` and `content`), and optionally `id` (text or integer), `sampler` (text),
-    `max_new_tokens` (from 1) and `seed` (from 0). null, an empty cell, blank lines and other fields
+    `max_new_tokens` (from 1) and `seed`. null, an empty cell, blank lines and other fields
     are ignored. The address is a path, a URL that fsspec knows (`s3://bucket/key`), or - for
     standard input. The share (i, n) is of the records whose index is i modulo n; ids are unique
     over all shares. UserError if the file cannot be read, or its CSV header is invalid.
@@ -188,7 +188,7 @@ def _parse_cells(header: Sequence[str], cells: Sequence[str], problem: str) -> M
     pairs = zip(header, cells, strict=True)
     fields: dict[str, Any] = {name: cell for name, cell in pairs if cell and name in COLUMNS}
     for name in ("max_new_tokens", "seed"):
-        if re.fullmatch(r"\s*[0-9]{1,100}\s*", fields.get(name, "")):
+        if re.fullmatch(r"\s*-?[0-9]{1,100}\s*", fields.get(name, "")):
             fields[name] = int(fields[name])
     return fields
 
@@ -207,12 +207,10 @@ def _parse_record(fields: Mapping[str, Any], line: int, record_id: str, digest: 
     for name in ("prompt", "sampler"):
         if name in fields:
             _parse_text(f"'{name}'", fields[name])
-    for name, least in (("max_new_tokens", 1), ("seed", 0)):
-        value = fields.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise _InvalidRecord(
-                f"'{name}' must be an integer of at least {least}, not {_shorten(value)}"
-            )
+    for name, least in (("max_new_tokens", " of at least 1"), ("seed", "")):
+        value = fields.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or (least and value < 1):
+            raise _InvalidRecord(f"'{name}' must be an integer{least}, not {_shorten(value)}")
     messages = fields.get("messages")
     if not isinstance(messages, list | None):
         raise _InvalidRecord(f"'messages' must be a list, not {_shorten(messages)}")

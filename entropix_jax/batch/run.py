@@ -14,9 +14,13 @@ from urllib.parse import quote
 
 from entropix_jax.batch.records import BadRecord, Record, content_hash, read_records
 from entropix_jax.batch.storage import local_path
-from entropix_jax.engine.calibrated import May, calibrate_sampler
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, check_recording, encode_prompt
+from entropix_jax.engine.preparation import (
+    CalibratedSampler,
+    calibrate_sampler,
+    check_recording,
+    encode_prompt,
+)
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.slots import padded_ids
 from entropix_jax.engine.state import Recording
@@ -46,6 +50,7 @@ class Defaults:
     system: str | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    escape_special: bool = False
 
 
 class _Stopped(BaseException):  # passes handlers of the storage drivers' exceptions
@@ -68,14 +73,14 @@ class BatchRun:
         recording: Recording | None = None,
         traces: Path | None = None,
         name: str = "",
-        thresholds: May = "make",
     ) -> None:
         """Checks everything that can be checked before computing.
 
         `slots` rows run concurrently, each in a cache of `capacity` positions. Where there is a
-        folder for `traces`, they hold the fields of `recording` and the model's `name`. For
-        `thresholds` see `fit_thresholds`. UserError if a sampler, recording, end token or chat
-        setting does not fit the model.
+        folder for `traces`, they hold the fields of `recording` and the model's `name`.
+
+        Raises:
+            UserError: a sampler, recording, end token or chat setting does not fit the model.
         """
         self.tokens = self.failed = 0
         self._stopping = False
@@ -89,9 +94,8 @@ class BatchRun:
         encode_prompt(model, "any prompt", chat=self._chat, system=defaults.system)
         self._traces = traces
         self._name = name
-        self._thresholds = thresholds
         # Of records that name none, and of those that do.
-        self.sampler = calibrate_sampler(defaults.sampler, model, thresholds)
+        self.sampler = calibrate_sampler(defaults.sampler, model)
         self._named_sampler = functools.lru_cache(_SAMPLERS)(self._load_sampler)
         self.engine = Engine(model, slots=slots, capacity=capacity, recording=recording)
 
@@ -161,9 +165,12 @@ class BatchRun:
         model, own = self._model, self._defaults
         chat = self._chat or record.messages is not None
         if record.messages is not None:
-            prompt = encode_prompt(model, record.messages, chat=True)
+            given: Any = record.messages
+            system = None
         else:
-            prompt = encode_prompt(model, record.prompt or "", chat=chat, system=own.system)
+            given, system = record.prompt or "", own.system
+        escape = own.escape_special
+        prompt = encode_prompt(model, given, chat=chat, system=system, escape_special=escape)
         sampler = self.sampler if record.sampler is None else self._named_sampler(record.sampler)
         return Request(
             prompt,
@@ -179,7 +186,7 @@ class BatchRun:
     def _load_sampler(self, name: str) -> CalibratedSampler:
         """A sampler with the user's own mechanisms: all samplers of a run have the same."""
         sampler = load_sampler(name, self.sampler.mechanisms[len(MECHANISMS) :])
-        return calibrate_sampler(sampler, self._model, self._thresholds)
+        return calibrate_sampler(sampler, self._model)
 
     def _result(self, row: Row) -> dict[str, Any]:
         """The result of a row that has finished, whose trace is written first."""

@@ -30,11 +30,14 @@ _TOP = 5  # likeliest tokens that a saved page shows
 
 @dataclass(frozen=True)
 class Arguments:
-    """Chats with a model: each answer in the colours of its regimes, and a line of figures below.
+    """Chats with a model in the terminal. Answers are coloured by regime, with statistics below.
 
-    The cache is kept between turns, so a turn reads only what is new. /help lists the commands.
-    Where standard input is no terminal, each of its lines is a turn. Answers go to standard output,
-    all else to standard error.
+    The cache is kept between turns, so each turn prefills only new tokens. /help lists the
+    commands. If standard input is not a terminal, each of its lines is a turn. Answers go to
+    standard output, everything else to standard error.
+
+    Example:
+        --model smollm2 --system "Answer in one sentence."
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -45,14 +48,14 @@ class Arguments:
     system: Text = None
     """A system message."""
     stop: Texts = ()
-    """Texts that end an answer; they are not part of it."""
+    """Stop strings: texts that end an answer and are removed from it."""
     messages: File = None
-    """Go on with a conversation, a JSON file that /save wrote: a list of {"role": ...,
+    """Continue a conversation from a JSON file that /save wrote: a list of {"role": ...,
     "content": ...}."""
     context: OptionalCount = None
     """Maximum tokens of the conversation (default: the model's positions, at most 4096)."""
     quiet: Flag = False
-    """No line of figures after an answer."""
+    """Do not print statistics after each answer."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.chat") -> int:
@@ -66,12 +69,12 @@ def _main(arguments: Arguments) -> int:
     check_range("--context", arguments.context, 2)
     stop = [*itertools.chain(*arguments.stop)]
     if not all(stop):
-        raise UserError("--stop: an empty text ends nothing")
+        raise UserError("--stop: stop strings must not be empty")
     if arguments.messages is not None and arguments.system is not None:
         raise UserError("--messages holds its own system message: it does not go with --system")
     from entropix_jax.chat.dialogue import Dialogue, Turn, turns_of
     from entropix_jax.chat.session import Session
-    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.state import Recording
     from entropix_jax.host.compile_cache import use_compilation_cache
 

@@ -89,7 +89,7 @@ class Dialogue:
         return self.turns[-1]
 
     def _begin(self, turn: Turn) -> Turn:
-        prompt = self.model.tokenizer.apply_chat(self.messages(turn))
+        prompt = self.model.tokenizer.apply_chat(self.messages(turn), escape=True)
         if len(prompt) >= self.context:
             raise UserError(
                 f"the context is full: the conversation has {len(prompt)} tokens, {self.context} "
@@ -102,6 +102,7 @@ class Dialogue:
             seed=turn.seed,
             eos_ids=self.model.end_ids(chat=True),
             stop=self._stop,
+            messages=self.messages(turn),
         )
         turn.row = Row(request)
         return turn
@@ -139,23 +140,28 @@ class Dialogue:
         turn = self.last()
         if turn.row is None:
             raise UserError("the last answer was not generated here: it has no trace")
-        prompt, sampler = turn.row.request.prompt, turn.row.request.sampler
-        told = header(self.model, sampler, prompt, seed=turn.seed, name=name)
+        one = turn.row.request
+        told = header(
+            self.model, one.sampler, one.prompt, seed=turn.seed, name=name, messages=one.messages
+        )
         return Rows([turn.row], told, turn.timings)
 
 
 def turns_of(messages: object, where: Path, seed: int) -> tuple[str | None, list[Turn], str | None]:
     """The system message, the turns, and a last question without answer, of a list of messages, in
     the manner of `Dialogue.messages`. UserError, which names the file `where`, if it is none."""
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{where}: expected a list of messages with 'role' and 'content'")
+    from entropix_jax.text.chat_template import plain_messages
+
+    try:
+        plain = plain_messages(messages)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     system, question = None, None
     turns: list[Turn] = []
-    for number, message in enumerate(messages, start=1):
-        parts = message if isinstance(message, dict) else {}
-        role, content = parts.get("role"), parts.get("content")
+    for number, message in enumerate(plain, start=1):
+        role, content = message["role"], message["content"]
         wanted = ["user" if question is None else "assistant", *(["system"] if number == 1 else [])]
-        if role not in wanted or not isinstance(content, str):
+        if role not in wanted:
             expected = " or ".join(wanted)
             raise UserError(f"{where}: message {number}: expected a text of role {expected}")
         if role == "system":

@@ -13,17 +13,19 @@ from entropix_jax.chat.lines import Lines, ctrl_c
 from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.cli.status import StatusLine
 from entropix_jax.cli.terminal import TextScreen, print_legend
-from entropix_jax.engine.calibrated import calibrate_sampler
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.errors import UserError, check_range, nearest, printable
 from entropix_jax.host.files import check_writable, replacing
 from entropix_jax.host.interrupts import EXIT_INTERRUPT, deferred_interrupts
-from entropix_jax.names import REGIMES
+from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.report.page import check_report
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.sampler import Sampler
 
-_NUMBERS = {"seed": 0, "max_new_tokens": 1}  # what `/set` takes besides settings, at least
+_NUMBERS = {"seed": None, "max_new_tokens": 1}  # what `/set` takes besides settings, at least
+
+_ENDS = {"interrupt": "stopped", "length": "token limit", "stop": "stop string"}
 
 
 class _Command(NamedTuple):
@@ -108,7 +110,7 @@ class Session:
             raise UserError(f"no command '{name}'{nearest(name, [*_COMMANDS])} ({hint})")
         command, argument = _COMMANDS[name], argument.strip()
         if argument and not command.argument:
-            raise UserError(f"{name} stands alone")
+            raise UserError(f"{name} takes no argument")
         command.run(self, argument)
 
     def _say(self, line: str, style: str = "") -> None:
@@ -149,11 +151,11 @@ class Session:
         context is used, and an unusual seed or end. The speed leaves out the first token."""
         row = turn.row
         assert row is not None
-        count = len(row.tokens)
+        count, reason = len(row.tokens), str(row.finish_reason)
         seconds = turn.timings["total"] - turn.timings.get("first_token", 0.0)
         speed = f" ({(count - 1) / seconds:.0f} tok/s)" if count > 1 else ""
         entropy = sum(token.entropy for token in row.tokens) / max(count, 1)
-        regimes = {name: sum(token.regime == name for token in row.tokens) for name in REGIMES}
+        regimes = {MEANINGS[r]: sum(token.regime == r for token in row.tokens) for r in REGIMES}
         shares = " ".join(f"{name} {n / count:.0%}" for name, n in regimes.items() if n)
         parts = [
             f"{count} token{'' if count == 1 else 's'}{speed}",
@@ -161,7 +163,7 @@ class Session:
             shares,
             f"context {len(row.request.prompt) + count}/{self._dialogue.context}",
             *([f"seed {turn.seed}"] if turn.seed != self._dialogue.seed else []),
-            *([f"ended by {row.finish_reason}"] if row.finish_reason != "eos" else []),
+            *([_ENDS.get(reason, f"ended by {reason}")] if reason != "eos" else []),
         ]
         return " | ".join(filter(None, parts))
 
@@ -181,7 +183,8 @@ class Session:
                 number = int(value)
             except ValueError:
                 raise UserError(f"{key} must be a whole number, not '{value}'") from None
-            check_range(key, number, _NUMBERS[key])
+            if (least := _NUMBERS[key]) is not None:
+                check_range(key, number, least)
             setattr(self._dialogue, key, number)
         elif setting:
             key = key.removeprefix("sampler.")
@@ -234,23 +237,25 @@ class Session:
     def _help(self, _: str) -> None:
         for name, command in _COMMANDS.items():
             self._say(f"{f'{name} {command.argument}':<21}{command.meaning}")
-        self._say("Ctrl-C stops an answer. A line that ends with \\ goes on in the next one.")
+        self._say("Ctrl-C stops an answer. A line that ends with \\ continues on the next line.")
 
     def _quit(self, _: str) -> None:
         self._left = True
 
 
 _COMMANDS = {
-    "/sampler": _Command("[NAME|FILE]", "another sampler; alone: the one in use", Session._choose),
-    "/set": _Command(
-        "KEY=VALUE", "a setting of the sampler, or seed or max_new_tokens", Session._set
+    "/sampler": _Command(
+        "[NAME|FILE]", "use another sampler; without a name, show the current one", Session._choose
     ),
-    "/retry": _Command("", "another answer to the last question, by the next seed", Session._retry),
-    "/back": _Command("", "take the last question and its answer back", Session._back),
-    "/system": _Command("[TEXT]", "another system message; alone: none", Session._instruct),
+    "/set": _Command("KEY=VALUE", "change a sampler setting, seed or max_new_tokens", Session._set),
+    "/retry": _Command("", "answer the last question again with the next seed", Session._retry),
+    "/back": _Command("", "remove the last question and its answer", Session._back),
+    "/system": _Command(
+        "[TEXT]", "set the system message; without a text, remove it", Session._instruct
+    ),
     "/save": _Command(
-        "FILE", "the conversation (.json), the last answer (.jsonl, .html)", Session._save
+        "FILE", "save the conversation (.json) or the last answer (.jsonl, .html)", Session._save
     ),
-    "/help": _Command("", "this list", Session._help),
-    "/quit": _Command("", "end the chat, as Ctrl-D does", Session._quit),
+    "/help": _Command("", "show this list", Session._help),
+    "/quit": _Command("", "end the chat (or Ctrl-D)", Session._quit),
 }

@@ -47,6 +47,9 @@ class Arguments:
 
     Output: one JSON object for each record, in order of completion. A run that is started again
     resumes. Addresses are paths or URLs that fsspec knows, such as s3://bucket/key.
+
+    Example:
+        --input prompts.jsonl --output answers.jsonl
     """
 
     input: Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
@@ -65,7 +68,7 @@ class Arguments:
     trace: Annotated[str | None, option("DIR")] = None
     """Write each record's full trace into this folder."""
     trace_top: Count = 0
-    """Add this many of the likeliest tokens to each token of the traces."""
+    """Record this many of the most likely tokens at each position of the traces."""
     trace_layers: Flag = False
     """Add the attention entropy of each layer and head to each token of the traces."""
     distributed: Flag = False
@@ -137,8 +140,6 @@ def _main(arguments: Arguments) -> int:
         recording=Recording(top=arguments.trace_top, layers=arguments.trace_layers, check=check),
         traces=None if arguments.trace is None else Path(arguments.trace),
         name=name,
-        # Processes that share a run must agree on the thresholds, so none calibrates its own.
-        thresholds="read" if arguments.distributed else "make",
     )
     for note in run.sampler.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -43,6 +43,9 @@ class Arguments:
     """Generates text from a prompt with an uncertainty-aware sampler.
 
     The text goes to standard output; notes and a summary go to standard error.
+
+    Example:
+        --prompt "The sky is" --report run.html
     """
 
     prompt: Text = None
@@ -59,19 +62,19 @@ class Arguments:
     format: Literal["text", "json"] = "text"
     """text, printed while it is generated, or json: one object for each sample at the end."""
     ask: Flag = False
-    """On a terminal, let a person choose where two branches are too close to call."""
+    """On a terminal, ask which branch to take if the two best scores are within the margin."""
     verbose: Flag = False
-    """Print the metrics' means at the end, and the latest token's during the run, on a terminal
-    that does not show the text. h is the entropy, u the varentropy."""
+    """Print the means of the metrics at the end. During the run show those of the latest token, if
+    the terminal does not show the text. h is the entropy, u the varentropy."""
     trace: File = None
     """Write a trace: JSON Lines, one object per token."""
     trace_top: Count = 0
-    """Add this many of the likeliest tokens to each token of the trace."""
+    """Record this many of the most likely tokens at each position of the trace."""
     trace_layers: Flag = False
-    """Add the attention entropy of each layer and head to each token of the trace."""
+    """Record the attention entropy of each layer and head at each position of the trace."""
     report: Annotated[str | None, option("FILE.html")] = None
-    """Write a page of the run, to open in a browser. Without the two options above it shows the
-    five likeliest tokens and all layers."""
+    """Write a web page of the run. Without the two options above it has the five most likely tokens
+    and all layers."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.main") -> int:
@@ -83,7 +86,7 @@ def _main(arguments: Arguments) -> int:
     _check(arguments)
     # JAX takes most of a second to import: not before the command line is known to be good.
     from entropix_jax.engine.api import stream
-    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import TraceWriter
     from entropix_jax.host.compile_cache import use_compilation_cache

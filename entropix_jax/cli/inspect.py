@@ -21,7 +21,7 @@ from entropix_jax.cli.options import (
     run_command,
 )
 from entropix_jax.errors import UserError, check_range
-from entropix_jax.names import REGIMES
+from entropix_jax.names import MEANINGS, REGIMES
 
 if TYPE_CHECKING:
     from entropix_jax.engine.score import ScoredToken
@@ -40,6 +40,9 @@ class Arguments:
     """Prints, token by token, how uncertain the model is about a given text.
 
     The tokens go to standard output; notes and a summary go to standard error.
+
+    Example:
+        --text "The capital of France is Paris."
     """
 
     text: Text = None
@@ -50,7 +53,7 @@ class Arguments:
     context: Count = 0
     """Context length in tokens; 0: 1024, or the model's positions."""
     top: Count = 0
-    """Add this many of the likeliest tokens to each token (with --format json)."""
+    """Record this many of the most likely tokens at each position (with --format json)."""
     layers: Flag = False
     """Add the attention entropy of each layer and head to each token (with --format json)."""
     format: Literal["table", "text", "json"] = "table"
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.
 
 def _main(arguments: Arguments) -> int:
     text = _read_text(arguments)
-    from entropix_jax.engine.calibrated import calibrate_sampler
+    from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.engine.score import score_tokens
     from entropix_jax.engine.state import Recording
     from entropix_jax.engine.trace import header
@@ -97,7 +100,7 @@ def _main(arguments: Arguments) -> int:
         _print_tokens(tokens, table=arguments.format == "table")
     values = _summarize(seen)
     noun = "token" if len(seen) == 1 else "tokens"
-    shares = " ".join(f"{r} {n / len(seen):.0%}" for r, n in values["regimes"].items())
+    shares = " ".join(f"{MEANINGS[r]} {n / len(seen):.0%}" for r, n in values["regimes"].items())
     print(
         f"{len(seen)} {noun} | {values['bits_per_token']:.3f} bits a token, "
         f"{values['entropy']:.3f} expected | {shares}",

@@ -4,17 +4,21 @@ import contextlib
 import difflib
 import errno
 import gc
+import inspect
 import io
 import itertools
 import json
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
 
 from entropix_jax.errors import Note, UserError, check_range, printable
@@ -33,6 +37,9 @@ EXIT_OK, EXIT_USAGE = 0, 2
 # JAX keeps a million small objects for good. Python's default threshold of 700 scans them so often
 # that it takes a quarter of the start-up.
 _GC_THRESHOLD = 50_000
+_DESCRIPTION = "<description>"  # its place in tyro's help
+_EXAMPLE = "\n\nExample:\n"  # begins the last paragraph of a command's docstring: its options
+_WIDEST_HELP = 100
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -77,21 +84,21 @@ class ModelOptions:
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
     sampler: Annotated[str, tyro.conf.arg(metavar="PRESET_OR_FILE")] = "entropix"
-    """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; any other word lists them
-    all), or a sampler file that ends in .toml."""
+    """A preset's name (entropix, greedy, temperature, top-p, min-p, ...; an unknown name lists
+    them all), or a sampler file that ends in .toml."""
     set: Annotated[Texts, tyro.conf.arg(metavar="sampler.KEY=VALUE ...")] = ()
     """Change settings of the sampler."""
     plugin: Module = None
-    """Import a Python module whose MECHANISMS the sampler may use: arms, rules and transforms of
-    your own. Its code runs."""
+    """Python module whose MECHANISMS the sampler may use: your own arms, rules and transforms. The
+    module is imported, so its code runs."""
     dtype: Dtype = None
-    """Type of the weights in memory (default: the checkpoint's)."""
+    """Dtype of the weights in memory (default: the checkpoint's)."""
     precision: Activations = None
-    """Type of hidden states, and off a CPU of the cache (default: on a CPU float32, else the
-    weights')."""
+    """Dtype of the hidden states, and on accelerators of the cache (default: float32 on a CPU, else
+    that of the weights)."""
     check: Flag = False
-    """Look for NaN and infinity in all weights and activations: an error then names the tensor, or
-    the layer and the position."""
+    """Check all weights and activations for NaN and infinity. An error names the tensor, or the
+    layer and the position."""
 
     def load(self, name: str, mesh: "Mesh | None" = None) -> "LanguageModel":
         """The model of a name."""
@@ -116,7 +123,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How a text is generated."""
+    """Options of the generated text."""
 
     max_new_tokens: Count = 256
     """Maximum number of tokens to generate."""
@@ -129,9 +136,12 @@ class TextOptions:
     system: Text = None
     """A system message for the chat."""
     stop: Texts = ()
-    """Texts that end the output; they are not part of it."""
+    """Stop strings: texts that end the output and are removed from it."""
     ignore_eos: Flag = False
     """Continue past end tokens."""
+    escape_special: Flag = False
+    """Encode control tokens such as <|im_end|> in the prompt as ordinary text, so that it cannot
+    end a turn."""
 
     def check(self) -> None:
         """Raises UserError for values that are wrong by themselves."""
@@ -139,7 +149,7 @@ class TextOptions:
             raise UserError("give only one of --chat and --no-chat")
         check_range("--max-new-tokens", self.max_new_tokens, 1)
         if not all(map(all, self.stop)):
-            raise UserError("--stop: an empty text ends nothing")
+            raise UserError("--stop: stop strings must not be empty")
 
     def values(self) -> dict[str, Any]:
         """The options as arguments of `stream`, and of a batch's `Defaults`."""
@@ -150,6 +160,7 @@ class TextOptions:
             "system": self.system,
             "stop": [*itertools.chain(*self.stop)],
             "ignore_eos": self.ignore_eos,
+            "escape_special": self.escape_special,
         }
 
 
@@ -164,18 +175,21 @@ def parse(
     `main_option` is named where a text follows no option. UserError if options are
     unknown, missing or malformed.
     """
-    error = io.StringIO()
+    _document(arguments)
+    out, error = _HelpBuffer(sys.stdout), io.StringIO()
     try:
-        with contextlib.redirect_stderr(error):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             parsed, unknown = tyro.cli(
                 arguments,
                 args=argv,
                 prog=prog,
+                description=_DESCRIPTION,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
                 return_unknown_args=True,
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):
+            print(_layout_help(out.getvalue(), arguments, prog))
             raise
         raise UserError(f"{_first_paragraph(error.getvalue())} (see {prog} --help)") from None
     values = dict(_options(parsed))
@@ -189,6 +203,48 @@ def parse(
         if isinstance(value, tuple) and () in value:
             raise UserError(f"{name}: nothing follows it")
     return parsed
+
+
+class _HelpBuffer(io.StringIO):
+    """Collects help that is laid out for another stream: with its encoding, and colours if it is a
+    terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.encoding = (stream.encoding or "ascii").lower()  # tyro compares it
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        """Whether the other stream is a terminal."""
+        return self._stream.isatty()
+
+
+def _layout_help(text: str, arguments: type, prog: str) -> str:
+    """Returns tyro's help with the description wrapped, and the docstring's example at the end."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST_HELP)
+    usage, found, options = text.partition(_DESCRIPTION)
+    if not found:  # of another kind, as shell completion is
+        return text.rstrip()
+    description, _, example = inspect.cleandoc(arguments.__doc__ or "").partition(_EXAMPLE)
+    paragraphs = [" ".join(part.split()) for part in description.split("\n\n")]
+    wrapped = [textwrap.fill(part, width, break_on_hyphens=False) for part in paragraphs]
+    usage = textwrap.fill(" ".join(usage.split()), width, subsequent_indent=" " * len("usage: "))
+    last = f"example:\n  {prog} {example.strip()}"
+    return "\n\n".join([usage, *wrapped, options.strip("\n"), last])
+
+
+def _document(arguments: Any) -> None:
+    """Adds the docstrings of fields, as one line each, to their types, where tyro prefers them. It
+    would keep the line breaks of the docstrings."""
+    for told in docstring_parser.parse_from_object(arguments).params:
+        text = " ".join((told.description or "").split())
+        kind = arguments.__annotations__[told.arg_name]
+        arguments.__annotations__[told.arg_name] = Annotated[kind, tyro.conf.arg(help=text)]
+    for kind in get_type_hints(arguments).values():
+        if is_dataclass(kind):
+            _document(kind)
 
 
 def _options(parsed: Any) -> Iterator[tuple[str, Any]]:

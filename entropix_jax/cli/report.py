@@ -10,14 +10,20 @@ import tyro
 from entropix_jax.cli.options import EXIT_OK, Flag, parse, run_command
 from entropix_jax.errors import UserError
 
+_traces = tyro.conf.arg(metavar="TRACE [...]", help_behavior_hint="")
+
 
 @dataclass(frozen=True)
 class Arguments:
-    """Makes one self-contained HTML page of a trace, or compares traces of one prompt."""
+    """Makes one self-contained HTML page of a trace, or compares traces of one prompt.
 
-    traces: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TRACE [...]")]
-    """Traces (`--trace FILE` of `main`, `--trace DIR` of `batch`). One gives a page of the run,
-    token by token; several are compared side by side."""
+    Example:
+        run.jsonl --output run.html
+    """
+
+    traces: Annotated[tuple[str, ...], tyro.conf.Positional, _traces]
+    """Traces (`--trace FILE` of `generate`, `--trace DIR` of `batch`). One trace gives a page of
+    the run, token by token. Several traces are compared side by side."""
     output: Annotated[str, tyro.conf.arg(metavar="FILE.html")]
     """The page."""
     compare: Flag = False

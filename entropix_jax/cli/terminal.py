@@ -1,9 +1,12 @@
 """What a run shows in a terminal: text coloured by regime, a legend, a line of summary."""
 
+import re
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.text import Text
@@ -26,18 +29,80 @@ _STYLES = {
     "hehv": "#D55E00 bold",
     "mid": "#009068",
 }
-_INJECTED = "underline"
+# The style of tokens that a mechanism wrote, and their name in the legend.
+_MARKS = {
+    "branch": ("italic", "branch"),
+    "inject": ("underline", "thought"),
+    "backspace": ("reverse", "step back"),
+}
+
+
+_PIECE = re.compile(r"\S+|\s")
+_TAB = 8
+# Categories of characters whose width terminals disagree about, or which end no words by spaces.
+_UNSURE = {"Mn", "Me", "Cf", "Lo"}
+
+
+class WordWrap:
+    """Wraps streamed text at word boundaries. A word that passes the edge of the terminal is erased
+    and written again on the next line.
+
+    The last column stays free: at the edge, terminals differ in where the cursor is. Words longer
+    than a line are left to the terminal, and so are lines with characters of uncertain width.
+    """
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._word: list[str] = []  # the painted pieces of the current word
+        self._cells = 0  # their width
+        self._sure = True
+
+    def feed(self, text: str, paint: Callable[[str], str], width: int) -> str:
+        """Returns what to write for the next piece of text, in colours by `paint`, on a terminal of
+        this width."""
+        out, start = "", 0
+        for found in _PIECE.finditer(text):
+            piece = found[0]
+            if piece.isspace():
+                self._add_space(piece, width)
+                continue
+            self._sure &= not any(unicodedata.category(c) in _UNSURE for c in piece)
+            cells = cell_len(piece)
+            if self._is_moved(cells, width):
+                erase = f"\x1b[{self._cells}D\x1b[K" if self._cells else ""
+                out += paint(text[start : found.start()]) + erase + "\n" + "".join(self._word)
+                start, self._column = found.start(), self._cells
+            self._word.append(paint(piece))
+            self._cells += cells
+            self._column = (self._column + cells) % width
+        return out + paint(text[start:])
+
+    def _is_moved(self, cells: int, width: int) -> bool:
+        """Whether the word goes to the next line before a piece of this width is added to it."""
+        passes = self._column + cells >= width > self._cells + cells
+        return self._sure and passes and self._column > self._cells
+
+    def _add_space(self, space: str, width: int) -> None:
+        self._word, self._cells = [], 0
+        if space == "\n":
+            self._column, self._sure = 0, True
+        elif space == "\t":
+            self._column = min(self._column - self._column % _TAB + _TAB, width - 1)
+        else:
+            self._column = (self._column + 1) % width
 
 
 class TextScreen:
-    """Writes the text of a run to standard output while it is generated, and nothing else there."""
+    """Writes the text of a run to standard output while it is generated, and nothing else there.
+    On a terminal words are wrapped."""
 
     def __init__(self, status: StatusLine | None = None) -> None:
         """`status` is the line that makes room for the text."""
         self._out = sys.stdout
         self._status = status or StatusLine()
-        console = Console(file=self._out)
+        self._console = console = Console(file=self._out)
         self._on_terminal = console.is_terminal
+        self._wrap = WordWrap() if console.is_terminal and not console.is_dumb_terminal else None
         name = None if console.no_color else console.color_system
         self._colours = COLOR_SYSTEMS[name] if name else None
         self._last = "\n"
@@ -51,7 +116,12 @@ class TextScreen:
         """Prints a piece of text in the colour of its token's regime."""
         if self._on_terminal:
             text = printable(text)
-        self._write(self.paint(text, token), text)
+
+        def paint(part: str) -> str:
+            return self.paint(part, token)
+
+        wrap, width = self._wrap, self._console.width
+        self._write(wrap.feed(text, paint, width) if wrap else paint(text), text)
 
     def paint(self, text: str, token: TokenRecord | ScoredToken) -> str:
         """Text in the colour of a token's regime, where there are colours."""
@@ -62,6 +132,8 @@ class TextScreen:
         """Ends a row's text with a line break, where it has none."""
         if self._last != "\n":
             self._write("\n", "\n")
+        if self._wrap is not None:
+            self._wrap = WordWrap()
 
     def _write(self, painted: str, text: str) -> None:
         self._status.make_room()
@@ -71,22 +143,25 @@ class TextScreen:
 
 
 def style_of(token: TokenRecord | ScoredToken) -> str:
-    """The rich style of a token: its regime's colour, underlined where it was injected."""
-    style = _STYLES[token.regime]
-    injected = isinstance(token, TokenRecord) and token.action == "inject"
-    return f"{style} {_INJECTED}".strip() if injected else style
+    """Returns the rich style of a token: its regime's colour and its action's mark."""
+    action = token.action if isinstance(token, TokenRecord) else ""
+    mark, _ = _MARKS.get(action, ("", ""))
+    return f"{_STYLES[token.regime]} {mark}".strip()
 
 
 def print_legend() -> None:
-    """Prints what the colours mean, on one line of standard error, where that is a terminal."""
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    """Prints the meaning of colours and marks to standard error, on a terminal."""
+    err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
         return
     legend = Text()
     for regime in REGIMES:
-        legend.append(regime, style=_STYLES[regime])
-        legend.append(f" {MEANINGS[regime]}  ")
-    legend.append("injected", style=_INJECTED)
+        legend.append(MEANINGS[regime], style=_STYLES[regime])
+        legend.append(f" ({regime.upper()})  ")
+    for mark, name in _MARKS.values():
+        legend.append(name, style=mark)
+        legend.append("  ")
+    legend.rstrip()
     err.print(legend)
 
 
@@ -114,7 +189,8 @@ def ask_person(row: int, texts: Sequence[str]) -> int | None:
 
 
 def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
-    """Tokens, speed, the share of each regime and why the rows ended, on one line.
+    """Returns one line: tokens, speed, share of each regime, forks, thoughts and steps back, and
+    the finish reasons.
 
     The speed leaves out the first step, which includes the prompt and the compiler.
     """
@@ -123,10 +199,34 @@ def summary(rows: Sequence[Row], timings: Mapping[str, float]) -> str:
     seconds = timings["total"] - timings.get("first_token", 0.0)
     speed = f" ({(len(tokens) - first) / seconds:.0f} tok/s)" if len(tokens) > first else ""
     count = max(len(tokens), 1)
-    shares = " ".join(f"{r} {sum(t.regime == r for t in tokens) / count:.0%}" for r in REGIMES)
+    shares = " ".join(
+        f"{MEANINGS[r]} {sum(t.regime == r for t in tokens) / count:.0%}" for r in REGIMES
+    )
+    actions = ", ".join(
+        f"{number} {name if number == 1 else plural}"
+        for (name, plural), number in _count_actions(rows).items()
+        if number
+    )
     reasons = ", ".join(dict.fromkeys(row.finish_reason or "running" for row in rows))
     noun = "token" if len(tokens) == 1 else "tokens"
-    return f"{len(tokens)} {noun}{speed} | {shares} | {reasons}"
+    return " | ".join(filter(None, (f"{len(tokens)} {noun}{speed}", shares, actions, reasons)))
+
+
+def _count_actions(rows: Sequence[Row]) -> dict[tuple[str, str], int]:
+    """Returns the number of forks, thoughts and steps back, by singular and plural."""
+    forks = thoughts = steps_back = 0
+    for row in rows:
+        before = ""
+        for token in row.tokens:
+            forks += len(token.branches or ()) > 1
+            thoughts += token.action == "inject" != before
+            steps_back += token.action == "backspace"
+            before = token.action
+    return {
+        ("fork", "forks"): forks,
+        ("thought", "thoughts"): thoughts,
+        ("step back", "steps back"): steps_back,
+    }
 
 
 class Meter:

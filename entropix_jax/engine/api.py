@@ -2,12 +2,17 @@
 
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import CalibratedSampler, Prompt, encode_prompt
+from entropix_jax.engine.preparation import (
+    CalibratedSampler,
+    Prompt,
+    calibrate_sampler,
+    encode_prompt,
+)
 from entropix_jax.engine.results import Ask, Request, Retrieve, Rows
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
@@ -20,9 +25,13 @@ AnySampler = CalibratedSampler | Sampler | str
 
 
 def generate(
-    model: LanguageModel, prompt: Prompt, sampler: AnySampler = "entropix", **options: Any
+    model: LanguageModel,
+    prompt: Prompt | Sequence[Prompt],
+    sampler: AnySampler = "entropix",
+    **options: Any,
 ) -> Rows:
-    """Generates texts from one prompt and returns their rows, a list, when all have ended.
+    """Generates texts from one prompt, or from several in one batch, and returns their rows, a
+    list in the order of the prompts, when all have ended.
 
     Arguments and errors are those of `stream`; an error within a row is that row's `error`.
     """
@@ -31,7 +40,7 @@ def generate(
 
 def stream(
     model: LanguageModel,
-    prompt: Prompt,
+    prompt: Prompt | Sequence[Prompt],
     sampler: AnySampler = "entropix",
     *,
     max_new_tokens: int = 256,
@@ -41,6 +50,7 @@ def stream(
     system: str | None = None,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
+    escape_special: bool = False,
     recording: Recording | None = None,
     retrieve: Retrieve | None = None,
     ask: Ask | None = None,
@@ -49,15 +59,18 @@ def stream(
     that became final. Its `rows` hold the results.
 
     Args:
-        prompt: a text, or a conversation: messages with a `role` and a `content` each.
+        prompt: a text, or a conversation: messages with a `role` and a `content` each. Or a list of
+            them: each one's rows are those that it has alone. The random numbers of equal prompts
+            differ, as those of `samples` do.
         sampler: a preset's name, a file that ends in .toml, or a sampler.
         max_new_tokens: most tokens to generate.
-        samples: rows, whose random numbers differ.
+        samples: rows of each prompt, whose random numbers differ.
         seed: of all random numbers.
         chat: put a text as a turn of a chat; None follows the model.
         system: a system message, for a chat only.
         stop: a text, or several, that end a row and are not part of it.
         ignore_eos: no token ends a row.
+        escape_special: control tokens that the prompt spells are encoded as ordinary text.
         recording: what each token's record holds besides the usual.
         retrieve, ask: see `Request`.
 
@@ -65,26 +78,36 @@ def stream(
     """
     samples = operator.index(samples)
     check_range("samples", samples, 1)
-    if chat is None:
-        chat = model.is_chat_model or not isinstance(prompt, str)
-    tokens = encode_prompt(model, prompt, chat=chat, system=system)
     calibrated = _calibrated(sampler, model)
-    requests = [
-        Request(
-            tokens,
-            calibrated,
-            # NumPy's integers are integers, too.
-            max_new_tokens=operator.index(max_new_tokens),
-            row_id=str(number),
-            seed=operator.index(seed),
-            eos_ids=() if ignore_eos else model.end_ids(chat=chat),
-            stop=[stop] if isinstance(stop, str) else stop,
-            retrieve=retrieve,
-            ask=ask,
+    seen: Counter[tuple[int, ...]] = Counter()
+    requests = []
+    for one in _as_prompts(prompt):
+        as_chat = model.is_chat_model or not isinstance(one, str) if chat is None else chat
+        tokens = encode_prompt(
+            model, one, chat=as_chat, system=system, escape_special=escape_special
         )
-        for number in range(samples)
-    ]
+        for _ in range(samples):
+            seen[tuple(tokens)] += 1
+            request = Request(
+                tokens,
+                calibrated,
+                # NumPy's integers are integers, too.
+                max_new_tokens=operator.index(max_new_tokens),
+                row_id=str(seen[tuple(tokens)] - 1),
+                seed=operator.index(seed),
+                eos_ids=() if ignore_eos else model.end_ids(chat=as_chat),
+                stop=[stop] if isinstance(stop, str) else stop,
+                retrieve=retrieve,
+                ask=ask,
+            )
+            requests.append(request)
     return Generation(model, requests, recording=recording)
+
+
+def _as_prompts(prompt: Any) -> list[Any]:
+    """Returns the prompts: a list of texts, or of conversations, is several."""
+    several = isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Mapping)
+    return list(prompt) if several else [prompt]
 
 
 def score(
@@ -106,8 +129,8 @@ def score(
 
 
 def _calibrated(sampler: AnySampler, model: LanguageModel) -> CalibratedSampler:
-    """The sampler with the model's thresholds; its notes are warnings, unless the caller calibrated
-    it."""
+    """Resolves a sampler for the model. Issues its notes as warnings, unless it is resolved
+    already."""
     if isinstance(sampler, CalibratedSampler):
         return sampler
     if isinstance(sampler, str):

@@ -29,6 +29,7 @@ from entropix_jax.engine.state import (
     FINISHED_ERROR,
     FINISHED_STOP,
     FORKS,
+    PARKED,
     RUNNING,
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
@@ -232,7 +233,7 @@ def decode(
         done, large, small, _ = carry
         state = _whole(large, small)
         finish, length = state.finish, state.cache.length
-        counts = (finish != FINISHED_STOP) & (finish != BRANCH_ENDED)
+        counts = (finish != FINISHED_STOP) & (finish != BRANCH_ENDED) & (finish < PARKED)
         waits = (finish == WAITS_FOR_TEXT) | (finish == WAITS_FOR_CHOICE)
         going = jnp.isin(finish[:batch], jnp.array([RUNNING, FORKS, BRANCH_ENDED]))
         return (

@@ -21,6 +21,7 @@ from entropix_jax.engine.decode import answer, decode_here
 from entropix_jax.engine.memory import check_cache
 from entropix_jax.engine.packed import Packed
 from entropix_jax.engine.preparation import DECODE_WINDOW, MAX_STEPS, bucket
+from entropix_jax.engine.programs import Programs
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.results import Event, Request, Row
@@ -34,6 +35,7 @@ from entropix_jax.engine.slots import (
     insert,
     lanes_for,
     padded_ids,
+    park,
     widen,
 )
 from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, StepRecord
@@ -46,6 +48,7 @@ _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that 
 # One in so many slots may be empty before the device returns for the next row.
 _SLOTS_PER_EMPTY = 16
 _SLOTS_PER_LANE = 6  # where rows may fork
+_MANY_TOKENS = 64  # of a row that will probably fork before its end
 _MOST_IDLE = 8  # chunks in a row that make no step; more is a defect
 
 
@@ -81,6 +84,7 @@ class Engine:
         look: float = _LOOK_SECONDS,
         widest: bool = False,
         keep: bool = False,
+        background: bool = False,
     ) -> None:
         """Nothing is allocated before `run`.
 
@@ -93,6 +97,9 @@ class Engine:
                 the run allocate or compile for its branches.
             keep: the caches outlive a run, and memory is held for them: a row reads only what its
                 slot has not cached of a row before. Its last digits then depend on that row.
+            background: programs compile in a thread, on one device. A row is held until its
+                programs are there, and a row that outgrows those is parked, while the others go on.
+                The last digits of a row then depend on the rows next to it.
 
         Raises:
             UserError: slots that cannot be split evenly over the model's mesh, or that do not fit
@@ -109,14 +116,24 @@ class Engine:
         self._look = look
         self._widest = widest
         self._keep = keep
+        self._programs = Programs() if background and model.rules is None else None
+        self._used: frozenset[str] = frozenset()  # mechanisms that the decode steps contain
+        self._reading: list[int] = []  # slots whose texts are read part by part
+        self._fitting_window = 0  # of the last steps, where programs compile in the background
+        self._used_sets: set[frozenset[str]] = set()  # of all programs that were requested
         self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._reader = PromptReader(
-            model, capacity=capacity, keep=keep, check=self._recording.check
+            model,
+            capacity=capacity,
+            keep=keep,
+            check=self._recording.check,
+            programs=self._programs,
         )
         self._chunk_steps = 1
-        self._unpaced = 0  # chunks in flight whose time tells nothing
+        self._unpaced = 0  # chunks in flight to leave out of pacing
         self._forked = False
+        self._compiling: Thread | None = None  # the program with lanes
         self._stopping = False
         self._kept: tuple[DecodeState, list[RunningRow | None]] | None = None  # of the run before
         self._layout = Layout(slots, 0, 1 if mesh is None else mesh.shape[DATA])
@@ -126,6 +143,11 @@ class Engine:
     def used(self) -> float:
         """The share of slots that had a running row, of the steps so far."""
         return self.useful / max(self.steps * self._layout.slots, 1)
+
+    @property
+    def compiling(self) -> str | None:
+        """The program that compiles in the background, for people; None if none does."""
+        return None if self._programs is None else self._programs.compiling
 
     @property
     def read(self) -> int:
@@ -146,7 +168,7 @@ class Engine:
 
     def interrupt(self) -> Iterator[Event]:
         """Ends the rows that a stopped run left unfinished; the events have their last text."""
-        for row in (*self._roster.slots, *self._roster.waiting):
+        for row in (*self._roster.slots, *self._roster.held, *self._roster.waiting):
             if row is not None:
                 yield from row.interrupt()
 
@@ -238,17 +260,18 @@ class Engine:
             del self._state
             self._roster.end()
             self._forked, self._stopping, self._unpaced = False, False, 0
+            self._reading = []
 
     def _begin(self, first: RunningRow) -> None:
         """Begins with slots that have cached nothing."""
         sampler = first.request.sampler
-        self._mechanisms = sampler.mechanisms
+        self._mechanisms, self._used = sampler.mechanisms, frozenset()
         self._layout = replace(self._layout, lanes=self._lanes_for(first))
         self._check_cache(self._layout.lanes)
         self._state = empty_slots(
             self._model.config,
             self._layout,
-            sampler.settings,
+            replace(sampler.settings, used=frozenset()),
             capacity=self._capacity,
             dtype=self._model.precision.activations,
             rules=self._model.rules,
@@ -264,9 +287,14 @@ class Engine:
                 self._unpaced = len(in_flight)
             self._insert_arrivals()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
+                if not self._choose_program():
+                    break
                 in_flight.append(self._dispatch())
             if not in_flight:
-                return
+                if self._programs is None or not (self._roster.held or self._wants_more(0)):
+                    return
+                self._programs.wait(self._look)
+                continue
             moved = yield from self._read_back(in_flight.popleft())
             # Chunks may make no step: the one before ended rows, filled the window, or needs the
             # other program, and that twice where a stop string ends the row that is forked.
@@ -284,9 +312,9 @@ class Engine:
                 if row.moved:  # what it has kept is cached there
                     self._insert(slot, row, cached=len(row.text) - 1)
                 continue
-            if self._stopping or (fresh := roster.fetch()) is None:
+            if self._stopping or (fresh := self._next_row()) is None:
                 continue
-            roster.slots[slot] = roster.waiting.popleft()
+            roster.slots[slot] = fresh
             if row is not None and fresh.row.tokens and row.has_cached(fresh):
                 self._insert(slot, fresh, cached=len(fresh.text) - 1)
             else:
@@ -295,22 +323,53 @@ class Engine:
                 arrived.append(slot)
         if not self._stopping:  # whether another one waits decides when the device returns
             roster.fetch()
-        if arrived:
+        if self._programs is not None:
+            self._read_on(arrived)
+        elif arrived:
             with self._decode_compiles():
                 rows = {slot: row for slot, row in enumerate(roster.slots) if row is not None}
                 self._state = self._reader.cache(
                     self._state, self._layout, rows, arrived, lambda: self._stopping
                 )
 
+    def _read_on(self, arrived: Sequence[int]) -> None:
+        """Reads the texts of rows that arrived: while others run one part between two chunks."""
+        rows = {slot: row for slot, row in enumerate(self._roster.slots) if row is not None}
+        reading = dict.fromkeys(slot for slot in (*self._reading, *arrived) if rows[slot].running)
+        others = any(row.running for slot, row in rows.items() if slot not in reading)
+        before = self._reader.read
+
+        def stops() -> bool:
+            return self._stopping or (others and self._reader.read > before)
+
+        if reading:
+            self._state = self._reader.cache(self._state, self._layout, rows, [*reading], stops)
+        self._reading = [slot for slot in reading if rows[slot].cached < len(rows[slot].text) - 1]
+
+    def _next_row(self) -> RunningRow | None:
+        """Removes and returns the next row that can run. Rows whose programs are missing are held,
+        and later rows pass them. Each held row reserves a free slot."""
+        roster = self._roster
+        if self._programs is None:
+            return roster.waiting.popleft() if roster.fetch() is not None else None
+        for row in roster.held:
+            if self._has_programs(row):
+                roster.held.remove(row)
+                return row
+        running = sum(row is not None and row.running for row in roster.slots)
+        while running + len(roster.held) < len(roster.slots) and roster.fetch() is not None:
+            row = roster.waiting.popleft()
+            if self._has_programs(row):
+                return row
+            roster.held.append(row)
+        return None
+
     def _insert(self, slot: int, row: RunningRow, cached: int = 0) -> None:
         """Puts a row into a slot that has cached so much of its text."""
         row.row.started = row.row.started or time.perf_counter()
         row.moved = False
         row.cached = cached
-        # The compiled step contains what any row has used.
-        settings = self._state.settings
-        used = settings.used | row.request.sampler.settings.used
-        self._state = replace(self._state, settings=replace(settings, used=used))
+        self._used |= row.request.sampler.settings.used
         arrival = self._arrival(row, cached)
         if (lanes := self._lanes_for(row)) > self._layout.lanes:
             self._state = widen(self._state, self._layout, lanes)
@@ -358,8 +417,8 @@ class Engine:
             key=row.key,
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            settings=replace(settings, used=self._state.settings.used),
-            eos_ids=padded_ids(request.eos_ids),
+            settings=replace(settings, used=frozenset()),
+            eos_ids=padded_ids(row.end_ids),
             tally=row.tally(self._mechanisms),
             forwards=np.int32(row.forwards),
         )
@@ -367,25 +426,30 @@ class Engine:
     @contextmanager
     def _decode_compiles(self) -> Iterator[None]:
         """Compiles the first chunk's program, or reads it from the cache, in a thread: the host is
-        idle while a prompt is read. An error is raised where the program is called."""
+        idle while a prompt is read. The program with lanes follows in the background. An error is
+        raised where a program is called."""
 
-        def compile_decode() -> None:
+        def compile_decode(lanes: bool) -> None:
             with suppress(Exception):
-                decode_here().lower(*arguments, **static).compile()
+                decode_here().lower(*arguments, **static | {"lanes": lanes}).compile()
 
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
-        if self.steps or self._model.rules is not None:
+        if self.steps or self._model.rules is not None or self._programs is not None:
             yield
             return
         arguments, static = self._decode_arguments(self._state)
         # Prefilling donates the state, so only shapes are kept.
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-        compiling = Thread(target=compile_decode)
+        compiling = Thread(target=compile_decode, args=(False,))
         compiling.start()
         try:
             yield
         finally:
             compiling.join()
+        running = (row for row in self._roster.slots if row is not None)
+        if self._layout.lanes and any(row.remaining >= _MANY_TOKENS for row in running):
+            self._compiling = Thread(target=compile_decode, args=(True,))
+            self._compiling.start()
 
     # Decode
 
@@ -399,23 +463,48 @@ class Engine:
     def _dispatch(self) -> _Chunk:
         """Gives the device a chunk of steps; it ends early where rows wait and slots are free."""
         steps = self._chunk_steps
-        arguments, static = self._decode_arguments(self._with_answers(self._state))
-        self._state, records, forked = decode_here()(*arguments, **static)
+        state = self._with_answers(self._state)
+        if self._programs is not None:
+            reading = np.zeros(len(self._layout.slot_of), bool)
+            reading[self._layout.numbers[[*self._reading]]] = True
+            state = park(state, np.int32(self._window()), reading)
+        arguments, static = self._decode_arguments(state)
+        if self._forked and self._compiling is not None:
+            self._compiling.join()
+            self._compiling = None
+        if self._programs is None:
+            state, records, forked = decode_here()(*arguments, **static)
+        else:
+            program = self._programs.get(self._key(self._used, static["window"], self._forked))
+            state, records, forked = program(*arguments)
+        self._state = _with_used(state, frozenset())
         return _Chunk(steps, tuple(self._roster.slots), self._layout, records, forked)
 
-    def _decode_arguments(self, state: DecodeState) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _decode_arguments(
+        self,
+        state: DecodeState,
+        used: frozenset[str] | None = None,
+        window: int | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `decode` for the next chunk: traced ones, and static ones."""
+        used = self._used if used is None else used
         number, waits = self._layout.slots, bool(self._roster.waiting)
+        if self._programs is not None:  # without free slots for held rows, and parked rows
+            number = sum(
+                row is not None and row.running and row.length <= self._fitting_window
+                for slot, row in enumerate(self._roster.slots)
+                if slot not in self._reading
+            )
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
         traced = (
             self._model.params,
-            state,
+            _with_used(state, used),
             np.int32(self._chunk_steps),
             np.int32(fewest),
         )
         static = {
             "config": self._model.config,
-            "window": self._window(),
+            "window": self._window() if window is None else window,
             "max_steps": MAX_STEPS,
             "recording": self._recording,
             "lanes": self._forked,
@@ -426,8 +515,94 @@ class Engine:
         """Cache slots that a step reads: enough for the longest row that the host knows of. A row
         that is longer already ends the chunk before its first step. So the number, and with it the
         last digits of the results, depends on the rows and not on when the host looked."""
+        if self._programs is not None:
+            return self._fitting_window
         longest = max(row.length for row in self._roster.slots if row is not None)
-        return min(bucket(longest, DECODE_WINDOW), self._capacity)
+        return self._window_of(longest)
+
+    def _window_of(self, length: int) -> int:
+        return min(bucket(length, DECODE_WINDOW), self._capacity)
+
+    # Programs that compile in the background
+
+    def _key(self, used: frozenset[str], window: int, lanes: bool) -> tuple[Any, ...]:
+        return "decode", used, window, lanes, self._layout
+
+    def _needs(self, *more: RunningRow) -> tuple[frozenset[str], bool]:
+        """The mechanisms of the running rows and of some more, and whether the rows may fork."""
+        rows = [row for row in (*self._roster.slots, *more) if row is not None and row.running]
+        used = (row.request.sampler.settings.used for row in rows)
+        forks = self._forked or any(lanes_for(row.request.sampler) for row in rows)
+        return frozenset().union(*used), forks
+
+    def _compiled(self, used: frozenset[str], window: int, forks: bool) -> frozenset[str] | None:
+        """The mechanisms of the compiled programs that contain those `used` and the fewest others:
+        of one without lanes, and of one with them where rows may fork. None if there is none."""
+        assert self._programs is not None
+        lanes = (False, True) if forks else (False,)
+        fitting = [
+            mechanisms
+            for mechanisms in self._used_sets
+            if used <= mechanisms
+            and all(self._key(mechanisms, window, each) in self._programs for each in lanes)
+        ]
+        return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
+
+    def _request(
+        self, used: frozenset[str], window: int, forks: bool, *, urgent: bool = False
+    ) -> None:
+        """Has the programs of such rows compiled."""
+        assert self._programs is not None
+        self._used_sets.add(used)
+        traced, static = self._decode_arguments(self._state, used, window)
+        for lanes in (False, True) if forks else (False,):
+            name = f"steps of {window} positions{' with forks' if lanes else ''}"
+            name += f" ({', '.join(sorted(used)) or 'plain'})"
+            key = self._key(used, window, lanes)
+            options = static | {"lanes": lanes}
+            self._programs.request(key, name, decode_here(), traced, options, urgent=urgent)
+
+    def _has_programs(self, row: RunningRow) -> bool:
+        """Whether the row can run next to those that run, now; requests what is missing."""
+        ready = self._reader.request(self._state, self._layout, row)
+        used, forks = self._needs(row)
+        window = self._window_of(row.length)
+        if any(other is not None and other.running for other in self._roster.slots):
+            window = max(window, self._fitting_window)
+        if self._compiled(used, window, forks) is None:
+            # With those of the current program, so that one serves whichever of these rows meet.
+            self._request(used | self._used, window, forks)
+            ready = False
+        return ready
+
+    def _choose_program(self) -> bool:
+        """Chooses the program of the next chunk: the window that the running rows need, or if that
+        is not compiled yet the longest that is, where longer rows are parked. Returns whether there
+        is one that a row can run in."""
+        if self._programs is None:
+            return True
+        used, forks = self._needs()
+        rows = [
+            row
+            for slot, row in enumerate(self._roster.slots)
+            if row is not None and row.running and slot not in self._reading
+        ]
+        if not rows:
+            return False
+        lengths = [row.length for row in rows]
+        needed = window = self._window_of(max(lengths))
+        if self._compiled(used, needed, forks) is None:
+            self._request(used | self._used, needed, forks, urgent=True)
+        elif any(row.length + row.remaining > needed for row in rows):
+            following = self._window_of(needed + 1)
+            if self._compiled(used, following, forks) is None:
+                self._request(used | self._used, following, forks)
+        while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
+            if window <= DECODE_WINDOW:
+                return False
+            window = self._window_of(window // 2)
+        self._used, self._fitting_window = chosen, window
+        return True
 
     def _with_answers(self, state: DecodeState) -> DecodeState:
         """The state with what the host knows: the answers to rows that wait, and rows that ended.
@@ -494,3 +669,9 @@ class Engine:
             self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
         elif waited > self._look:
             self._chunk_steps = max(self._chunk_steps // 2, 1)
+
+
+def _with_used(state: DecodeState, used: frozenset[str]) -> DecodeState:
+    """The state with the mechanisms that a step contains. Only `decode` depends on them, so that
+    another sampler compiles no other program anew."""
+    return replace(state, settings=replace(state.settings, used=used))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.memory import most_slots
 from entropix_jax.engine.preparation import MIN_CAPACITY, bucket, check_recording
 from entropix_jax.engine.results import Event, Request, Row, Rows
 from entropix_jax.engine.running import check_request
@@ -11,6 +12,8 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.engine.trace import header
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
+
+_MOST_SLOTS = 64
 
 
 class Generation:
@@ -29,24 +32,26 @@ class Generation:
     ) -> None:
         """Checks everything that can be checked before anything is computed. `recording` is what
         each token's record holds besides the usual. UserError if there is no request,
-        `check_request` refuses one, the recording does not fit the model, or the rows do not fit
+        `check_request` refuses one, the recording does not fit the model, or one row does not fit
         into memory."""
         if not requests:
             raise UserError("there is nothing to generate: no request")
         recording = recording or Recording()
         check_recording(model, recording)
         longest = max(len(one.prompt) + check_request(model, one) for one in requests)
+        capacity = bucket(longest, MIN_CAPACITY)
         self._engine = Engine(
             model,
-            slots=len(requests),
-            capacity=bucket(longest, MIN_CAPACITY),
+            slots=_count_slots(model, len(requests), capacity),
+            capacity=capacity,
             recording=recording,
         )
         first = requests[0]
+        several = any(request.prompt != first.prompt for request in requests)
         self.timings: dict[str, float] = {}
         self.rows = Rows(
             (Row(request, number=number) for number, request in enumerate(requests)),
-            header(model, first.sampler, first.prompt, seed=first.seed),
+            None if several else header(model, first.sampler, first.prompt, seed=first.seed),
             self.timings,
         )
         self._start = time.perf_counter()
@@ -92,3 +97,13 @@ class Generation:
     def seconds(self) -> float:
         """Time since the start, without that in which a person was asked."""
         return time.perf_counter() - self._start - sum(row.waited for row in self.rows)
+
+
+def _count_slots(model: LanguageModel, rows: int, capacity: int) -> int:
+    """Returns how many rows run at a time: all, up to 64 and to what memory has room for."""
+    mesh = None if model.rules is None else model.rules.mesh
+    if mesh is not None:
+        return rows
+    slots = min(rows, _MOST_SLOTS)
+    fitting = most_slots(model.config, model.precision, slots=slots, capacity=capacity, mesh=mesh)
+    return max(fitting, 1)

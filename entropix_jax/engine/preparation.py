@@ -1,7 +1,7 @@
 """Host-side inputs of the compiled programs: shapes, prompts as token ids, sampler parameters."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,6 +11,11 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.calibration import (
+    Calibration,
+    generic_calibration,
+    read_calibration,
+)
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
@@ -30,10 +35,11 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class CalibratedSampler:
-    """A sampler as it runs on one model, see `calibrated.calibrate_sampler`."""
+    """A sampler resolved for one model, see `calibrate_sampler`."""
 
-    sampler: Sampler  # with the model's thresholds
+    sampler: Sampler  # its percentiles resolved
     settings: SamplerSettings  # the same as arrays, of one row
+    calibration: Calibration  # the tables that resolved it
 
     @property
     def name(self) -> str:
@@ -80,10 +86,16 @@ def check_recording(model: LanguageModel, recording: Recording) -> None:
 
 
 def encode_prompt(
-    model: LanguageModel, prompt: Prompt, *, chat: bool, system: str | None = None
+    model: LanguageModel,
+    prompt: Prompt,
+    *,
+    chat: bool,
+    system: str | None = None,
+    escape_special: bool = False,
 ) -> list[int]:
     """A prompt as token ids: a text, or a conversation of messages with a `role` and a `content`.
-    With `chat` a text is one turn of a chat, which `system`, a system message, needs. UserError if
+    With `chat` a text is one turn of a chat, which `system`, a system message, needs. With
+    `escape_special` control tokens that the prompt spells are ordinary text. UserError if
     the prompt is empty, or is a chat where no template is, or none is wanted."""
     if prompt == "":
         raise UserError("the prompt is empty")
@@ -91,7 +103,8 @@ def encode_prompt(
         what = "a system message" if isinstance(prompt, str) else "a conversation"
         raise UserError(f"{what} needs a chat (--chat)")
     if not chat:
-        return model.tokenizer.encode(str(prompt), add_bos=True)
+        encode = model.tokenizer.encode_plain if escape_special else model.tokenizer.encode
+        return encode(str(prompt), add_bos=True)
     messages: Any = prompt  # whatever a file of messages holds: `apply_chat` checks it
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -99,7 +112,60 @@ def encode_prompt(
         messages = list(prompt)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    return model.tokenizer.apply_chat(messages)
+    return model.tokenizer.apply_chat(messages, escape=escape_special)
+
+
+def calibrate_sampler(sampler: Sampler, model: LanguageModel) -> CalibratedSampler:
+    """Resolves a sampler's percentiles with the model's quantile tables, or with the generic ones.
+
+    Raises:
+        UserError: the model's calibration file is damaged or of another model, thresholds cross
+            after resolution, or see `sampler_settings`.
+    """
+    calibration = model_calibration(model)
+    where = str(model.calibration_file) if not calibration.generic else "the generic table"
+    notes = sampler.notes
+    if calibration.generic and sampler.follows_tables:
+        renew = f"`entropix-jax calibrate --model {model.folder}` measures its own"
+        notes = (*notes, f"the model has no calibration: the generic table is used; {renew}")
+    resolved = replace(sampler.resolve(calibration, where), notes=notes)
+    return CalibratedSampler(resolved, sampler_settings(model, resolved), calibration)
+
+
+def model_calibration(model: LanguageModel) -> Calibration:
+    """Returns the tables of the model's calibration file, or the generic ones if there is none.
+
+    Raises:
+        UserError: the file is damaged, of another format, or of another model.
+    """
+    path = model.calibration_file
+    if not path.exists():
+        return generic_calibration()
+    renew = f"entropix-jax calibrate --model {model.folder}"
+    calibration = read_calibration(path, renew)
+    calibration.check_model(model_shape(model), str(path), renew)
+    return calibration
+
+
+def model_shape(model: LanguageModel) -> dict[str, int]:
+    """Returns the shape that identifies a model in its calibration file. Fine-tunes of one model,
+    also with added tokens, share it."""
+    config = model.config
+    return {"layers": config.num_layers, "width": config.width, "heads": config.num_heads}
+
+
+def start_of_text(model: LanguageModel) -> list[int]:
+    """Returns the tokens that a text begins with, at least one.
+
+    Where the tokenizer adds none: the checkpoint's beginning-of-text token, an end token (training
+    puts it between two texts), or a line break.
+    """
+    tokenizer = model.tokenizer
+    if start := tokenizer.encode("", add_bos=True):
+        return start
+    named = (tokenizer.named_token_id(name) for name in ("bos_token", "eos_token"))
+    found = [i for i in (*named, *model.generation.eos_ids) if i is not None]
+    return (found or tokenizer.encode_within("\n") or [0])[:1]
 
 
 def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
@@ -110,11 +176,30 @@ def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
         wrong = [token for token in tokens if token >= model.config.vocab_size]
         if wrong:
             raise UserError(f"sampler '{sampler.name}': {key} holds {wrong[0]}, which is no token")
+    size = model.config.vocab_size
+
+    def encode(text: str) -> list[int]:
+        tokens = model.tokenizer.encode_within(text)
+        if (largest := max(tokens, default=0)) >= size:
+            told = f"{text!r} contains {describe_token(model, largest)}"
+            raise UserError(f"sampler '{sampler.name}': {told}")
+        return tokens
+
     return sampler.settings(
         num_layers=model.config.num_layers,
         epsilon=float(jax.numpy.finfo(model.precision.activations).eps),
-        encode=model.tokenizer.encode_within,
+        encode=encode,
+        token_texts=lambda: model.tokenizer.token_texts[:size],
+        vocab_size=size,
     )
+
+
+def describe_token(model: LanguageModel, token: Any) -> str:
+    """Returns the words for an id that is not one of the model's tokens, for an error."""
+    name = model.tokenizer.token_string(token) if isinstance(token, int) and token >= 0 else None
+    if name is None:
+        return f"{token!r}, which is no token"
+    return f"{name!r} (token {token}), for which the model has no row"
 
 
 def for_rows(settings: SamplerSettings, rows: int) -> SamplerSettings:

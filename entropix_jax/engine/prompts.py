@@ -8,6 +8,7 @@ four.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from entropix_jax.engine.preparation import (
     bucket,
     chunk_size,
 )
+from entropix_jax.engine.programs import Programs
 from entropix_jax.engine.running import RunningRow
 from entropix_jax.engine.slots import Layout, share_prefix
 from entropix_jax.engine.state import DecodeState
@@ -30,6 +32,8 @@ from entropix_jax.platforms import on_cpu
 _MIN_PART = 16  # tokens of a prompt that are read in one call, at least
 # Where caches are kept texts grow in parts of any length: few programs serve all of them.
 _KEPT_PART = 64
+# Where other rows go on between two parts: about a second's work for a small model on two cores.
+_BACKGROUND_PART = 256
 # Rows that are read in one call; another number would be a program of its own. On a CPU, prompts of
 # SmolLM2-135M take half the time so if they have 32 tokens, and three quarters if they have 128.
 TOGETHER = 4
@@ -49,15 +53,24 @@ def may_join(size: int, window: int) -> bool:
 class PromptReader:
     """Caches the texts of rows in slots, except for their last tokens."""
 
-    def __init__(self, model: LanguageModel, *, capacity: int, keep: bool, check: bool) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        capacity: int,
+        keep: bool,
+        check: bool,
+        programs: Programs | None = None,
+    ) -> None:
         """For rows of `capacity` cache positions. With `keep` caches outlive a run, so few programs
         should serve texts of all lengths; with `check` the state notes where activations are not
-        finite."""
+        finite. Only programs among `programs` are run, see `request`."""
         self.read = 0  # tokens, padding not counted
         self._model = model
         self._capacity = capacity
         self._keep = keep
         self._check = check
+        self._programs = programs
 
     def cache(
         self,
@@ -109,27 +122,71 @@ class PromptReader:
             # Parts of one size and window can be read in one call.
             alike = defaultdict(list)
             for slot, row in rows.items():
-                if row.cached < len(row.text) - 1:
-                    alike[self._part(row)].append(slot)
+                if row.cached < (length := len(row.text) - 1):
+                    alike[self._part(length, row.cached)].append(slot)
             if not alike:
                 break
             for (size, window), slots in alike.items():
                 while slots and not stops():
                     places = self._places(size, window, len(slots), layout.slots)
+                    if not self._has_program(state, layout, places, size, window):
+                        places = 1
                     now, slots = slots[:places], slots[places:]
                     part = {slot: rows[slot] for slot in now}
                     state = self._read_part(state, layout, part, places, size, window)
         return state
 
-    def _part(self, row: RunningRow) -> tuple[int, int]:
-        """The size of a row's next part, padding included, and the cache positions it reads."""
-        length = len(row.text) - 1
-        left, window = length - row.cached, PREFILL_WINDOW
+    def request(self, state: DecodeState, layout: Layout, row: RunningRow) -> bool:
+        """Whether the programs that read a row from its start are compiled; has those compiled that
+        are not."""
+        length, cached, ready = len(row.text) - 1, 0, True
+        while cached < length:
+            size, window = self._part(length, cached)
+            ready &= self._has_program(state, layout, 1, size, window)
+            cached += size
+        return ready
+
+    def _has_program(
+        self, state: DecodeState, layout: Layout, places: int, size: int, window: int
+    ) -> bool:
+        """Whether the program for such a call can be run now."""
+        if self._programs is None:
+            return True
+        key = ("prefill", size, window, places, layout)
+        if key in self._programs:
+            return True
+        tokens, numbers = np.zeros((places, size), np.int32), np.zeros(places, np.int32)
+        traced = self._arguments(state, layout, tokens, numbers, numbers)
+        together = "" if places == 1 else f" of {places} rows"
+        name = f"prompts of {size} tokens{together} in {window} positions"
+        self._programs.request(key, name, prefill, traced, self._static(window))
+        return False
+
+    def _arguments(
+        self,
+        state: DecodeState,
+        layout: Layout,
+        tokens: np.ndarray,
+        count: np.ndarray,
+        numbers: np.ndarray,
+    ) -> tuple[Any, ...]:
+        """The traced arguments of `prefill`. With one slot there is nothing to gather or copy."""
+        return self._model.params, state, tokens, count, None if layout.slots == 1 else numbers
+
+    def _static(self, window: int) -> dict[str, Any]:
+        return {"config": self._model.config, "window": window, "check": self._check}
+
+    def _part(self, length: int, cached: int) -> tuple[int, int]:
+        """The size of the next part of a text, padding included, and the cache positions it reads,
+        where `cached` of the `length` tokens to read are cached."""
+        left, window = length - cached, PREFILL_WINDOW
         size = bucket(left, _MIN_PART)
         if self._keep:
             size, window = MAX_PREFILL if left >= MAX_PREFILL else _KEPT_PART, DECODE_WINDOW
+        elif self._programs is not None and length > _BACKGROUND_PART:
+            size = _BACKGROUND_PART
         size = min(size, chunk_size(self._model.config, length, 1, MAX_PREFILL))
-        return size, min(bucket(row.cached + size, window), self._capacity)
+        return size, min(bucket(cached + size, window), self._capacity)
 
     def _places(self, size: int, window: int, waiting: int, slots: int) -> int:
         """The places of the next call, where so many rows wait for one: on a CPU four only if at
@@ -155,17 +212,11 @@ class PromptReader:
             tokens[i, : len(part)] = part
             count[i], numbers[i] = len(part), layout.numbers[slot]
             row.cached += len(part)
-        state = prefill(
-            self._model.params,
-            state,
-            tokens,
-            count,
-            # With one slot there is nothing to gather, and nothing to copy.
-            None if layout.slots == 1 else numbers,
-            config=self._model.config,
-            window=window,
-            check=self._check,
-        )
+        arguments = self._arguments(state, layout, tokens, count, numbers)
+        if self._programs is None:
+            state = prefill(*arguments, **self._static(window))
+        else:
+            state = self._programs.get(("prefill", size, window, places, layout))(*arguments)
         jax.block_until_ready(state.cache.length)
         self.read += int(count.sum())
         return state

@@ -30,7 +30,7 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        sampler: a sampler with the model's thresholds, see `calibrate_sampler`.
+        sampler: a sampler resolved for the model, see `calibrate_sampler`.
         max_new_tokens: the budget.
         row_id: with `seed`, the key of the row's random numbers.
         seed: of the row's random numbers.
@@ -42,6 +42,7 @@ class Request:
         ask: called with the row's number and the texts of the two best branches, better one first,
             when their scores are within the margin; returns the index of the branch to commit, or
             None for the better one.
+        messages: the chat messages that the prompt was made of, for the trace's header.
         tag: the caller's own; the engine passes it through.
     """
 
@@ -54,6 +55,7 @@ class Request:
     stop: Sequence[str] = ()
     retrieve: Retrieve | None = None
     ask: Ask | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
     tag: Any = None
 
 
@@ -68,7 +70,8 @@ class Row:
     with whether it was retracted. `number` is the row's index in a `Generation`; rows that an
     engine makes are numbered in order of arrival, forks as they come. `forks` and `rewinds` count
     what `Engine.fork` and `rewind` did to the row. `ahead` are tokens that are forced when it
-    begins to run, see `Engine.force`, with the action `ahead_action`.
+    begins to run, see `Engine.force`, with the action `ahead_action`. `chosen` are the positions of
+    those that the reader chose.
     """
 
     request: Request
@@ -83,6 +86,7 @@ class Row:
     rewinds: int = 0
     ahead: Sequence[int] = ()
     ahead_action: str = "inject"
+    chosen: range = range(0)
     started: float | None = field(default=None, compare=False)  # by `time.perf_counter`
     first_token: float | None = field(default=None, compare=False)  # by the same clock
     waited: float = field(default=0.0, compare=False)  # seconds spent in `Request.ask`

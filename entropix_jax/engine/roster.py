@@ -24,12 +24,14 @@ from entropix_jax.model.loading import LanguageModel
 
 
 class Roster:
-    """`slots` has the row that is, or was, in each slot; `waiting` the next ones, forks first."""
+    """`slots` has the row that is, or was, in each slot, `waiting` the next ones, forks first, and
+    `held` those before them whose programs are not compiled yet."""
 
     def __init__(self, model: LanguageModel, slots: int, capacity: int) -> None:
         """`capacity` is the cache positions of a row."""
         self.slots: list[RunningRow | None] = [None] * slots
         self.waiting: deque[RunningRow] = deque()
+        self.held: list[RunningRow] = []
         self._model = model
         self._capacity = capacity
         self._source: Iterator[Request | Row | None] = iter(())
@@ -40,6 +42,7 @@ class Roster:
         """Begins a run without rows."""
         self.slots = [None] * len(self.slots)
         self.waiting.clear()
+        self.held.clear()
         self._source, self._number = iter(requests), 0
 
     def take_over(self, slots: Sequence[RunningRow | None]) -> None:
@@ -64,10 +67,11 @@ class Roster:
     def cancel(self, row: Row) -> list[Event]:
         """See `Engine.end`."""
         self._check(row)
-        for running in (*self.slots, *self.waiting):
+        for running in (*self.slots, *self.held, *self.waiting):
             if running is not None and running.row is row and running.running:
-                if running in self.waiting:
-                    self.waiting.remove(running)
+                for rows in (self.held, self.waiting):
+                    if running in rows:
+                        rows.remove(running)
                 return [*running.interrupt("cancelled")]
         return []
 
@@ -135,7 +139,7 @@ class Roster:
         """Has the row run as it is now, in its slot or its place among those that wait; where it
         has none it waits behind the others that were moved, before any request."""
         new = self._run(row, forced, moved=True)
-        places: tuple[MutableSequence[Any], ...] = (self.slots, self.waiting)
+        places: tuple[MutableSequence[Any], ...] = (self.slots, self.held, self.waiting)
         for rows in places:
             for i, old in enumerate(rows):
                 if old is not None and old.row is row:

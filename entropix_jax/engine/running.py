@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.preparation import CalibratedSampler, describe_token
 from entropix_jax.engine.records import Joined, Outcome, differ, two_best
 from entropix_jax.engine.results import Event, Piece, Request, Row
 from entropix_jax.engine.slots import fresh_tally, padded_ids
@@ -28,8 +28,10 @@ from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.modify import never_drawn
 from entropix_jax.sampler.state import Tally
 from entropix_jax.text.stop import StopFilter
+from entropix_jax.text.turns import stop_ids
 
 _PROPOSAL = ("temperature", "top_k", "top_p", "min_p")  # of a `TokenRecord`
 _FINISH = {FINISHED_EOS: "eos", FINISHED_LENGTH: "length", FINISHED_ERROR: "error"}
@@ -76,6 +78,8 @@ class RunningRow:
         self.cached = 0  # so much of its text the slot has cached for good
         self.answer: Answer | None = None  # on its way to the device
         self._prompt = [*row.request.prompt]
+        # A stop string that is a control token ends the row by its id: it has no text.
+        self.end_ids = all_end_ids(model, row.request)
         self._tokenizer = model.tokenizer
         self._stop = StopFilter[TokenRecord](row.request.stop)
         self._stream = model.tokenizer.stream(after=row.request.prompt)
@@ -135,7 +139,7 @@ class RunningRow:
 
     def shared(self, other: "RunningRow") -> int:
         """How much of another row's text, but its last token, the slot of this one has cached."""
-        if self.row.finish_reason == "error":  # its numbers may be none
+        if self.row.finish_reason == "error":  # its cache may hold NaN
             return 0
         both = zip(self.text[: self.cached], other.text[:-1], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
@@ -211,6 +215,8 @@ class RunningRow:
         if (reason := _FINISH.get(outcome.finish)) is None:
             yield from self._commit(outcome.settled)
             return
+        if reason == "eos" and tokens[-1].token_id not in self.request.eos_ids:
+            reason = "stop"
         if reason == "length" and self.budget < self.request.max_new_tokens:
             reason = "context"
         yield from self._commit(reason=reason)
@@ -261,6 +267,8 @@ class RunningRow:
                 yield self._token_event(token, (), retracted=True)
                 continue
             last = reason if not self._pending else None
+            if token.position in row.chosen and token.action == "inject":
+                token.chosen = True
             row.tokens.append(token)
             pieces = self._show(token, ends=last is not None)
             if self._stop.stopped or last is not None:
@@ -303,8 +311,8 @@ class RunningRow:
         return Event(self.row, None, pieces)
 
     def _retrieve_thought(self) -> Answer:
-        """Calls `Request.retrieve`; its text, else the sampler's own thought, where it fits into
-        the budget."""
+        """Calls `Request.retrieve`. Returns its text, else the sampler's own thought: the first of
+        the two that fits into the budget and holds no token that is never drawn."""
         assert self.request.retrieve is not None
         row, tokenizer, settings = self.row, self._tokenizer, self.request.sampler.settings
         text = self.request.retrieve(
@@ -321,7 +329,9 @@ class RunningRow:
         self._retrieved += 1
         candidates = (retrieved, *thoughts[turn : turn + 1])
         fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.remaining)
-        return Answer(next(fitting, []), settings.action("inject"))
+        never = never_drawn(settings)
+        allowed = (tokens for tokens in fitting if never.isdisjoint(tokens))
+        return Answer(next(allowed, []), settings.action("inject"))
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
         """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
@@ -388,6 +398,12 @@ def find_no_token(model: LanguageModel, tokens: Sequence[Any]) -> Any:
     return next((one for one in tokens if not is_token(one)), None)
 
 
+def all_end_ids(model: LanguageModel, request: Request) -> tuple[int, ...]:
+    """Returns the request's end tokens and its stop strings that are control tokens."""
+    stops = stop_ids(model.tokenizer, request.stop)
+    return tuple(dict.fromkeys((*request.eos_ids, *stops)))
+
+
 def check_request(model: LanguageModel, request: Request, capacity: int | None = None) -> int:
     """The tokens that a row may generate: `max_new_tokens`, within the model's positions and within
     `capacity`, the cache positions of a row, if given.
@@ -400,11 +416,11 @@ def check_request(model: LanguageModel, request: Request, capacity: int | None =
     if prompt == 0:
         raise UserError("the prompt is empty")
     if (strange := find_no_token(model, request.prompt)) is not None:
-        raise UserError(f"the prompt holds {strange!r}, which is no token")
+        raise UserError(f"the prompt holds {describe_token(model, strange)}")
     if not isinstance(request.sampler, CalibratedSampler):
         raise UserError("the sampler is not calibrated: see entropix_jax.calibrate_sampler")
     check_range("max_new_tokens", request.max_new_tokens, 1)
-    padded_ids(request.eos_ids)
+    padded_ids(all_end_ids(model, request))
     room = positions if capacity is None else min(positions, capacity)
     if prompt >= room:
         limit = f"a row has room for {room}" if room < positions else f"the model {room} positions"

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.engine.preparation import CalibratedSampler
-from entropix_jax.engine.state import FINISHED_STOP, RUNNING, DecodeState, init_state
+from entropix_jax.engine.state import FINISHED_STOP, PARKED, RUNNING, DecodeState, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
@@ -22,7 +22,7 @@ from entropix_jax.sampler.mechanisms.branch import BRANCH, MAX_WIDTH
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 
-_MAX_EOS = 8
+_MAX_EOS = 32
 
 Value = jax.Array | np.ndarray | np.generic
 
@@ -96,6 +96,16 @@ def emptied(state: DecodeState) -> DecodeState:
     """The slots without rows, and the lanes without branches; what they have cached stays."""
     fork = replace(state.fork, branch=jnp.full_like(state.fork.branch, -1))
     return replace(state, fork=fork, finish=jnp.full_like(state.finish, FINISHED_STOP))
+
+
+@partial(jax.jit, donate_argnames="state")
+def park(state: DecodeState, window: jax.Array, reading: jax.Array) -> DecodeState:
+    """Parks the rows and branches that are as long as the `window`, int32, or longer, and those
+    whose text is still being read, bool [P]; resumes all others. A parked row keeps its state and
+    takes no part in steps. The state is donated."""
+    finish = jnp.where(state.finish >= PARKED, state.finish - PARKED, state.finish)
+    parks = ((state.cache.length >= window) | reading) & (finish != FINISHED_STOP)
+    return replace(state, finish=jnp.where(parks, finish + PARKED, finish))
 
 
 def lanes_for(sampler: CalibratedSampler) -> int:

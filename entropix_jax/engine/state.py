@@ -26,6 +26,7 @@ WAITS_FOR_TEXT, WAITS_FOR_CHOICE = 5, 6
 FORKS = 7  # the row is to be forked, as soon as there are lanes for its branches
 BRANCH_ENDED = 8  # a branch that waits for the others of its fork
 FINISHED_CONFIDENCE = 9
+PARKED = 16  # added to the status of a row that is longer than the window of the next steps
 
 
 @struct.dataclass

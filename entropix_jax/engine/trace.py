@@ -46,7 +46,8 @@ class TokenRecord:
     the attention entropy of each layer and head, in lists or as float32 [L, N] (see
     `Recording.raw_layers`), are None unless recorded. `branches`, all branches
     that were rolled out, and `ambiguous`, whether the two best scores were within the margin and
-    their texts differ, are None except on the first token of a branch. `state`, the sampler's after
+    their texts differ, are None except on the first token of a branch. `chosen` is
+    True on a token that the reader chose, else None. `state`, the sampler's after
     the token, of one row, is None unless recorded, and not part of a trace.
     """
 
@@ -79,6 +80,7 @@ class TokenRecord:
     branches: list[BranchRecord] | None = None
     layers: list[list[float]] | np.ndarray | None = None
     ambiguous: bool | None = None
+    chosen: bool | None = None
     state: Tally | None = field(default=None, compare=False, repr=False)
 
     def to_json(self, *, retracted: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
@@ -110,9 +112,10 @@ def header(
     *,
     seed: int | None,
     name: str | None = None,
+    messages: Sequence[Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """The header object. `seed` is None where nothing was sampled; `name` is the model's, by
-    default its folder."""
+    default its folder; `messages` are those of a chat."""
     return {
         "type": "header",
         "format_version": TRACE_FORMAT,
@@ -121,6 +124,8 @@ def header(
         "precision": model.precision.to_json(),
         "sampler": sampler.name,
         "sampler_parameters": dict(sorted(sampler.values.items())),
+        "percentiles": dict(sorted(sampler.sampler.percentiles.items())),
+        "calibration": sampler.calibration.to_json(),
         "seed": seed,
         "versions": {
             "entropix_jax": __version__,
@@ -131,6 +136,7 @@ def header(
         "backend": jax.default_backend(),
         "prompt": model.tokenizer.decode(prompt_tokens, skip_special=False),
         "prompt_tokens": list(prompt_tokens),
+        **({} if messages is None else {"messages": [dict(one) for one in messages]}),
     }
 
 

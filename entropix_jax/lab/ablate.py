@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from entropix_jax.cli.options import (
+    Activations,
     Count,
     Dtype,
     Folder,
@@ -22,7 +23,11 @@ from entropix_jax.errors import check_range
 
 @dataclass(frozen=True)
 class Arguments:
-    """Runs the settings of a sweep file on its tasks; writes tables, plots and a summary."""
+    """Runs the settings of a sweep file on its tasks; writes tables, plots and a summary.
+
+    Example:
+        presets --output build/study
+    """
 
     sweep: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SWEEP")]
     """A sweep file, or the name of one in configs/ablations/."""
@@ -33,15 +38,17 @@ class Arguments:
     svamp.json, nq_open_dev.jsonl, ifeval.jsonl, prompts.csv (default: the environment variable
     ENTROPIX_DATA)."""
     items: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Most items of each task that are tested, for a part of a study: its rows are those of the
-    whole (default: as the sweep says)."""
+    """Maximum number of items of each task, for a part of a study. Its rows equal those of the
+    whole study (default: as in the sweep file)."""
     model: Model = None
     """smollm2, tiny, a folder in the Hugging Face layout, a GGUF file, or a hub id owner/name
     (default: smollm2 if its package is installed, else tiny)."""
     slots: Count = 64
     """Rows in parallel."""
     dtype: Dtype = None
-    """Type of the weights in memory (default: the checkpoint's)."""
+    """Dtype of the weights in memory (default: the checkpoint's)."""
+    precision: Activations = None
+    """Type of hidden states (default: on a CPU float32, else the weights')."""
     plugin: Module = None
     """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
 
@@ -69,4 +76,5 @@ def _main(arguments: Arguments) -> int:
         model=arguments.model,
         slots=arguments.slots,
         dtype=arguments.dtype,
+        precision=arguments.precision,
     )

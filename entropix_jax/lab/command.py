@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 
 from entropix_jax.batch.progress import ProgressView, Standing
 from entropix_jax.cli.options import EXIT_OK, model_name
-from entropix_jax.engine.calibrated import fit_thresholds
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.errors import check_range, require
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.host.interrupts import deferred_interrupts
@@ -35,6 +35,7 @@ def run_study(
     model: str | None,
     slots: int,
     dtype: str | None,
+    precision: str | None,
 ) -> int:
     """Runs a study, prints its summary, and returns the exit status.
 
@@ -56,9 +57,9 @@ def run_study(
     def load_once() -> LanguageModel:
         check_backend()
         use_compilation_cache()
-        return load(str(path), dtype)
+        return load(str(path), dtype, precision=precision)
 
-    sweep = plan(lambda sampler: fit_thresholds(sampler, load_once()))
+    sweep = plan(lambda sampler: calibrate_sampler(sampler, load_once()).sampler)
     # A hub snapshot's folder is named by its commit, so the hub id is kept as the name.
     name = path.resolve().name if Path(model).exists() else model
     study = Study(load_once(), sweep, folder, name=name, slots=slots)

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from entropix_jax.cli.options import (
+    Activations,
     Count,
     Dtype,
     Folder,
@@ -28,7 +29,11 @@ _Names = Annotated[Texts, tyro.conf.arg(metavar="NAME ...", help_behavior_hint="
 @dataclass(frozen=True)
 class Arguments:
     """Evaluates samplers on tasks. The first sampler and majority votes of its samples are the
-    baseline."""
+    baseline.
+
+    Example:
+        --task sums --model tiny --output build/study
+    """
 
     task: _Names
     """sums, word-problems, facts, forks, documents (for the tiny model); gsm8k, svamp, nq-open,
@@ -59,7 +64,9 @@ class Arguments:
     slots: Count = 64
     """Rows in parallel."""
     dtype: Dtype = None
-    """Type of the weights in memory (default: the checkpoint's)."""
+    """Dtype of the weights in memory (default: the checkpoint's)."""
+    precision: Activations = None
+    """Type of hidden states (default: on a CPU float32, else the weights')."""
     plugin: Module = None
     """Import a Python module whose MECHANISMS the samplers may use. Its code runs."""
 
@@ -110,6 +117,7 @@ def _main(arguments: Arguments) -> int:
             items=ByTask(arguments.items),
             skip=NONE,
             seeds=tuple(range(arguments.seeds)),
+            most_seeds=ByTask(0),
             split="test",
             max_new_tokens=ByTask(arguments.max_new_tokens),
             settings=settings,
@@ -123,4 +131,5 @@ def _main(arguments: Arguments) -> int:
         model=arguments.model,
         slots=arguments.slots,
         dtype=arguments.dtype,
+        precision=arguments.precision,
     )

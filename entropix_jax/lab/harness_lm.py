@@ -15,10 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.memory import most_slots
-from entropix_jax.engine.preparation import MIN_CAPACITY, CalibratedSampler, bucket
+from entropix_jax.engine.preparation import (
+    MIN_CAPACITY,
+    CalibratedSampler,
+    bucket,
+    calibrate_sampler,
+)
 from entropix_jax.engine.results import Request
 from entropix_jax.errors import UserError, check_range, nearest
 from entropix_jax.lab.likelihood import log_likelihoods
@@ -285,7 +289,8 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                     # A context that is asked for again, by `repeats`, gets other random numbers.
                     row_id=f"{times[context]}:{context}",
                     seed=self._seed,
-                    eos_ids=self._end_ids(stops),
+                    # No answer goes on after the end of a turn.
+                    eos_ids=self.model.turn_end_ids,
                     stop=stops,
                     tag=number,
                 )
@@ -298,14 +303,6 @@ class EntropixLM(TemplateLM):  # type: ignore[misc] # the harness has no types
                 "(model argument sampler)"
             )
         return requests
-
-    def _end_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
-        """The end of a turn ends a plain text, too: no answer goes on after it. So do stop strings
-        that name a control token, which is no text."""
-        tokenizer = self.model.tokenizer
-        named = (tokenizer.token_id(stop) for stop in stops)
-        special = (i for i in named if i is not None and i in tokenizer.special_ids)
-        return tuple(dict.fromkeys((*self.model.turn_end_ids, *special)))
 
     def _unused(self, settings: Mapping[str, Any]) -> Iterable[str]:
         """A task's settings that have no effect."""

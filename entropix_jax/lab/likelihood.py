@@ -1,4 +1,4 @@
-"""Many texts at once: their entropies, and log-likelihoods of continuations."""
+"""Many texts at once: their metrics, and log-likelihoods of continuations."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from entropix_jax.engine.preparation import CalibratedSampler
 from entropix_jax.engine.score import Text, TextReader, check_context, split
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.calibration import TABLES
+from entropix_jax.sampler.metrics import Metrics
 
 _BATCH = 16  # texts that are read side by side
 
@@ -30,12 +32,15 @@ def measure_entropies(
     sampler: CalibratedSampler,
     *,
     context: int | None = None,
-) -> np.ndarray:
-    """Entropy (bits) and varentropy (bits^2) before each token of some texts but their first ones:
-    float32 [n, 2], text by text in order.
+) -> dict[str, np.ndarray]:
+    """Measures the distribution before each token of some texts but their first ones.
+
+    Returns:
+        float32 [n] for each quantity of `calibration.TABLES`, text by text in order.
 
     Raises:
-        UserError: as `score_tokens`; no text has two tokens.
+        UserError: no text has two tokens, the context does not fit the model, or logits are NaN or
+            infinite.
     """
     context = check_context(model, context)
     segments = [
@@ -45,12 +50,12 @@ def measure_entropies(
     ]
     if not segments:
         raise UserError("there is nothing to measure: no text has two tokens")
-    points = {}
+    points: dict[int, Metrics] = {}
     for number, scores in TextReader(model, sampler).read_whole(segments, _BATCH):
         assert scores.measured is not None
-        metrics, *_ = scores.measured
-        points[number] = np.stack([metrics.entropy, metrics.varentropy], axis=-1)
-    return np.concatenate([points[number] for number in range(len(segments))])
+        points[number], *_ = scores.measured
+    in_order = [points[number] for number in range(len(segments))]
+    return {name: np.concatenate([getattr(own, name) for own in in_order]) for name in TABLES}
 
 
 def log_likelihoods(

@@ -30,24 +30,6 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def change_sampler(sampler: Sampler, values: Mapping[str, Any]) -> Sampler:
-    """Returns the sampler with other values.
-
-    Raises:
-        UserError: an unknown key, an invalid value, or a low threshold above its high one. The
-            latter is checked even if the model's own thresholds are not known yet.
-    """
-    changed = sampler.with_values(values)
-    for ends in (("h1", "h2"), ("u1", "u2")):
-        low, high = (changed.changes.get(f"thresholds.{name}") for name in ends)
-        if low is not None and high is not None and low > high:
-            raise UserError(
-                f"{sampler.name}: thresholds.{ends[0]} = {low} is above "
-                f"thresholds.{ends[1]} = {high}"
-            )
-    return changed
-
-
 def draw_samplers(
     ranges: Mapping[str, Any], rng: Random, sampler: Sampler, number: int, where: str
 ) -> Iterator[tuple[dict[str, Any], Sampler]]:
@@ -71,7 +53,7 @@ def draw_samplers(
             problem = "further draws repeat earlier ones"
             continue
         try:
-            changed = change_sampler(sampler, drawn)
+            changed = sampler.with_values(drawn)
         except UserError as error:
             problem = str(error)
             continue

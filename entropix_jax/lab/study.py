@@ -65,6 +65,11 @@ class _Phase:
     items: ByTask
     seeds: tuple[int, ...]
     skip: ByTask = NONE
+    most_seeds: ByTask = NONE
+
+    def seeds_of(self, task: str) -> tuple[int, ...]:
+        """The seeds of a task."""
+        return self.seeds[: self.most_seeds.of(task) or None]
 
 
 class Study:
@@ -97,6 +102,7 @@ class Study:
             raise UserError(f"two tasks are called '{max(names, key=names.count)}'")
         sweep.items.check_tasks("items", names)
         sweep.skip.check_tasks("skip", names)
+        sweep.most_seeds.check_tasks("most_seeds", names)
         sweep.max_new_tokens.check_tasks("max_new_tokens", names)
         if sweep.tuning is not None:
             sweep.tuning.items.check_tasks("tuning.items", names)
@@ -129,7 +135,7 @@ class Study:
             UserError: the folder has another study's results, or cannot be written.
         """
         sweep, tuning = self._sweep, self._sweep.tuning
-        test = _Phase("test", sweep.split, sweep.items, sweep.seeds, sweep.skip)
+        test = _Phase("test", sweep.split, sweep.items, sweep.seeds, sweep.skip, sweep.most_seeds)
         settings, tuned = list(sweep.settings), []
         if tuning is None:
             slots, capacity = self._shape({test: len(settings)})
@@ -152,7 +158,8 @@ class Study:
         results = self._run_phase(test, settings, slots, capacity, watch)
         if results is None:
             return None
-        sizes = [k for k in _SIZES if k <= len(sweep.seeds)]
+        fewest = min(len(test.seeds_of(task.name)) for task in self._tasks)
+        sizes = [k for k in _SIZES if k <= fewest]
         digest = collect_digest(results, self._votes, sizes=sizes)
         return self._write(results, digest, settings, sizes, tuned)
 
@@ -166,13 +173,14 @@ class Study:
             most = self._sweep.max_new_tokens.of(task.name)
             yield from read_questions(self._model, task, phase.split, items, most, skip)
 
+    def _count(self, phase: _Phase) -> int:
+        """The number of a phase's rows for one setting."""
+        return sum(len(phase.seeds_of(one.task.name)) for one in self._questions(phase))
+
     def _shape(self, settings: Mapping[_Phase, int]) -> tuple[int, int]:
         """The number of rows in parallel and their cache capacity, common to all phases, so that
         they share compiled programs. `settings` gives each phase's number of settings."""
-        numbers = [
-            sum(1 for _ in self._questions(phase)) * number * len(phase.seeds)
-            for phase, number in settings.items()
-        ]
+        numbers = [self._count(phase) * number for phase, number in settings.items()]
         questions = chain.from_iterable(map(self._questions, settings))
         return min(self._slots, max(numbers)), choose_capacity(self._model, questions)
 
@@ -187,9 +195,9 @@ class Study:
         """Runs the rows of a phase that have no result; None if that was stopped."""
 
         def trials() -> Iterator[Trial]:
-            return list_trials(phase.name, self._questions(phase), settings, phase.seeds)
+            return list_trials(phase.name, self._questions(phase), settings, phase.seeds_of)
 
-        number = sum(1 for _ in self._questions(phase)) * len(settings) * len(phase.seeds)
+        number = self._count(phase) * len(settings)
         self._run = TrialRun(self._model, settings, slots=slots, capacity=capacity)
         path = self._folder / f"{phase.name}.jsonl"
         with Store(str(path), self._identity(phase, settings, self._run.samplers)) as store:
@@ -216,6 +224,7 @@ class Study:
             "items": phase.items.to_json(),
             **({"skip": phase.skip.to_json()} if phase.skip != NONE else {}),
             "seeds": list(phase.seeds),
+            **({"most_seeds": phase.most_seeds.to_json()} if phase.most_seeds != NONE else {}),
             "max_new_tokens": self._sweep.max_new_tokens.to_json(),
             "settings": {setting.name: dict(samplers[setting.name].values) for setting in settings},
             "version": __version__,
@@ -276,6 +285,7 @@ class Study:
             "items of each task": sweep.items.to_json() or "all",
             **({"items skipped": sweep.skip.to_json()} if sweep.skip != NONE else {}),
             "seeds": list(sweep.seeds),
+            **({"seeds of a task": sweep.most_seeds.to_json()} if sweep.most_seeds != NONE else {}),
             "settings": len(settings),
             "rows": rows,
             "versions": {

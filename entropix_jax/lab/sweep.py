@@ -7,6 +7,7 @@ A sweep file is TOML:
     items = 100                   # of each task; 0 for all. Or { sums = 50, facts = 100 }
     skip = 0                      # items of each task that come before those, as in another study
     seeds = [0, 1, 2]
+    most_seeds = { facts = 1 }    # how many of them, from the first on, a task takes
     split = "test"
     max_new_tokens = 64           # default: the task's own. Or by task, as `items`
     base = "entropix"             # the sampler to change, itself a setting
@@ -14,13 +15,13 @@ A sweep file is TOML:
     baselines = ["greedy"]        # further ones
 
     [set]                         # changes to every setting
-    "branch.depth" = 4
+    "branch.depth" = 8
     [settings.no-branch]          # a setting: changes to the base, or to another sampler
     "arms.lehv" = "explore"
     [settings.greedy]
     sampler = "greedy"
     [grid]                        # a setting for each combination
-    "thresholds.h1" = [0.1, 0.2]
+    "thresholds.h1" = ["20%", 0.5]
     [random]                      # a setting for each random draw
     settings = 16
     seed = 0
@@ -55,7 +56,7 @@ from entropix_jax.errors import UserError, nearest
 from entropix_jax.host.files import read_toml
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.by_task import ByTask
-from entropix_jax.lab.ranges import change_sampler, draw_samplers, flatten, is_list_of, name_setting
+from entropix_jax.lab.ranges import draw_samplers, flatten, is_list_of, name_setting
 from entropix_jax.lab.tasks.registry import locate_task
 from entropix_jax.lab.tasks.task import Split
 from entropix_jax.names import REGIMES
@@ -68,11 +69,12 @@ _MAX_SETTINGS = 100_000
 _MAX_SEED = 2**63 - 1  # an int64 column
 _RANGES = Path("ablations/ranges.toml")
 _KEYS = (
-    *("description", "tasks", "prompts", "items", "skip", "seeds", "split", "max_new_tokens"),
+    *("description", "tasks", "prompts", "items", "skip", "seeds", "most_seeds"),
+    *("split", "max_new_tokens"),
     *("base", "baseline", "baselines", "set", "settings", "grid", "random", "tuning"),
 )
 
-Calibrate = Callable[[Sampler], Sampler]  # adds a model's thresholds to a sampler
+Calibrate = Callable[[Sampler], Sampler]  # resolves a sampler's percentiles for a model
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Sweep:
     items: ByTask  # 0: all
     skip: ByTask  # items before those
     seeds: tuple[int, ...]
+    most_seeds: ByTask  # how many of them a task takes; 0: all
     split: Split
     max_new_tokens: ByTask
     settings: tuple[Setting, ...]
@@ -125,8 +128,8 @@ def read_sweep(
     """Reads a sweep file.
 
     Args:
-        calibrate: adds the model's thresholds to a sampler, so that random draws are consistent
-            with them. Called only for random draws and tuning.
+        calibrate: resolves a sampler's percentiles for the model, so that random draws are
+            consistent with them. Called only for random draws and tuning.
         mechanisms: the user's own, which all samplers get.
         data: the folder of published files; see `locate_task`.
 
@@ -217,7 +220,7 @@ def make_tuning(
     shipped = _shipped_ranges()
     candidates: dict[str, tuple[Setting, ...]] = {}
     for place in samplers:
-        sampler = calibrate(change_sampler(load_sampler(place, mechanisms), common or {}))
+        sampler = calibrate(load_sampler(place, mechanisms).with_values(common or {}))
         name = sampler.name
         if name in candidates:
             raise UserError(f"samplers: two are called '{name}'")
@@ -306,6 +309,7 @@ class _Reader:
             items=self._by_task(raw, "items", "items", default=100, least=0),
             skip=self._by_task(raw, "skip", "skip", default=0, least=0),
             seeds=self._seeds(raw, ""),
+            most_seeds=self._by_task(raw, "most_seeds", "most_seeds", default=0, least=0),
             split="tuning" if split == "tuning" else "test",
             max_new_tokens=self._by_task(raw, "max_new_tokens", "max_new_tokens", None, 1),
             settings=settings,
@@ -417,7 +421,7 @@ class _Reader:
 
     def _changed(self, sampler: Sampler, values: Mapping[str, Any], where: str) -> Sampler:
         with _within(where):
-            return change_sampler(sampler, values) if values else sampler
+            return sampler.with_values(values) if values else sampler
 
     def _values(self, table: Any, where: str) -> dict[str, Any]:
         return flatten(self._table({where: table}, where, where))

@@ -14,9 +14,8 @@ from typing import Any, SupportsFloat
 
 from entropix_jax.batch.output import Store
 from entropix_jax.batch.records import Record, content_hash
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import CalibratedSampler, encode_prompt
+from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler, encode_prompt
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.errors import UserError
 from entropix_jax.lab.measures import measure_row
@@ -169,13 +168,17 @@ def _user_code(where: str) -> Iterator[None]:
 
 
 def list_trials(
-    phase: str, questions: Iterable[Question], settings: Sequence[Setting], seeds: Sequence[int]
+    phase: str,
+    questions: Iterable[Question],
+    settings: Sequence[Setting],
+    seeds_of: Callable[[str], Sequence[int]],
 ) -> Iterator[Trial]:
-    """Lists the rows by question, setting and seed, so that each prompt is prefilled once."""
+    """Lists the rows by question, setting and seed, so that each prompt is prefilled once.
+    `seeds_of` returns the seeds of a task."""
     number = 0
     for question in questions:
         for setting in settings:
-            for seed in seeds:
+            for seed in seeds_of(question.task.name):
                 yield Trial(number, phase, question, setting, seed)
                 number += 1
 

@@ -32,7 +32,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeDivisors:
-    """RoPE scaling as in GGUF files: a divisor for each pair's frequency, [H/2]."""
+    """RoPE scaling by a divisor for each pair's frequency, [H/2]: in linear scaling all are the
+    same, in GGUF files they can be any."""
 
     divisors: tuple[float, ...]
 
@@ -68,6 +69,13 @@ class GenerationConfig:
 
 
 _ORIGINAL = "original_max_position_embeddings"  # inside the RoPE object, or beside it
+# The types of RoPE scaling, with the keys that each reads.
+_ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+}
+_Scaling = RopeScaling | RopeDivisors | None
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 # Keys that are read.
@@ -153,7 +161,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         head_dim = width // num_heads
     if head_dim % 2:
         raise UserError(f"{path}: head_dim {head_dim} is odd, rotary embedding needs pairs")
-    rope_theta, rope_scaling = _rope(raw, path)
+    rope_theta, rope_scaling = _rope(raw, head_dim, path)
 
     # How the weights are stored.
     dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
@@ -188,15 +196,16 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Reads the end tokens from `generation_config.json`, else from `config.json`."""
-    path = folder / "generation_config.json"
-    if not path.exists():
-        path = folder / CONFIG_FILE
-    return parse_generation_config(read_json_object(path), path)
+    """Reads the end tokens of `generation_config.json` and of `config.json`, in this order."""
+    paths = (folder / "generation_config.json", folder / CONFIG_FILE)
+    found = [parse_generation_config(read_json_object(p), p) for p in paths if p.exists()]
+    ids = [token_id for each in found for token_id in each.eos_ids]
+    return GenerationConfig(eos_ids=tuple(dict.fromkeys(ids)))
 
 
 def parse_generation_config(raw: Mapping[str, Any], path: Path) -> GenerationConfig:
-    """The end tokens of a decoded `generation_config.json`; `path` is only named in errors."""
+    """Returns the end tokens of a decoded `generation_config.json` or `config.json`. Errors name
+    `path`."""
     eos = raw.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -235,31 +244,36 @@ def _layers_without_rope(raw: Mapping[str, Any], num_layers: int, path: Path) ->
     return tuple(i for i, rotates in enumerate(rotated[:num_layers]) if not rotates)
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], head_dim: int, path: Path) -> tuple[float, _Scaling]:
     """Reads both spellings: `rope_theta` + `rope_scaling`, or `rope_parameters` with both."""
     spellings = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
-    found = {_rope_object(raw, key, path) for key in spellings} or {(_rope_theta(raw, path), None)}
+    found = {_rope_object(raw, key, head_dim, path) for key in spellings}
+    found = found or {(_rope_theta(raw, path), None)}
     if len(found) > 1:
         raise UserError(f"{path}: 'rope_parameters' and 'rope_scaling' disagree")
     return found.pop()
 
 
-def _rope_object(raw: Mapping[str, Any], key: str, path: Path) -> tuple[float, RopeScaling | None]:
+def _rope_object(
+    raw: Mapping[str, Any], key: str, head_dim: int, path: Path
+) -> tuple[float, _Scaling]:
     rope = raw[key]
     if not isinstance(rope, Mapping):
         raise UserError(f"{path}: '{key}' must be an object, not {rope!r}")
     theta = _rope_theta(rope if "rope_theta" in rope else raw, path)
     if raw.get("rope_theta") not in (None, theta):
         raise UserError(f"{path}: 'rope_theta' and the one in '{key}' disagree")
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind not in ("default", "llama3"):
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _ROPE_NUMBERS:
         raise UserError(f"{path}: '{key}': rope type {kind!r} is not implemented")
-    numbers = {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL}
-    known = {"rope_type", "type", "rope_theta"} | (numbers if kind == "llama3" else set())
+    known = {"rope_type", "type", "rope_theta", *_ROPE_NUMBERS[kind]}
     if unknown := sorted(set(rope) - known):
         raise UserError(f"{path}: '{key}': the key '{unknown[0]}' is not implemented")
     if kind == "default":
         return theta, None
+    if kind == "linear":
+        factor = _positive_float(rope, "factor", path)
+        return theta, None if factor == 1 else RopeDivisors(divisors=(factor,) * (head_dim // 2))
     scaling = RopeScaling(
         factor=_positive_float(rope, "factor", path),
         low_freq_factor=_positive_float(rope, "low_freq_factor", path),

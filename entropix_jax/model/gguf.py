@@ -46,7 +46,7 @@ _INTERLEAVED = ("llama", "smollm3")
 # Keys that change the maths, with the values that are implemented.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
-    "rope.scaling.type": ("none",),
+    "rope.scaling.type": ("none", "linear"),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
@@ -54,7 +54,27 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0.0,),
     **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), (0.0, 1.0)),
     "use_parallel_residual": (False,),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "attention.causal": (True,),
+    "expert_used_count": (0,),
 }
+# Keys that are read.
+_READ = frozenset(
+    """
+    attention.head_count attention.head_count_kv attention.key_length
+    attention.layer_norm_rms_epsilon attention.sliding_window attention.value_length block_count
+    context_length embedding_length feed_forward_length rope.dimension_count rope.freq_base
+    rope.scale_linear rope.scaling.factor
+    """.split()
+)
+# Keys that llama.cpp does not use for these architectures, or only for a RoPE type that is refused.
+_HARMLESS = frozenset(
+    """
+    attention.layer_norm_epsilon rope.scaling.finetuned rope.scaling.original_context_length
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    rope.scaling.yarn_ext_factor rope.scaling.yarn_log_multiplier tensor_data_layout vocab_size
+    """.split()
+)
 # Names of tensors in a layer, and outside of layers; the suffixes (.weight, .bias) are the same.
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -88,6 +108,7 @@ class GgufFile:
         """Reads the header. UserError if there is no such file, it is damaged, or its architecture
         or a tensor's type is not implemented."""
         self.path = path
+        self.notes: list[str] = []
         data = _map_file(path)
         header = _Header(data, path)
         self.metadata = header.metadata
@@ -96,9 +117,15 @@ class GgufFile:
             told = f"is not implemented (known: {', '.join(_ARCHITECTURES)})"
             raise UserError(f"{path}: the architecture {architecture!r} {told}")
         self._architecture: str = architecture
+        self._check_kind()
         for name, values in _FIXED.items():
             if (value := self._own(name)) is not None and value not in values:
                 raise UserError(f"{path}: '{architecture}.{name}': {value!r} is not implemented")
+        own = f"{architecture}."
+        found = {key.removeprefix(own) for key in self.metadata if key.startswith(own)}
+        if unknown := sorted(found - _READ - _HARMLESS - set(_FIXED)):
+            names = ", ".join(f"'{own}{name}'" for name in unknown)
+            self.notes.append(f"{path}: not known here, taken to change nothing: {names}")
         self.tensors = self._tensors(header, data)
         self._factors = self.tensors.pop(_ROPE_FACTORS, None)
 
@@ -109,21 +136,33 @@ class GgufFile:
         if self._factors is not None:
             if self._factors.shape != (config.head_dim // 2,):
                 raise UserError(f"{self.path}: '{_ROPE_FACTORS}' has another shape than its heads")
-            divisors = RopeDivisors(divisors=tuple(map(float, self._factors.read(np.float32))))
-            config = replace(config, rope_scaling=divisors)
+            divisors = self._factors.read(np.float32).astype(np.float64)
+            if isinstance(config.rope_scaling, RopeDivisors):  # linear: llama.cpp applies both
+                divisors *= config.rope_scaling.divisors
+            config = replace(config, rope_scaling=RopeDivisors(divisors=tuple(divisors.tolist())))
         check_names(self.path, self.tensors, config)
         return config
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """The end tokens: end of text and end of turn."""
-        keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot"))
+        """The end tokens: end of text, of a turn, and of a message."""
+        keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         ids = [self.metadata[key] for key in keys if key in self.metadata]
         return parse_generation_config({"eos_token_id": list(dict.fromkeys(ids))}, self.path)
 
     def tokenizer(self) -> Tokenizer:
-        """See `read_tokenizer`."""
-        return read_tokenizer(self.metadata, self.path)
+        """See `read_tokenizer`, whose notes it adds."""
+        return read_tokenizer(self.metadata, self.path, self.notes)
+
+    def _check_kind(self) -> None:
+        """Refuses a file that is a part of a model, by its name."""
+        kind, parts = self.metadata.get("general.type", "model"), self.metadata.get("split.count")
+        if kind != "model":
+            told = f"is not a model but '{kind}': merge it with its model, or name the model's file"
+            raise UserError(f"{self.path}: {told}")
+        if parts not in (None, 0, 1):
+            told = f"is one of {parts} parts: merge them, `llama-gguf-split --merge FIRST OUTPUT`"
+            raise UserError(f"{self.path}: {told}")
 
     def _own(self, name: str) -> Any:
         """A metadata value of the architecture; None where it is missing."""
@@ -158,6 +197,10 @@ class GgufFile:
             "no_rope_layer_interval": 4,  # SmolLM3's, hard-coded in llama.cpp, not in the file
             "dtype": "bfloat16",
         }
+        # As in llama.cpp: without a type scaling is linear. Older files have `scale_linear`.
+        factor = self._own("rope.scaling.factor") or self._own("rope.scale_linear")
+        if factor and self._own("rope.scaling.type") != "none":
+            raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
         # A missing key is then reported by its name in `config.json`.
         return {key: value for key, value in raw.items() if value is not None}
 

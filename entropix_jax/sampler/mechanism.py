@@ -50,8 +50,8 @@ class Mechanism:
     init: Callable[[], Any] | None = None
     # Whether each row may take the action now: bool [B]. None: always.
     may: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None
-    # Whether it acts in place of each row's drawn token, int32 [B], whatever the arm proposed: bool
-    # [B]. The token stands in the history, at the row's length.
+    # Whether it acts in place of each row's drawn token, int32 [B]: bool [B]. The token stands in
+    # the history, at the row's length. Where it is False, a row whose arm proposed it draws.
     replaces: Callable[[SamplerSettings, Step, jax.Array], jax.Array] | None = None
     # How many of each row's last tokens it may still take back: int32 [B].
     holds: Callable[[SamplerSettings, SamplerState, Rows], jax.Array] | None = None

@@ -1,4 +1,4 @@
-"""What is done to the logits around the draw: before a truncation rule, and to what it has left."""
+"""Logit processing before and after truncation."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from entropix_jax.sampler.draw import truncated_draw
 from entropix_jax.sampler.mechanism import Transform
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView
-from entropix_jax.sampler.settings import LAST, SamplerSettings
+from entropix_jax.sampler.settings import BIAS, LAST, SamplerSettings
 from entropix_jax.sampler.truncation import Cut, check_made, everything, truncate
 
 
@@ -48,6 +49,21 @@ def modify(
     return jnp.where(remains, above, logits)
 
 
+def holds_banned(settings: SamplerSettings, text: jax.Array) -> jax.Array:
+    """Returns whether each row's text, int32 [B, n] padded with -1, holds a token that is never
+    drawn: bool [B]. A bias of -100 bans, as in the API."""
+    biased_out = jnp.where(settings.biases <= BIAS[0], settings.biased, -1)
+    never = jnp.concatenate([settings.bans, biased_out], axis=1)
+    same = (text[:, :, None] == never[:, None, :]) & (text >= 0)[:, :, None]
+    return jnp.any(same, axis=(1, 2))
+
+
+def never_drawn(settings: SamplerSettings) -> set[int]:
+    """Returns the ids that one row never draws: bans, and biases of -100. Runs on the host."""
+    biased_out = np.asarray(settings.biased)[np.asarray(settings.biases) <= BIAS[0]]
+    return {*np.asarray(settings.bans).tolist(), *biased_out.tolist()} - {-1}
+
+
 def cut_and_reweigh(
     logits: jax.Array,
     proposal: Proposal,
@@ -70,7 +86,7 @@ def cut_and_reweigh(
     early = replace(proposal, temperature=jnp.where(waits, 1.0, proposal.temperature))
     cut = truncate(logits, early, metrics, settings, views)
     none = jnp.zeros((logits.shape[0], 1), jnp.float32)
-    last = truncated_draw(cut, logits, none, jnp.zeros_like(proposal.draws)).last
+    last = truncated_draw(cut, logits, none).last
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     bound = jnp.take_along_axis(cut.order, last[:, None], axis=1)
     left = (cut.order > bound) | ((cut.order == bound) & (ids <= last[:, None]))

@@ -1,26 +1,28 @@
 """Samplers as files: TOML, found by name under `configs/`.
 
-A file may extend another one, and then holds only what it changes. Explicit thresholds override the
-model's calibration.
+A file may extend another one, and then holds only what it changes.
 """
 
 import hashlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from entropix_jax.errors import UserError, nearest
+from entropix_jax.errors import Note, UserError, nearest
 from entropix_jax.host.files import parse_toml, read_toml
 from entropix_jax.host.resources import resource_folder
-from entropix_jax.names import THRESHOLDS
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.own import unguard
 from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
+
+# Former names, accepted until 0.2.
+_ALIASES = {"quadrants": "entropix"}
 
 
 def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sampler:
@@ -45,7 +47,7 @@ def load_sampler(name_or_path: str, mechanisms: Iterable[Mechanism] = ()) -> Sam
     if missing := sorted(required(sampler.mechanisms) - set(values)):
         are = "is" if len(missing) == 1 else f"and {len(missing) - 1} more are"
         raise UserError(
-            f"{path}: '{missing[0]}' {are} missing: extend a preset, extends = \"quadrants\""
+            f"{path}: '{missing[0]}' {are} missing: extend a preset, extends = \"entropix\""
         )
     check_values(values, str(path), sampler.mechanisms)
     check_whole(values, str(path))
@@ -69,6 +71,11 @@ def import_mechanisms(module: str) -> tuple[Mechanism, ...]:
     if not isinstance(found, list | tuple) or not all(isinstance(m, Mechanism) for m in found):
         raise UserError(f"{module}: has no MECHANISMS, a list of `sampler.mechanism.Mechanism`")
     return tuple(found)
+
+
+def is_preset(name: str) -> bool:
+    """Whether a preset has that name, now or in the release before."""
+    return name in _ALIASES or name in preset_names()
 
 
 def preset_names() -> list[str]:
@@ -122,14 +129,15 @@ def lineage(name_or_path: str) -> dict[Path, dict[str, Any]]:
             raise UserError(f"{path}: 'extends' must be the name of a preset, not {name!r}")
         if name is not None and name.endswith(".toml"):
             name = str(path.parent / name)
-        if name is not None and any(f"thresholds.{own}" in values for own in THRESHOLDS):
-            # Explicit thresholds override the model's calibration.
-            values.setdefault("thresholds.calibrated", False)
     return files
 
 
 def _find(name_or_path: str) -> Path:
     """A sampler's file."""
+    if name_or_path in _ALIASES:
+        new = _ALIASES[name_or_path]
+        warnings.warn(f"the preset '{name_or_path}' is called '{new}' now", Note, stacklevel=2)
+        name_or_path = new
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = resource_folder("configs") / f"{name_or_path}.toml"

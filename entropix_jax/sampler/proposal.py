@@ -31,6 +31,7 @@ class RowView:
 
     may: dict[str, jax.Array]  # bool, by action: whether the row may do it now
     own: dict[str, Any]  # each mechanism's part of the row's state, by its name
+    thresholds: jax.Array  # float32 [4], h1, h2 (bits), u1, u2 (bits^2) as they are now
     history: jax.Array  # int32 [S], the tokens so far, prompt included, then anything
     length: jax.Array  # int32, how many so far
     generated: jax.Array  # int32, how many of them were generated

@@ -1,5 +1,7 @@
 """The regime of a step: four open boxes over five quantities, and the loop guard."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -9,18 +11,69 @@ from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings, SamplerSettings
 
 LELV, HELV, LEHV, HEHV, MID = range(len(REGIMES))
+MOST_DRIFT = 5.0  # of the logarithm of a threshold: a factor of 148
 
 
 def classify(
-    metrics: Metrics, settings: SamplerSettings, sequence_varentropy: jax.Array | float = 0.0
+    metrics: Metrics,
+    settings: SamplerSettings,
+    sequence_varentropy: jax.Array | float = 0.0,
+    drift: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """The regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box holds the
-    point, else MID. NaN is in no box. `sequence_varentropy` is that of the row's tokens (bits^2),
-    the next one's entropy included."""
+    """Returns the regime of one row, int32: the first of LELV, HELV, LEHV, HEHV whose open box
+    holds the point, else MID. NaN is in no box.
+
+    Args:
+        sequence_varentropy: of the row's tokens (bits^2), including the next one's entropy.
+        drift: float32 [4], see `current_thresholds`.
+    """
+    thresholds = current_thresholds(settings, drift)
+    low = _with_thresholds(settings.low, settings.low_thresholds, thresholds, jnp.maximum, -jnp.inf)
+    high = _with_thresholds(
+        settings.high, settings.high_thresholds, thresholds, jnp.minimum, jnp.inf
+    )
     values = {**vars(metrics), "sequence_varentropy": sequence_varentropy}
     point = jnp.stack([values[quantity] for quantity in QUANTITIES])[None, :]
-    inside = jnp.all((settings.low < point) & (point < settings.high), axis=-1)  # [4]
+    inside = jnp.all((low < point) & (point < high), axis=-1)  # [4]
     return jnp.where(jnp.any(inside), jnp.argmax(inside), len(BOXES)).astype(jnp.int32)
+
+
+def current_thresholds(settings: SamplerSettings, drift: jax.Array | float) -> jax.Array:
+    """Returns one row's h1, h2 (bits), u1, u2 (bits^2): float32 [4].
+
+    `drift`, float32 [4], is the log ratio of each current threshold to its configured value. h2 is
+    clamped to at least h1, and u2 to at least u1.
+    """
+    h1, h2, u1, u2 = settings.thresholds.values * jnp.exp(drift)
+    return jnp.stack([h1, jnp.maximum(h1, h2), u1, jnp.maximum(u1, u2)])
+
+
+def update_drift(metrics: Metrics, settings: SamplerSettings, drift: jax.Array) -> jax.Array:
+    """Returns one row's drift, float32 [4], after one more token (document 004's "dynamic
+    thresholds").
+
+    Robbins and Monro's stochastic approximation of a quantile q, on a logarithmic scale, so that
+    one rate serves bits and bits^2: a threshold rises by a factor of exp(rate * q) where the
+    token's value is above it, and falls by exp(rate * (1 - q)) where it is below.
+    """
+    own = settings.thresholds
+    values = jnp.stack([metrics.entropy] * 2 + [metrics.varentropy] * 2)
+    below = (values < own.values * jnp.exp(drift)).astype(jnp.float32)
+    moves = own.dynamic & (own.quantiles >= 0)
+    moved = drift + jnp.where(moves, own.rate * (own.quantiles - below), 0.0)
+    return jnp.clip(moved, -MOST_DRIFT, MOST_DRIFT)
+
+
+def _with_thresholds(
+    bounds: jax.Array,
+    indices: jax.Array,
+    thresholds: jax.Array,
+    tighter: Callable[[jax.Array, jax.Array], jax.Array],
+    unbounded: float,
+) -> jax.Array:
+    """Combines numeric bounds, float32 [4, 5], with the thresholds that also bound."""
+    named = jnp.take(thresholds, jnp.maximum(indices, 0))
+    return tighter(bounds, jnp.where(indices >= 0, named, unbounded))
 
 
 def count_rounds(

@@ -4,18 +4,15 @@ Conditions of a regime are written as in the papers: `"entropy > h2"`, where `h2
 sampler's thresholds or stands for itself.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from entropix_jax.errors import UserError
-from entropix_jax.host.files import read_json_object
+from entropix_jax.errors import UserError, nearest
 from entropix_jax.names import (
     BOXES,
     LARGEST,
@@ -25,10 +22,17 @@ from entropix_jax.names import (
     THRESHOLDS,
     read_condition,
 )
+from entropix_jax.sampler.calibration import (
+    TABLES,
+    THRESHOLD_TABLES,
+    Calibration,
+    parse_percentile,
+)
 from entropix_jax.sampler.mechanism import Mechanism, Transform
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.own import guard
 from entropix_jax.sampler.proposal import Arm
+from entropix_jax.sampler.sentences import SentenceFlags, flag_tokens
 from entropix_jax.sampler.settings import (
     BIAS,
     LAST,
@@ -45,9 +49,25 @@ Mechanisms = tuple[Mechanism, ...]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.attn_entropy": ("normalised", "raw"),
     "metrics.agreement": ("corrected", "published"),
+    "metrics.units": ("bits", "thresholds"),
 }
 # Defaults of keys that older files and traces do not have.
-_NEW_KEYS: Mapping[str, Any] = {"draw.bias": []}
+_NEW_KEYS: Mapping[str, Any] = {
+    "draw.bias": [],
+    "thresholds.dynamic": False,
+    "thresholds.rate": 0.02,
+    "metrics.units": "bits",
+    "adaptive.most": LARGEST,
+    "inject.after": "",
+    "inject.earliest": 0,
+    "loop.hottest": LARGEST,
+}
+# Removed keys, each with the hint of its error.
+OLD_KEYS = {
+    "thresholds.calibrated": 'thresholds are percentiles now, such as thresholds.h1 = "30%"',
+}
+_THRESHOLD_KEYS = tuple(f"thresholds.{name}" for name in THRESHOLDS)
+_REGIME_KEYS = tuple(f"regimes.{box}" for box in BOXES)
 Rule = tuple[Callable[[Any], bool], str]  # a test of a value, and what an error's line says
 
 
@@ -68,24 +88,22 @@ def scalars(mechanisms: Mechanisms = MECHANISMS) -> Mapping[str, Mapping[str, An
 @cache
 def required(mechanisms: Mechanisms = MECHANISMS) -> Set[str]:
     """The keys that every sampler's file has; of the thresholds it may leave some out."""
-    return (
-        _rules(mechanisms).keys() - {f"thresholds.{name}" for name in THRESHOLDS} - _NEW_KEYS.keys()
-    )
+    return _rules(mechanisms).keys() - {*_THRESHOLD_KEYS} - _NEW_KEYS.keys()
 
 
 @dataclass(frozen=True, repr=False)
 class Sampler:
     """A sampler as dotted keys with plain values. Immutable.
 
-    Changes of the user override the model's own thresholds, and those override the file's. `notes`
-    are lines for the user, such as that published thresholds stand in for calibrated ones.
+    Changes of the user override the file's values. Percentiles stay as written until `resolve`
+    turns them into numbers. `notes` are lines for the user.
     """
 
     name: str
     description: str
     file_values: Mapping[str, Any]
-    thresholds: Mapping[str, Any] = field(default_factory=dict)  # of the model it is meant for
     changes: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Calibration | None = None  # whose tables resolve the percentiles
     notes: tuple[str, ...] = ()
     mechanisms: Mechanisms = MECHANISMS
 
@@ -95,22 +113,46 @@ class Sampler:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """Every key with its current value, read-only."""
-        given = {**self.file_values, **self.thresholds, **self.changes}
-        return MappingProxyType({**_NEW_KEYS, **given})
+        """Every key with its current value, read-only; percentiles as numbers once resolved."""
+        return MappingProxyType({**self.written, **self._resolved})
+
+    @cached_property
+    def written(self) -> Mapping[str, Any]:
+        """Every key with its value as written, read-only."""
+        return MappingProxyType({**_NEW_KEYS, **self.file_values, **self.changes})
+
+    @cached_property
+    def percentiles(self) -> Mapping[str, Any]:
+        """The keys whose values hold percentiles, with these values, read-only."""
+        held = {key: self.written.get(key) for key in (*_THRESHOLD_KEYS, *_REGIME_KEYS)}
+        return MappingProxyType({k: v for k, v in held.items() if _holds_percentile(v)})
+
+    @cached_property
+    def _resolved(self) -> Mapping[str, Any]:
+        """The values of `percentiles` as numbers; empty before `resolve`."""
+        if self.calibration is None:
+            return {}
+        resolved: dict[str, Any] = {}
+        for key, value in self.percentiles.items():
+            if (percent := parse_percentile(value)) is not None:
+                quantity = THRESHOLD_TABLES[key.partition(".")[2]]
+                resolved[key] = self.calibration.value(quantity, percent)
+            else:
+                resolved[key] = [_resolve_condition(one, self.calibration) for one in value]
+        return resolved
 
     def with_values(self, changes: Mapping[str, Any]) -> "Sampler":
-        """This sampler with other settings. UserError if a key is unknown, a value has the wrong
-        type or is out of range, or nothing can lie between the bounds. Thresholds that may only fit
-        beside a model's own are checked by `with_thresholds`."""
+        """Returns this sampler with other settings.
+
+        Raises:
+            UserError: a key is unknown, a value has the wrong type or is out of range, or nothing
+                can lie between the bounds. Percentiles are checked once they are resolved.
+        """
         for key in changes:
             check_key(key, self.name, self.mechanisms)
         check_values(changes, self.name, self.mechanisms)
         changed = replace(self, changes={**self.changes, **changes})
-        # A user's threshold may only fit beside the model's, which are not known yet.
-        pending = changed.values["thresholds.calibrated"] and not self.thresholds
-        if not (pending and any(key.startswith("thresholds.") for key in changed.changes)):
-            check_whole(changed.values, self.name)
+        check_whole(changed.values, self.name)
         return changed
 
     def with_arm(self, name: str, arm: Arm) -> "Sampler":
@@ -151,64 +193,84 @@ class Sampler:
         return replace(self, file_values={**self.file_values, **defaults}, mechanisms=more)
 
     @property
-    def follows_thresholds(self) -> bool:
-        """Whether it takes the model's thresholds, and one that the user did not set can change the
-        text. It cannot where one arm serves every regime and draws alike in all of them, as in the
-        baselines."""
-        if not self.values["thresholds.calibrated"]:
+    def follows_tables(self) -> bool:
+        """Whether a percentile can change the text. It cannot where one arm serves every regime
+        and draws alike in all of them, as in the baselines."""
+        arms = {self.written[f"arms.{regime}"] for regime in REGIMES}
+        uses_bounds = {"adaptive", "backspace"} & {*arms, self.written["arms.loop"]}
+        alike = not any(m.follows_regimes for m in self.mechanisms if m.name in arms)
+        if len(arms) == 1 and alike and not uses_bounds:
             return False
-        arms = {self.values[f"arms.{regime}"] for regime in REGIMES}
-        if len(arms) == 1 and not any(m.follows_regimes for m in self.mechanisms if m.name in arms):
-            return False
-        conditions = (text for box in BOXES for text in self.values[f"regimes.{box}"])
+        conditions = [text for key in _REGIME_KEYS for text in self.written[key]]
         bounds = {read_condition(text)[2] for text in conditions}
-        free = {name for name in THRESHOLDS if f"thresholds.{name}" not in self.changes}
-        return bool(bounds & free)
+        if self.written["metrics.units"] == "thresholds":
+            bounds |= {"h2", "u2"}
+        named = {f"thresholds.{bound}" for bound in bounds if isinstance(bound, str)}
+        return any(key in named or key in _REGIME_KEYS for key in self.percentiles)
 
-    def with_thresholds(
-        self, thresholds: Mapping[str, float], where: str = "", notes: tuple[str, ...] = ()
-    ) -> "Sampler":
-        """This sampler with a model's own thresholds, h1, h2 (bits), u1, u2 (bits^2), if it asks
-        for calibrated ones: they replace those of another model. With none, those of the sampler's
-        own file stay. `notes` replace the sampler's. UserError, which names `where` they are from,
-        if one is out of range, or the bounds leave nothing between them."""
-        own = {f"thresholds.{name}": value for name, value in thresholds.items()}
-        own = own if self.values["thresholds.calibrated"] else {}
-        check_values(own, where)
-        fitted = replace(self, thresholds=own, notes=notes)
-        check_whole(fitted.values, f"{self.name} with {where}" if own else self.name)
-        return fitted
+    def resolve(self, calibration: Calibration, where: str = "") -> "Sampler":
+        """Returns this sampler with its percentiles as numbers, from a model's quantile tables.
+
+        Raises:
+            UserError: thresholds cross, or nothing can lie between the bounds of a regime. The
+                message names `where` the tables are from.
+        """
+        resolved = replace(self, calibration=calibration)
+        place = f"{self.name} with {where}" if where and self.percentiles else self.name
+        check_whole(resolved.values, place)
+        return resolved
 
     def settings(
-        self, *, num_layers: int, epsilon: float, encode: Callable[[str], Sequence[int]]
+        self,
+        *,
+        num_layers: int,
+        epsilon: float,
+        encode: Callable[[str], Sequence[int]],
+        token_texts: Callable[[], Sequence[str]],
+        vocab_size: int,
     ) -> SamplerSettings:
-        """The settings of one row, to be traced: NumPy scalars and arrays, without a row axis.
+        """Returns the settings of one row, to be traced: NumPy scalars and arrays, without a row
+        axis.
 
-        `epsilon` is that of the dtype of the model's logits, for the noise floor; `encode` makes
-        token ids of a text and adds none. UserError if a text has too many tokens, or the model
-        another number of layers.
+        Args:
+            num_layers: of the model.
+            epsilon: machine epsilon of the model's logits, for the noise floor.
+            encode: returns the token ids of a text, without special tokens.
+            token_texts: returns the text of each token, for `inject.after`.
+            vocab_size: V, at least the number of these texts.
+
+        Raises:
+            UserError: a text has too many tokens, or the model another number of layers.
         """
         values = self.values
-        low, high = _boxes(values, self.name)
+        if self.percentiles and self.calibration is None:
+            raise ValueError(f"the percentiles of {self!r} are not resolved")
+        boxes = _boxes(values, self.name)
+        vocabulary = _Vocabulary(encode, token_texts, vocab_size)
+        derived = {"thresholds": {"values": self._thresholds, "quantiles": self._quantiles}}
         parts = {
             name: section(
                 **{
-                    field.name: self._traced(f"{name}.{field.name}", field.metadata, encode)
+                    field.name: self._traced(f"{name}.{field.name}", field.metadata, vocabulary)
                     for field in fields(section)
                     if field.metadata
-                }
+                },
+                **derived.get(name, {}),
             )
             for name, section in sections(self.mechanisms).items()
         }
         names = [mechanism.name for mechanism in self.mechanisms]
         arrays: dict[str, Any] = dict(
-            low=low,
-            high=high,
+            low=boxes.low,
+            high=boxes.high,
+            low_thresholds=boxes.low_thresholds,
+            high_thresholds=boxes.high_thresholds,
             arms=np.array([names.index(values[f"arms.{name}"]) for name in SERVED], np.int32),
             rule=np.int32(names.index(values["truncation.rule"])),
             layer_weights=_layer_weights(values["metrics.layers"], num_layers, self.name),
             attn_entropy_normalised=np.asarray(values["metrics.attn_entropy"] == "normalised"),
             agreement_published=np.asarray(values["metrics.agreement"] == "published"),
+            in_thresholds=np.asarray(values["metrics.units"] == "thresholds"),
             noise_epsilon=np.float32(epsilon if values["metrics.noise_floor"] else 0.0),
             bans=_padded(values["draw.bans"], MAX_BANS),
             biased=_padded([token for token, _ in values["draw.bias"]], MAX_BIASES),
@@ -220,6 +282,27 @@ class Sampler:
         )
         return replace(settings, used=self._used(settings))
 
+    @property
+    def _thresholds(self) -> np.ndarray:
+        """h1, h2 (bits), u1, u2 (bits^2), float32 [4]; 0 for one that no regime uses."""
+        values = [self.values.get(key, 0.0) for key in _THRESHOLD_KEYS]
+        return np.asarray(values, np.float32)
+
+    @property
+    def _quantiles(self) -> np.ndarray:
+        """The quantiles that dynamic thresholds follow, float32 [4]: those written, or those of the
+        numbers in the model's tables. -1 without tables."""
+        if self.calibration is None:
+            return np.full(4, -1, np.float32)
+        percents = []
+        for name, key in zip(THRESHOLDS, _THRESHOLD_KEYS, strict=True):
+            percent = parse_percentile(self.written.get(key))
+            if percent is None:
+                value = float(self.values.get(key, 0.0))
+                percent = self.calibration.rank(THRESHOLD_TABLES[name], value)
+            percents.append(percent)
+        return np.asarray(percents, np.float32) / np.float32(100)
+
     def _used(self, settings: SamplerSettings) -> frozenset[str]:
         """See `SamplerSettings.used`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
@@ -230,15 +313,16 @@ class Sampler:
                 used.add(m.name)
         return frozenset(used)
 
-    def _traced(
-        self, key: str, meta: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
-    ) -> np.ndarray:
-        """The array of a field that is a `number`, a `flag` or `texts`."""
+    def _traced(self, key: str, meta: Mapping[str, Any], vocabulary: "_Vocabulary") -> Any:
+        """Returns the array of a field that is a `number`, a `flag`, `texts` or `marks`."""
         value = self.values[key]
+        if "marks" in meta:
+            return vocabulary.flags([mark for mark in _as_list(value) if mark])
         if "low" in meta:
             kinds = {bool: np.bool_, int: np.int32, float: np.float32}
             return np.asarray(value, kinds[meta["type"]])
-        encoded = [ids for text in _as_list(value) if text and (ids := list(encode(text)))]
+        given = (list(vocabulary.encode(text)) for text in _as_list(value) if text)
+        encoded = [ids for ids in given if ids]
         for ids in encoded:
             if len(ids) > meta["longest"]:
                 told = f"{len(ids)} tokens long, at most {meta['longest']} are possible"
@@ -247,22 +331,14 @@ class Sampler:
         return np.stack([_padded(ids, meta["longest"]) for ids in encoded])
 
 
-def read_thresholds(path: Path) -> dict[str, float]:
-    """A model's own thresholds, from its calibration file. UserError if it cannot be read, or does
-    not hold the four."""
-    stored = read_json_object(path).get("thresholds")
-    if not isinstance(stored, dict) or set(stored) != set(THRESHOLDS):
-        raise UserError(f"{path}: 'thresholds' must hold {', '.join(THRESHOLDS)}")
-    check_values({f"thresholds.{name}": value for name, value in stored.items()}, str(path))
-    return stored
-
-
 def check_key(key: str, where: str, mechanisms: Mechanisms = MECHANISMS) -> None:
     """Refuses (UserError, which `where` begins) a key that no sampler has."""
     keys = sorted(_rules(mechanisms))
+    if key in OLD_KEYS:
+        raise UserError(f"{where}: '{key}' is no longer a sampler key: {OLD_KEYS[key]}")
     if key not in keys:
-        close = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
-        raise UserError(f"{where}: no sampler key '{key}', did you mean '{close[0]}'?")
+        close = nearest(key, keys, otherwise=" (docs/settings.md lists the keys)")
+        raise UserError(f"{where}: no sampler key '{key}'{close}")
 
 
 def check_values(
@@ -277,10 +353,13 @@ def check_values(
 
 
 def check_whole(values: Mapping[str, Any], where: str) -> None:
-    """Refuses (UserError) values that do not go together; all keys are there."""
+    """Refuses (UserError) values that conflict. All keys must be there. Percentiles are compared
+    only within a pair: h1 and h2, u1 and u2."""
     for low, high in (("h1", "h2"), ("u1", "u2")):
         first, second = values.get(f"thresholds.{low}"), values.get(f"thresholds.{high}")
-        if first is not None and second is not None and first > second:
+        alike = isinstance(first, str) == isinstance(second, str)
+        numbers = _comparable(first), _comparable(second)
+        if alike and numbers[0] is not None and numbers[1] is not None and numbers[0] > numbers[1]:
             raise UserError(
                 f"{where}: thresholds.{low} = {first} is above thresholds.{high} = {second}"
             )
@@ -295,14 +374,16 @@ def check_whole(values: Mapping[str, Any], where: str) -> None:
 @cache
 def _rules(mechanisms: Mechanisms) -> Mapping[str, Rule]:
     """The rule of each key that a sampler may have."""
-    rules = {f"thresholds.{name}": _number_rule(float, 0.0, LARGEST) for name in THRESHOLDS}
-    for key in ("thresholds.calibrated", "metrics.noise_floor"):
-        rules[key] = _number_rule(bool, False, True)
+    told = f'a number in [0, {LARGEST:g}], or a percentile from "0%" to "100%"'
+    rules: dict[str, Rule] = dict.fromkeys(_THRESHOLD_KEYS, (_is_threshold, told))
+    rules["metrics.noise_floor"] = _number_rule(bool, False, True)
     for key, meta in scalars(mechanisms).items():
         rules[key] = _number_rule(meta["type"], meta["low"], meta["high"])
     for key, meta in _settings(mechanisms, "longest").items():
         most = meta["most"]
         rules[key] = partial(_are_texts, most), f"text, or a list of at most {most} texts"
+    for key in _settings(mechanisms, "marks"):
+        rules[key] = _are_marks, 'a list of single characters, such as [".", "?"]'
     arms = tuple(m.name for m in mechanisms if m.propose is not None)
     choices = {f"arms.{name}": arms for name in SERVED}
     choices["truncation.rule"] = tuple(m.name for m in mechanisms if m.cut is not None)
@@ -329,6 +410,38 @@ def _is_number(kind: type, low: float, high: float, value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
         return False
     return (kind is not int or isinstance(value, int)) and low <= value <= high
+
+
+def _is_threshold(value: Any) -> bool:
+    percent = parse_percentile(value)
+    if percent is not None:
+        return 0 <= percent <= 100
+    return _is_number(float, 0.0, LARGEST, value)
+
+
+def _comparable(bound: Any) -> float | None:
+    """Returns a percentile's or number's value; None for any other bound."""
+    percent = parse_percentile(bound)
+    return float(bound) if percent is None and not isinstance(bound, str | None) else percent
+
+
+def _holds_percentile(value: Any) -> bool:
+    if isinstance(value, list):
+        return any("%" in str(one) for one in value)
+    return parse_percentile(value) is not None
+
+
+def _resolve_condition(text: str, calibration: Calibration) -> str:
+    """Returns a condition with its percentile, if it has one, as a number."""
+    quantity, sign, bound = read_condition(text)
+    percent = parse_percentile(bound)
+    return text if percent is None else f"{quantity} {sign} {calibration.value(quantity, percent)}"
+
+
+def _are_marks(value: Any) -> bool:
+    return isinstance(value, str | list) and all(
+        isinstance(one, str) and len(one) <= 1 for one in _as_list(value)
+    )
 
 
 def _is_list(kind: type, value: Any) -> bool:
@@ -359,10 +472,27 @@ def _are_biases(value: Any) -> bool:
     return fits and len({token for token, _ in value}) == len(value)
 
 
-def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper bounds, float32 [4 boxes, 5 quantities] each."""
-    low = np.full((len(BOXES), len(QUANTITIES)), -np.inf, np.float32)
-    high = np.full_like(low, np.inf)
+@dataclass(frozen=True)
+class _Boxes:
+    """The bounds of the four boxes on the five quantities, each [4, 5]."""
+
+    low: np.ndarray  # float32
+    high: np.ndarray  # float32
+    low_thresholds: np.ndarray  # int32, indices into THRESHOLDS; -1: none
+    high_thresholds: np.ndarray  # int32
+
+
+def _boxes(values: Mapping[str, Any], where: str) -> _Boxes:
+    """Reads the conditions of the regimes. Bounds that are percentiles are not compared."""
+    shape = len(BOXES), len(QUANTITIES)
+    boxes = _Boxes(
+        low=np.full(shape, -np.inf, np.float32),
+        high=np.full(shape, np.inf, np.float32),
+        low_thresholds=np.full(shape, -1, np.int32),
+        high_thresholds=np.full(shape, -1, np.int32),
+    )
+    # The bounds with the thresholds' values in place, which must leave something between them.
+    whole = {"<": np.full(shape, np.inf), ">": np.full(shape, -np.inf)}
     for i, box in enumerate(BOXES):
         for condition in values[f"regimes.{box}"]:
             problem = f"{where}: regimes.{box}: {condition!r}"
@@ -370,19 +500,53 @@ def _boxes(values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarra
                 quantity, sign, bound = read_condition(condition)
             except ValueError as error:
                 raise UserError(f"{problem}: {error}") from None
-            if isinstance(bound, str) and f"thresholds.{bound}" not in values:
+            if bound in THRESHOLDS and f"thresholds.{bound}" not in values:
                 raise UserError(f"{problem}: thresholds.{bound} is not given")
-            number = float(values[f"thresholds.{bound}"] if isinstance(bound, str) else bound)
+            percent = parse_percentile(bound)
+            if isinstance(bound, str) and bound not in THRESHOLDS:
+                if percent is None or not 0 <= percent <= 100:
+                    raise UserError(f'{problem}: a percentile must be from "0%" to "100%"')
+                if quantity not in TABLES:
+                    raise UserError(f"{problem}: {quantity} has no percentiles")
+                continue
             j = QUANTITIES.index(quantity)
-            if sign == "<":
-                high[i, j] = min(high[i, j], number)
+            tighter = min if sign == "<" else max
+            if isinstance(bound, str):
+                number = _comparable(values[f"thresholds.{bound}"])
+                named = boxes.high_thresholds if sign == "<" else boxes.low_thresholds
+                # Of two thresholds on one side the tighter one bounds.
+                both = [THRESHOLDS.index(bound), *named[i, j : j + 1].clip(min=-1)]
+                order = [_comparable(values[_THRESHOLD_KEYS[k]]) or 0.0 for k in both if k >= 0]
+                named[i, j] = both[order.index(tighter(order))]
+                if isinstance(values[f"thresholds.{bound}"], str):
+                    continue
             else:
-                low[i, j] = max(low[i, j], number)
-            if low[i, j] >= high[i, j]:
-                raise UserError(
-                    f"{problem}: no {quantity} is above {low[i, j]:g} and below {high[i, j]:g}"
-                )
-    return low, high
+                number = float(bound)
+                numbers = boxes.high if sign == "<" else boxes.low
+                numbers[i, j] = tighter(numbers[i, j], np.float32(number))
+            whole[sign][i, j] = tighter(whole[sign][i, j], np.float32(number))
+            if whole[">"][i, j] >= whole["<"][i, j]:
+                low, high = whole[">"][i, j], whole["<"][i, j]
+                raise UserError(f"{problem}: no {quantity} is above {low:g} and below {high:g}")
+    return boxes
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens of a model, as far as settings need them; see `Sampler.settings`."""
+
+    encode: Callable[[str], Sequence[int]]
+    token_texts: Callable[[], Sequence[str]]
+    vocab_size: int
+
+    def flags(self, marks: Sequence[str]) -> SentenceFlags:
+        """Returns the flags of all tokens for the marks that end a sentence."""
+        flags: Any = np.zeros(self.vocab_size, np.uint8)
+        if marks:
+            own = flag_tokens(self.token_texts(), marks)
+            flags[: len(own)] = own
+        given: Any = np.asarray(bool(marks))
+        return SentenceFlags(given=given, of_token=flags)
 
 
 def _layer_weights(layers: str | list[float], num_layers: int, where: str) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from flax import struct
 
+from entropix_jax.names import LARGEST
+
 MAX_DRAWS = 16  # candidates of one step
 MAX_BANS = 16  # tokens that are never drawn
 MAX_BIASES = 64  # tokens with a logit bias
@@ -28,6 +30,12 @@ def number(low: float, high: float, *, integer: bool = False, default: float | N
 def flag(default: bool | None = None) -> Any:
     """A setting that is true or false."""
     return field(metadata={"low": False, "high": True, "type": bool, "default": default})
+
+
+def marks(default: str | list[str] | None = None) -> Any:
+    """A setting that is a list of characters that end a sentence: traced as
+    `sentences.SentenceFlags`."""
+    return field(metadata={"marks": True, "default": default})
 
 
 def texts(most: int, longest: int, default: str | list[str] | None = None) -> Any:
@@ -57,33 +65,51 @@ class BaseSettings:
 
 
 @struct.dataclass
+class ThresholdSettings:
+    """h1, h2 (bits), u1, u2 (bits^2). With `dynamic` each follows a quantile of the row's own
+    tokens, at a `rate` per token; see `regimes.update_drift`."""
+
+    dynamic: jax.Array = flag()
+    rate: jax.Array = number(0.0, 1.0)
+    values: jax.Array = field(default=None)  # type: ignore[assignment]  # float32 [4]
+    # float32 [4], in [0, 1]: the quantile that each follows. -1: the threshold is fixed.
+    quantiles: jax.Array = field(default=None)  # type: ignore[assignment]
+
+
+@struct.dataclass
 class LoopSettings:
     """The loop guard: a row whose generated tokens end in `repeats` copies of a stretch of at most
     `max_period` tokens is served by an arm of its own, at a temperature that rises with each
-    further copy, by `heating` times the arm's. Copies have `similarity` of their tokens in common.
-    `max_period` 0 switches it off, and so does a `repeats` of 1."""
+    further copy, by `heating` times the arm's, at most to `hottest`. Copies have `similarity` of
+    their tokens in common. `max_period` 0 switches it off, and so does a `repeats` of 1."""
 
     max_period: jax.Array = number(0, MAX_PERIOD, integer=True)
     repeats: jax.Array = number(0, LOOP_WINDOW, integer=True)
     similarity: jax.Array = number(0.5, 1.0)
     heating: jax.Array = number(0.0, 100.0)
+    hottest: jax.Array = number(0.0, LARGEST)
 
 
 @struct.dataclass
 class SamplerSettings:
     """A whole sampler, for one row; with a leading axis on every leaf, for each row of a batch."""
 
-    low: jax.Array  # float32 [4 boxes, 5 quantities], open lower bounds of BOXES
-    high: jax.Array  # float32 [4, 5], open upper bounds
+    # Bounds of BOXES: open numbers, and indices into THRESHOLDS whose values also bound (-1: none).
+    low: jax.Array  # float32 [4 boxes, 5 quantities]
+    high: jax.Array  # float32 [4, 5]
+    low_thresholds: jax.Array  # int32 [4, 5]
+    high_thresholds: jax.Array  # int32 [4, 5]
     arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
     rule: jax.Array  # int32, index into `mechanisms`, the truncation rule
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers
     attn_entropy_normalised: jax.Array  # bool: the arms see attn_entropy_norm as attn_entropy
     agreement_published: jax.Array  # bool: the arms see agreement_published as agreement
+    in_thresholds: jax.Array  # bool: `adaptive` sees h / h2 and u / u2 in place of bits
     noise_epsilon: jax.Array  # float32, machine epsilon of the logits; 0: no noise floor
     bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
     biased: jax.Array  # int32 [MAX_BIASES], tokens with a bias; -1: none
     biases: jax.Array  # float32 [MAX_BIASES], what is added to their logits; 0: none
+    thresholds: ThresholdSettings
     base: BaseSettings
     loop: LoopSettings
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
@@ -99,6 +125,7 @@ class SamplerSettings:
 
 
 SHARED_SECTIONS: dict[str, type] = {
+    "thresholds": ThresholdSettings,
     "base": BaseSettings,
     "loop": LoopSettings,
 }

@@ -42,6 +42,7 @@ class Tally:
     queue_action: jax.Array  # int32 [B], the action that they are forced for
     entropy_mean: jax.Array  # float32 [B], of the committed tokens' entropies, bits
     entropy_squares: jax.Array  # float32 [B], their summed squared deviation from it (Welford)
+    drift: jax.Array  # float32 [B, 4], see `regimes.current_thresholds`
     own: dict[str, Any]  # of each mechanism that keeps a state, by its name; leaves [B]
 
 
@@ -110,11 +111,18 @@ class Rows:
     branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
 
-    def view(self, own: dict[str, Any], may: dict[str, jax.Array], attempt: jax.Array) -> RowView:
+    def view(
+        self,
+        own: dict[str, Any],
+        may: dict[str, jax.Array],
+        attempt: jax.Array,
+        thresholds: jax.Array,
+    ) -> RowView:
         """What mechanisms may know of each row; see `RowView` for the arguments."""
         return RowView(
             may=may,
             own=own,
+            thresholds=thresholds,
             history=self.history,
             length=self.length,
             generated=self.generated,
@@ -194,6 +202,7 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     zeros_f: Any = np.zeros(batch, np.float32)
     bans: Any = np.full((batch, MAX_ATTEMPTS), -1, np.int32)
     again: Any = np.zeros(batch, bool)
+    drift: Any = np.zeros((batch, 4), np.float32)
     with jax.ensure_compile_time_eval():
         own = {m.name: jax.tree.map(np.asarray, m.init()) for m in mechanisms if m.init is not None}
     tally = Tally(
@@ -201,6 +210,7 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
         queue_action=zeros,
         entropy_mean=zeros_f,
         entropy_squares=zeros_f,
+        drift=drift,
         own=jax.tree.map(lambda x: np.broadcast_to(x, (batch, *x.shape)), own),
     )
     proposal = Proposal(

@@ -19,11 +19,12 @@ from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, STREAM_ROLL
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, in_doubt
-from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH, follow
+from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
+from entropix_jax.sampler.mechanisms.branch import follow as follow_branch
 from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.modify import cut_and_reweigh, modify
 from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
-from entropix_jax.sampler.regimes import classify, count_rounds
+from entropix_jax.sampler.regimes import classify, count_rounds, current_thresholds, update_drift
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings
 from entropix_jax.sampler.state import (
     MAX_REACH,
@@ -104,7 +105,7 @@ def choose(
     for mechanism in settings.mechanisms:
         if mechanism.learn is not None and mechanism.name in settings.used:
             name, own = mechanism.name, advanced.own
-            views = step.rows.view(own, {}, attempts)
+            views = step.rows.view(own, {}, attempts, thresholds_of(settings, step.tally))
             learnt = jax.vmap(mechanism.learn)(drawn, seen, settings, views)
             learnt = where_rows(was_drawn, learnt, own[name])
             advanced = replace(advanced, own={**own, name: learnt})
@@ -142,9 +143,9 @@ def observe(
     return Observation(
         metrics=metrics,
         sequence_varentropy=sequence_varentropy,
-        regime=jax.vmap(classify)(metrics, settings, sequence_varentropy),
+        regime=jax.vmap(classify)(metrics, settings, sequence_varentropy, tally.drift),
         rounds=rounds,
-        confidence=jax.vmap(confidence)(seen, settings),
+        confidence=jax.vmap(confidence)(seen, settings, thresholds_of(settings, tally)),
         token_confidence=token_confidence,
         self_certainty=self_certainty,
     )
@@ -175,8 +176,14 @@ def advance(
         queued=jnp.maximum(tally.queued - 1, 0),
         entropy_mean=mean,
         entropy_squares=squares,
+        drift=jax.vmap(update_drift)(observation.metrics, settings, tally.drift),
         own={**tally.own, **own},
     )
+
+
+def thresholds_of(settings: SamplerSettings, tally: Tally) -> jax.Array:
+    """Returns each row's h1, h2 (bits), u1, u2 (bits^2): float32 [B, 4]."""
+    return jax.vmap(current_thresholds)(settings, tally.drift)
 
 
 def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
@@ -222,13 +229,15 @@ def _propose(
     arm = jnp.take_along_axis(settings.arms, served[:, None], axis=1)[:, 0]
     seen = jax.vmap(as_seen)(observation.metrics, settings)
     attempts, _ = state.trail.retracted(rows.length)
-    proposal = jax.vmap(propose)(arm, seen, settings, rows.view(tally.own, may, attempts))
+    views = rows.view(tally.own, may, attempts, thresholds_of(settings, tally))
+    proposal = jax.vmap(propose)(arm, seen, settings, views)
 
     # A sampler has one rule, which is compiled.
     proposal = replace(proposal, rule=settings.rule)
     # Each further round of a loop is hotter.
     heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)
-    heated = proposal.temperature * jnp.where(looping, heat, 1.0)
+    heated = jnp.minimum(proposal.temperature * heat, settings.loop.hottest)
+    heated = jnp.where(looping, heated, proposal.temperature)
     proposal = replace(proposal, temperature=heated)
 
     # An arm may propose more than its row may do: then it just draws.
@@ -238,7 +247,7 @@ def _propose(
         action = jnp.where(refused, settings.action("sample"), action)
     # A forced token stands for the action that it is forced for. A branch is followed.
     proposal = replace(proposal, action=jnp.where(tally.queued > 0, tally.queue_action, action))
-    proposal = where_rows(rows.branch >= 0, jax.vmap(follow)(settings), proposal)
+    proposal = where_rows(rows.branch >= 0, jax.vmap(follow_branch)(settings), proposal)
 
     # A position that is drawn again is drawn as it was, as one candidate.
     proposal = where_rows(state.trail.again, state.trail.at(rows.length).proposal, proposal)
@@ -275,7 +284,11 @@ def _replace(drawn: jax.Array, free: jax.Array, step: Step, settings: SamplerSet
         history = with_token(rows.history, position, drawn)
         step = replace(step, rows=replace(rows, history=history))
         acts = free & replaces(settings, step, drawn)
-        action = jnp.where(acts, index, step.proposal.action)
+        action = step.proposal.action
+        if mechanism.propose is not None:
+            # Its arm proposed it, but the drawn token does not allow it: the row draws.
+            action = jnp.where(free & (action == index), settings.action("sample"), action)
+        action = jnp.where(acts, index, action)
         step = replace(step, proposal=replace(step.proposal, action=action))
         step = apply(acts, step, settings)
     return step
@@ -317,7 +330,7 @@ def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
     own = dict(step.tally.own)
     own |= {name: where_rows(is_branch, new[name], own[name]) for name in learns}
     seen = jax.vmap(as_seen)(step.observation.metrics, settings)
-    views = rows.view(own, {}, attempts)
+    views = rows.view(own, {}, attempts, thresholds_of(settings, step.tally))
     logits = modify(step.logits, step.floored, seen, settings, views, bans)
     cut, left, given = cut_and_reweigh(logits, proposal, seen, settings, views)
 
@@ -329,7 +342,7 @@ def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
     numbers = jnp.where(is_branch[:, None], of_branch, numbers)
 
     # The best of them.
-    candidates = truncated_draw(cut, left, numbers, proposal.draws).ids
+    candidates = truncated_draw(cut, left, numbers).ids
     drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32)[None, :] < proposal.draws[:, None]
     scores = jnp.take_along_axis(step.log_probs, candidates, axis=1)
     best = jnp.argmax(jnp.where(drawn, scores, -jnp.inf), axis=-1)

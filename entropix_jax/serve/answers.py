@@ -49,16 +49,15 @@ class Choice:
         asked for."""
         logprobs: dict[str, list[Any]] | None = None
         if self.has_logprobs:
-            first = self._prompt.tokens[:1]
-            text = self._tokenizer.decode(first)
+            first, *others = self._prompt.texts(self._tokenizer)
             logprobs = {
-                "tokens": [self._tokenizer.decode_within(first)],
+                "tokens": [self._tokenizer.decode_within(self._prompt.tokens[:1])],
                 "token_logprobs": [None],
                 "top_logprobs": [None],
                 "text_offset": [0],
             }
-            self._offset = len(text)
-            for name, values in self._logprobs(scored).items():
+            self._offset = len(first)
+            for name, values in self._logprobs(scored, others).items():
                 logprobs[name].extend(values)
         self._offset = len(self._prompt.text)
         end = None if self._wanted.rows else "length"
@@ -113,8 +112,12 @@ class Choice:
 
     # Log-probabilities
 
-    def _logprobs(self, tokens: Iterable[AnyToken]) -> dict[str, list[Any]]:
-        """In the form of completions."""
+    def _logprobs(
+        self, tokens: Iterable[AnyToken], texts: Iterable[str] | None = None
+    ) -> dict[str, list[Any]]:
+        """In the form of completions. `texts` are what the tokens add to the choice's text, if that
+        is not their own."""
+        lengths = iter([]) if texts is None else map(len, texts)
         found: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
@@ -127,18 +130,25 @@ class Choice:
                 {**{text: p for _, text, p in reversed(self._top(token))}, text: token.logprob}
             )
             found["text_offset"].append(self._offset)
-            self._offset += len(token.text)
+            self._offset += next(lengths, len(token.text))
         return found
 
     def _content(self, tokens: Iterable[AnyToken]) -> list[dict[str, Any]]:
         """In the form of chats."""
         return [
             {
-                **_named(self._tokenizer.decode_within([token.token_id]), token.logprob),
-                "top_logprobs": [_named(text, p) for _, text, p in self._top(token)],
+                **self._named(
+                    token.token_id, self._tokenizer.decode_within([token.token_id]), token.logprob
+                ),
+                "top_logprobs": [self._named(*one) for one in self._top(token)],
             }
             for token in tokens
         ]
+
+    def _named(self, token_id: int, text: str, logprob: float) -> dict[str, Any]:
+        """A token by its text, and by its bytes: those of a part of a character have no text."""
+        data = [*self._tokenizer.token_bytes(token_id)]
+        return {"token": text, "logprob": logprob, "bytes": data}
 
     def _top(self, token: AnyToken) -> list[tuple[int, str, float]]:
         """The likeliest tokens as asked for, with log-probabilities in nats."""
@@ -147,12 +157,6 @@ class Choice:
             (i, text, token.logprob if i == token.token_id else math.log(p) if p > 0 else _LEAST)
             for i, text, p in top
         ]
-
-
-def _named(text: str, logprob: float) -> dict[str, Any]:
-    """A token that is part of a character has no bytes of its own here."""
-    whole = None if "\ufffd" in text else [*text.encode()]
-    return {"token": text, "logprob": logprob, "bytes": whole}
 
 
 @dataclass
@@ -165,6 +169,7 @@ class Answer:
     prompt_tokens: int
     created: int = field(default_factory=lambda: int(time.time()))
     number: str = field(default_factory=lambda: secrets.token_hex(12))
+    warnings: Sequence[str] = ()
 
     def frame(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
         """An answer, or a chunk of one, with some choices."""
@@ -178,6 +183,7 @@ class Answer:
             "created": self.created,
             "model": self.name,
             "choices": choices,
+            **({"warnings": [*self.warnings]} if self.warnings else {}),
         }
 
     def usage(self) -> dict[str, int]:

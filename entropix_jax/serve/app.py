@@ -19,7 +19,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.preparation import CalibratedSampler, describe_token
+from entropix_jax.engine.running import find_no_token
 from entropix_jax.engine.score import ScoredToken, score_tokens
 from entropix_jax.engine.state import Recording
 from entropix_jax.names import REGIMES
@@ -27,15 +28,20 @@ from entropix_jax.sampler.presets import preset_names
 from entropix_jax.serve.answers import Answer, Choice
 from entropix_jax.serve.guard import Guard
 from entropix_jax.serve.kept import Kept, KeptRow
-from entropix_jax.serve.page import document, static
+from entropix_jax.serve.page import document, icon, static
+from entropix_jax.serve.responses import Response as ResponseOf
+from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.rows import KeptRows
 from entropix_jax.serve.schema import (
     MOST_TOP,
     ApiError,
+    Body,
     Chat,
     Completion,
+    Detokenize,
     Generating,
     Score,
+    Tokenize,
     parse,
 )
 from entropix_jax.serve.wanted import (
@@ -126,8 +132,10 @@ class Stream(StreamingResponse):
     """The events of a run, which ends with the answer: also where its client leaves before the run
     is iterated."""
 
-    def __init__(self, run: Run, values: AsyncGenerator[dict[str, Any], None]) -> None:
-        super().__init__(events(values), 200, _STREAM, "text/event-stream")
+    def __init__(
+        self, run: Run, values: AsyncGenerator[dict[str, Any], None], state: Callable[[], str]
+    ) -> None:
+        super().__init__(events(values, state), 200, _STREAM, "text/event-stream")
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,10 +147,14 @@ class Stream(StreamingResponse):
 
 
 class Api:
-    """The handlers. `limit` is the most seconds that a request's rows may take."""
+    """The handlers. `limit` is the most seconds that a request's rows may take; if `strict`,
+    unknown keys are errors."""
 
-    def __init__(self, served: Served, worker: Worker, kept: Kept, limit: float) -> None:
+    def __init__(
+        self, served: Served, worker: Worker, kept: Kept, limit: float, *, strict: bool = False
+    ) -> None:
         self._served = served
+        self._strict = strict
         self._kept = kept
         self._worker = worker
         self._limit = limit
@@ -168,6 +180,26 @@ class Api:
 
         return await self._generate(request, Chat, want, chat=True)
 
+    async def responses(self, request: Request) -> Response:
+        """`POST /v1/responses`."""
+        body = parse(Responses, await read_body(request), strict=self._strict)
+        chat = body.to_chat()
+        wanted, answer = await self._prepare(
+            chat, partial(want_chat, self._served, chat), chat=True
+        )
+        answer = replace(answer, warnings=_warnings(body))
+        made = ResponseOf(body, answer.number)
+
+        async def stream() -> Response:
+            run = self._run(wanted, answer)
+            chunks = _chunks(answer, [], run, usage=True)
+            return Stream(run, made.events(chunks), self._state)
+
+        async def whole() -> Response:
+            return json_answer(made.whole(await self._gather(wanted, answer)))
+
+        return await unless_gone(request, stream() if body.stream else whole())
+
     async def _generate(
         self,
         request: Request,
@@ -176,13 +208,28 @@ class Api:
         *,
         chat: bool,
     ) -> Response:
-        served, body = self._served, parse(kind, await read_body(request))
+        body = parse(kind, await read_body(request), strict=self._strict)
+        wanted, answer = await self._prepare(body, want(self._served, body), chat=chat)
+        if not body.stream:
+
+            async def whole() -> Response:
+                return json_answer(await self._gather(wanted, answer))
+
+            return await unless_gone(request, whole())
+        usage = body.stream_options.include_usage
+        return await unless_gone(request, self._stream(wanted, answer, usage=usage))
+
+    async def _prepare(
+        self, body: Generating, want: Callable[[], Wanted], *, chat: bool
+    ) -> tuple[Wanted, Answer]:
+        """Returns the checked rows that a request asks for, and the answer to fill."""
+        served = self._served
         check_model(served, body)
         if body.rows > self._worker.most:
             told = f"{body.rows} rows are asked for, this server takes {self._worker.most}"
             raise ApiError(told, param="n")
         # A long text takes the tokenizer a while.
-        wanted = await asyncio.to_thread(want(served, body))
+        wanted = await asyncio.to_thread(want)
         if body.entropix.keep and not self._kept.most:
             raise ApiError("entropix.keep: this server keeps no rows", param="entropix")
         for one in wanted.new_rows()[:: wanted.choices]:
@@ -192,16 +239,17 @@ class Api:
             for index in range(len(wanted.prompts) * wanted.choices)
         ]
         read = sum(len(prompt.tokens) for prompt in wanted.prompts)
-        answer = Answer(served.name, chat, choices, read)
-        if not body.stream:
-            return await unless_gone(request, self._whole(wanted, answer))
-        usage = body.stream_options.include_usage
-        return await unless_gone(request, self._stream(wanted, answer, usage=usage))
+        return wanted, Answer(served.name, chat, choices, read, warnings=_warnings(body))
 
     async def _stream(self, wanted: Wanted, answer: Answer, *, usage: bool) -> Response:
         echoes = await self._echoes(wanted, answer)
         run = self._run(wanted, answer)
-        return Stream(run, _chunks(answer, echoes, run, usage=usage))
+        return Stream(run, _chunks(answer, echoes, run, usage=usage), self._state)
+
+    def _state(self) -> str:
+        """Returns why a stream has no news."""
+        program = self._worker.compiling
+        return "waiting" if program is None else f"compiling {program}"
 
     def _run(self, wanted: Wanted, answer: Answer) -> Run:
         run = Run(self._worker, self._kept, wanted, self._limit)
@@ -209,7 +257,7 @@ class Api:
             choice.kept = number
         return run
 
-    async def _whole(self, wanted: Wanted, answer: Answer) -> Response:
+    async def _gather(self, wanted: Wanted, answer: Answer) -> dict[str, Any]:
         echoes = await self._echoes(wanted, answer)
         updates: dict[int, list[Update]] = {}
         async for number, more in self._run(wanted, answer).updates():
@@ -217,7 +265,7 @@ class Api:
         parts = {choice.index: [*echoes[choice.index]] for choice in answer.choices}
         for number, own in updates.items():
             parts[number].append(answer.choices[number].part(own))
-        return json_answer(answer.whole(parts))
+        return answer.whole(parts)
 
     async def _echoes(self, wanted: Wanted, answer: Answer) -> list[list[dict[str, Any]]]:
         """For each choice the part that repeats its prompt, if one does."""
@@ -234,7 +282,8 @@ class Api:
 
     async def score(self, request: Request) -> Response:
         """`POST /v1/score`: the metrics of a given text."""
-        served, body = self._served, parse(Score, await read_body(request))
+        served = self._served
+        body = parse(Score, await read_body(request), strict=self._strict)
         check_model(served, body)
         sampler = served.choose_sampler(body.entropix, {})
         encode = partial(served.model.tokenizer.encode, body.input, add_bos=True)
@@ -249,7 +298,8 @@ class Api:
                 token["top"] = token["top"][: body.top]
             usage = {"prompt_tokens": len(ids), "total_tokens": len(ids)}
             found = {"object": "score", "model": served.name, "tokens": tokens, "usage": usage}
-            return json_answer(found)
+            told = _warnings(body)
+            return json_answer(found | ({"warnings": told} if told else {}))
 
         return await unless_gone(request, answer())
 
@@ -274,6 +324,37 @@ class Api:
             raise too_late() from None
         finally:
             gone.set()
+
+    # Tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: the token ids of a text or of a chat."""
+        body, tokenizer = parse(Tokenize, await read_body(request)), self._served.model.tokenizer
+        text = body.prompt if body.content is None else body.content
+        if (text is None) == (body.messages is None):
+            raise ApiError("give one of 'prompt' and 'messages'", param="prompt")
+
+        def encode() -> list[int]:
+            if body.messages is None:
+                return tokenizer.encode(str(text), add_bos=body.add_special_tokens)
+            rendered = tokenizer.render_chat(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                variables=body.chat_template_kwargs,
+            )
+            return tokenizer.encode(rendered, add_bos=True)
+
+        tokens = await asyncio.to_thread(encode)
+        found = {"tokens": tokens, "count": len(tokens), "max_model_len": self._served.context}
+        return json_answer(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: the text of token ids, special tokens included."""
+        body, model = parse(Detokenize, await read_body(request)), self._served.model
+        if (strange := find_no_token(model, body.tokens)) is not None:
+            raise ApiError(f"tokens holds {describe_token(model, strange)}", param="tokens")
+        text = model.tokenizer.decode(body.tokens, skip_special=False)
+        return json_answer({"prompt": text, "content": text})
 
     # What the server is, and how it is
 
@@ -324,6 +405,10 @@ class Api:
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
+def _warnings(body: Body) -> list[str]:
+    return [f"'{key}' is not known to this server and changes nothing" for key in body.unknown]
+
+
 async def _chunks(
     answer: Answer, echoes: Sequence[Sequence[dict[str, Any]]], run: Run, *, usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
@@ -359,17 +444,22 @@ def make_app(
     host: str = "127.0.0.1",
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
+    strict: bool = False,
 ) -> Starlette:
-    """The server as an ASGI application, on a worker that was started. For `limit` see `Api`, for
-    `keep` `Kept`, for the others `Guard`."""
+    """The server as an ASGI application, on a worker that was started. For `limit` and `strict`
+    see `Api`, for `keep` `Kept`, for the others `Guard`."""
     kept = Kept(keep)
-    api, rows = Api(served, worker, kept, limit), KeptRows(served, kept)
+    api = Api(served, worker, kept, limit, strict=strict)
+    rows = KeptRows(served, kept)
     routes = [
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/responses", api.responses, methods=["POST"]),
         Route("/v1/score", api.score, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/v1/rows", rows.open, methods=["POST"]),
         Route("/v1/rows/{id}", rows.about),
         Route("/v1/rows/{id}", rows.delete, methods=["DELETE"]),
@@ -378,6 +468,7 @@ def make_app(
         Route("/health", api.health),
         Route("/", document),
         Route("/static/{name}", static),
+        Route("/favicon.ico", icon),
         Route("/metrics", api.metrics),
     ]
     middleware = [Middleware(Guard, host=host, keys=keys, origins=origins)]

@@ -1,5 +1,6 @@
 """`python -m entropix_jax.serve`: a resident model behind the OpenAI API."""
 
+import itertools
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,14 +16,17 @@ from entropix_jax.cli.options import (
     EXIT_OK,
     Count,
     File,
+    Flag,
     ModelOptions,
     OptionalCount,
+    Texts,
     model_name,
     option,
     parse,
     run_command,
 )
-from entropix_jax.errors import UserError, check_range, require
+from entropix_jax.cli.status import StatusLine
+from entropix_jax.errors import UserError, check_range, nearest, require
 from entropix_jax.host.interrupts import deferred_interrupts, exit_at_once
 
 if TYPE_CHECKING:
@@ -32,8 +36,9 @@ if TYPE_CHECKING:
 _MAX_CONTEXT = 2048  # unless another number is asked for
 _LOOK = 0.04  # seconds of a chunk of steps
 _LARGEST = 2**31 - 1  # of what is counted
-_BACKLOG = 2048  # connections that wait to be accepted
 _MOST_TOP = 20
+_NONE = "none"  # of --warm
+_origins = tyro.conf.arg(metavar="ORIGIN ...", help_behavior_hint="")
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,18 @@ class Arguments:
     keep: Count = 32768
     """Tokens of rows that requests have it keep, to go on from later, in all; 0: none are kept, and
     no token has its layers."""
+    warm: Texts = ()
+    """Sampler presets whose programs are compiled before the port opens, besides those of the
+    default sampler, the API's penalties and the usual prompt lengths. "none": nothing is."""
     name: Annotated[str | None, option("NAME")] = None
     """What clients call the model (default: the model's own name, or its folder's)."""
     api_key_file: File = None
     """A file of keys, one a line; requests must have one of them."""
-    allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ORIGIN ...")] = ()
-    """Pages of these origins, such as https://example.org, may ask; their hosts may name this
-    server."""
+    strict: Flag = False
+    """Refuse requests with unknown keys. By default the answer names them under `warnings`."""
+    allow_origin: Annotated[tuple[str, ...], _origins] = ()
+    """Origins of other pages that may use the API, such as https://example.org. Requests may also
+    name this server by their hosts."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m entropix_jax.serve") -> int:
@@ -92,16 +102,28 @@ def _main(arguments: Arguments) -> int:
     origins = [*map(read_origin, arguments.allow_origin)]
     keys = [] if arguments.api_key_file is None else read_keys(Path(arguments.api_key_file))
     sampler = arguments.model.choose_sampler()
+    _check_warm(arguments)
     with _listen(arguments.host, arguments.port) as listener:
         return _serve(arguments, keys, origins, sampler, listener)
+
+
+def _check_warm(arguments: Arguments) -> None:
+    from entropix_jax.sampler.presets import is_preset, preset_names
+
+    for name in itertools.chain(*arguments.warm):
+        if name != _NONE and not is_preset(name):
+            told = f"no sampler preset {name!r}{nearest(name, preset_names())}"
+            raise UserError(f"--warm: {told} (or '{_NONE}')")
 
 
 @contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that listens. UserError if the address cannot be taken."""
+    from entropix_jax.serve.http import BACKLOG
+
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error.strerror or error}") from None
     with listener:
@@ -121,7 +143,7 @@ def _serve(
     from entropix_jax.engine.engine import Engine
     from entropix_jax.engine.state import Recording
     from entropix_jax.serve.app import make_app
-    from entropix_jax.serve.http import HttpServer
+    from entropix_jax.serve.http import HttpServer, log_programs
     from entropix_jax.serve.warm_up import warm_up
     from entropix_jax.serve.worker import Worker
 
@@ -139,6 +161,7 @@ def _serve(
         ),
         look=_LOOK,
         widest=True,
+        background=True,
     )
     worker = Worker(engine, slots=arguments.slots, queue=arguments.queue)
     app = make_app(
@@ -149,6 +172,7 @@ def _serve(
         host=arguments.host,
         keys=keys,
         origins=origins,
+        strict=arguments.strict,
     )
     server = HttpServer(app, worker.idle)
 
@@ -158,11 +182,25 @@ def _serve(
         exit_at_once()  # at the next signal
 
     async def serve() -> None:
-        await warm_up(served, worker)
+        presets = [*itertools.chain(*arguments.warm)]
+        if _NONE not in presets:
+            status = StatusLine()
+            if not status.enabled:
+                print("compiling the usual programs (minutes, once) ...", file=sys.stderr)
+
+            def show(program: str) -> None:
+                status.show(f"compiling the usual programs (minutes, once): {program} ...")
+
+            try:
+                await warm_up(served, worker, presets, show)
+            finally:
+                status.clear()
+        log_programs()
         host, port = listener.getsockname()[:2]
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not server.should_exit:
-            print(f"{served.name}: listening on http://{place}/v1", file=sys.stderr, flush=True)
+            told = f"page at http://{place}/, API listening on http://{place}/v1"
+            print(f"{served.name}: {told}", file=sys.stderr, flush=True)
         await server.serve([listener])
 
     worker.start()
@@ -173,13 +211,12 @@ def _serve(
 
 
 def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
-    """The model, once it is known that all fits into memory, with its thresholds."""
-    from entropix_jax.engine.calibrated import calibrate_sampler
+    """Loads the model after a check of memory, and resolves the sampler for it."""
     from entropix_jax.engine.engine import shared_lanes
     from entropix_jax.engine.memory import check_memory
+    from entropix_jax.engine.preparation import calibrate_sampler
     from entropix_jax.host.compile_cache import use_compilation_cache
     from entropix_jax.model.loading import check_backend, open_model, resolve_model
-    from entropix_jax.sampler.presets import load_sampler
     from entropix_jax.serve.wanted import Served
 
     check_backend()
@@ -200,10 +237,8 @@ def _load(arguments: Arguments, sampler: "Sampler") -> "Served":
     )
     print(needs, file=sys.stderr)
     model = arguments.model.load(name)
-    # Requests may name samplers that follow thresholds: they are made now, if need be.
-    for one in (load_sampler("quadrants"), sampler):
-        for note in calibrate_sampler(one, model).notes:
-            print(f"note: {note}", file=sys.stderr)
+    for note in calibrate_sampler(sampler, model).notes:
+        print(f"note: {note}", file=sys.stderr)
     if arguments.name is None and Path(name).exists():
         name = Path(name).resolve().name  # where it lies is nobody's business
     return Served(arguments.name or name, model, sampler, context, arguments.top_logprobs)

@@ -1,6 +1,7 @@
 """Who may ask: keys, and no request from a page elsewhere."""
 
 import hmac
+import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,7 +15,8 @@ from entropix_jax.host.files import read_text
 from entropix_jax.serve.schema import ApiError
 from entropix_jax.serve.wire import error_answer
 
-_OPEN = ("/health", "/")  # paths that need no key: the page asks for one
+_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d*)?")  # of a request's header
+_OPEN = ("/health", "/", "/favicon.ico")  # paths that need no key: the page asks for one
 _OPEN_FOLDER = "/static/"
 _PORTS = {"http": 80, "https": 443}
 
@@ -63,9 +65,16 @@ class Guard:
             # All of them, so that the time tells nothing.
             found = sum(hmac.compare_digest(key, own) for own in self._keys)
             if not found or kind.lower() != "bearer":
-                raise ApiError("no such API key", status=401, code="invalid_api_key")
+                raise ApiError(
+                    "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
+                    status=401,
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
 
     def _is_own(self, host: str) -> bool:
+        if _HOST.fullmatch(host) is None:
+            return False
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

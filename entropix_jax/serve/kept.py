@@ -20,6 +20,7 @@ from entropix_jax.serve.schema import ApiError
 _ID_BYTES = 16  # of a row's id, which nobody guesses
 ROW_TOKENS = 16  # what a row takes besides its tokens, its sampler above all, as so many of them
 Log = Sequence[tuple[TokenRecord, bool]]  # tokens, and whether each was retracted
+_TOKEN_CHARACTERS = 16  # more than tokens have on average
 _WRITTEN = ("inject", "think_end", "budget_forcing")  # actions that force a text
 
 
@@ -35,8 +36,12 @@ class KeptRow:
 
     @property
     def size(self) -> int:
-        """Its tokens in all, prompt and retracted ones included, and what a row takes itself."""
-        return len(self.row.request.prompt) + len(self.row.log) + ROW_TOKENS
+        """Its tokens in all, prompt and retracted ones included, and what a row takes itself.
+        Messages count where they are much longer than the prompt, which a template may trim."""
+        messages = self.row.request.messages or ()
+        told = sum(len(value) for message in messages for value in message.values())
+        prompt = max(len(self.row.request.prompt), told // _TOKEN_CHARACTERS)
+        return prompt + len(self.row.log) + ROW_TOKENS
 
     def settle(self) -> None:
         """The row has ended: nothing else is added."""
@@ -192,6 +197,8 @@ def go_on(
     else:
         written = [*(one.token_id for one in before), *written]
         action = "inject"
+    place = len(request.prompt) + position
+    new.chosen = range(place, place + len(first))
     if position < len(tokens):
         new.finish_reason = None
     budget = check_request(model, request, capacity)

@@ -1,5 +1,6 @@
 """The live page: its document, and the scripts and style sheets that it shares with reports."""
 
+from hashlib import blake2b
 from importlib.resources import files
 from itertools import chain
 from typing import Any
@@ -35,7 +36,7 @@ _PARTS: dict[str, tuple[bytes, str]] = {
 
 async def document(request: Request) -> Response:
     """`GET /`."""
-    return _answer(_DOCUMENT, "text/html")
+    return _answer(request, _DOCUMENT, "text/html")
 
 
 async def static(request: Request) -> Response:
@@ -43,8 +44,18 @@ async def static(request: Request) -> Response:
     name: Any = request.path_params["name"]
     if name not in _PARTS:
         raise ApiError(f"no such part of the page: {name}", status=404)
-    return _answer(*_PARTS[name])
+    return _answer(request, *_PARTS[name])
 
 
-def _answer(content: bytes, kind: str) -> Response:
-    return Response(content, 200, _HEADERS, f"{kind}; charset=utf-8")
+async def icon(request: Request) -> Response:
+    """`GET /favicon.ico`: the document has its own icon."""
+    return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
+
+
+def _answer(request: Request, content: bytes, kind: str) -> Response:
+    """A part of the page, or nothing (304) if the browser has it."""
+    tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
+    headers = {**_HEADERS, "ETag": tag}
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(content, 200, headers, f"{kind}; charset=utf-8")

@@ -26,7 +26,14 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.report.reading import METRICS, TraceReader
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH
-from entropix_jax.sampler.sampler import Sampler, check_key, check_values, check_whole, required
+from entropix_jax.sampler.sampler import (
+    OLD_KEYS,
+    Sampler,
+    check_key,
+    check_values,
+    check_whole,
+    required,
+)
 from entropix_jax.serve.kept import KeptRow
 from entropix_jax.serve.schema import MOST_TOP, ApiError
 from entropix_jax.serve.wanted import Served
@@ -37,8 +44,9 @@ _LARGEST = 2**31 - 1
 _GREATEST = float(np.finfo(np.float32).max)
 _LONGEST = 1024  # characters of a token's text, of a name, or of an error
 _PAYLOAD = re.compile(rb'<script type="text/plain" id="trace-0">([A-Za-z0-9+/=]*)</script>')
-_OWN = {"state", "branches", "top", "layers", "ambiguous"}  # fields that a line may lack
+_OWN = {"state", "branches", "top", "layers", "ambiguous", "chosen"}  # fields that a line may lack
 _FIELDS = [field.name for field in fields(TokenRecord)]
+_MESSAGE = ("role", "content")
 _NUMBERS = (*METRICS, "token_confidence", "self_certainty")
 _WHOLE = ("row", "position", "top_k", "forwards")
 _ENDS = {None, "eos", "length", "context", "stop", "confidence", "error", "interrupt", "cancelled"}
@@ -122,8 +130,10 @@ def _check(served: Served, header: Mapping[str, Any]) -> None:
 
 
 def _sampler(served: Served, header: Mapping[str, Any]) -> CalibratedSampler:
-    """The sampler of a trace, with the thresholds that it had."""
-    values, own = dict(header["sampler_parameters"]), served.sampler.mechanisms
+    """Returns the sampler of a trace. Its thresholds stay percentiles if the served model's tables
+    give the same numbers."""
+    own = served.sampler.mechanisms
+    values = {k: v for k, v in header["sampler_parameters"].items() if k not in OLD_KEYS}
     where = f"{_NAME}: sampler_parameters"
     for key in values:
         check_key(key, where, own)
@@ -132,11 +142,18 @@ def _sampler(served: Served, header: Mapping[str, Any]) -> CalibratedSampler:
     check_values(values, where, own)
     check_whole(values, where)
     assert own[: len(MECHANISMS)] == MECHANISMS
-    return served.settle_sampler(Sampler(header["sampler"], "", values, mechanisms=own))
+    sampler = Sampler(header["sampler"], "", values, mechanisms=own)
+    try:
+        settled = served.settle_sampler(sampler.with_values(header.get("percentiles") or {}))
+        if settled.values == values:
+            return settled
+    except UserError:  # percentiles that are invalid, or of other tables
+        pass
+    return served.settle_sampler(sampler)
 
 
 def _row(served: Served, header: Mapping[str, Any], sampler: CalibratedSampler, number: int) -> Row:
-    seed, ends = header.get("seed"), served.model.end_ids
+    seed, messages, ends = header.get("seed"), header.get("messages"), served.model.end_ids
     # A trace does not tell whether it is a chat's: the end of a turn ends a text as well.
     eos_ids = list(dict.fromkeys((*ends(chat=False), *ends(chat=True))))
     request = Request(
@@ -145,6 +162,7 @@ def _row(served: Served, header: Mapping[str, Any], sampler: CalibratedSampler, 
         row_id=str(number),
         seed=seed if isinstance(seed, int) else 0,
         eos_ids=eos_ids,
+        messages=messages and [{key: one[key] for key in _MESSAGE} for one in messages],
     )
     return Row(request, number=number)
 
@@ -169,7 +187,7 @@ def _token(row: Row, line: Mapping[str, Any], model: LanguageModel, decode: Deco
     here = line["type"] == "retracted" or values["position"] == _length(row)
     short = len(values["text"]) <= _LONGEST and len(branches) <= MAX_WIDTH
     short = short and all(len(branch["tokens"]) <= MAX_DEPTH for branch in branches)
-    plain = values["ambiguous"] in (None, True, False)
+    plain = values["ambiguous"] in (None, True, False) and values["chosen"] in (None, True)
     if not (known and whole and here and short and plain):
         raise ApiError(f"{_NAME}: what it says of position {_length(row)} cannot be")
     values |= {name: _number(values[name]) for name in _NUMBERS}

@@ -47,10 +47,11 @@ class KeptRows:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def about(self, request: Request) -> Response:
-        """`GET /v1/rows/ID`: its prompt, seed and sampler, and how that classifies tokens."""
+        """`GET /v1/rows/ID`: its prompt, seed, sampler and regime rule, and the quantile tables."""
         number = request.path_params["id"]
         row = self._kept.get(number).row
-        values = dict(sorted(row.request.sampler.values.items()))
+        sampler = row.request.sampler
+        values = dict(sorted(sampler.values.items()))
         decode = self._served.model.tokenizer.decode
         return json_answer(
             {
@@ -58,6 +59,8 @@ class KeptRows:
                 "prompt": await asyncio.to_thread(decode, row.request.prompt, skip_special=False),
                 "seed": row.request.seed,
                 "sampler": values,
+                "percentiles": dict(sorted(sampler.sampler.percentiles.items())),
+                "calibration": sampler.calibration.to_json(),
                 **regime_rule(values, "the row"),
             }
         )
@@ -92,7 +95,14 @@ class KeptRows:
 
     def _write(self, kept: KeptRow, path: Path) -> None:
         one, served = kept.row.request, self._served
-        first = header(served.model, one.sampler, one.prompt, seed=one.seed, name=served.name)
+        first = header(
+            served.model,
+            one.sampler,
+            one.prompt,
+            seed=one.seed,
+            name=served.name,
+            messages=one.messages,
+        )
         Rows([kept.row], first, kept.timings()).save_trace(path)
 
     async def delete(self, request: Request) -> Response:
@@ -122,6 +132,7 @@ class KeptRows:
         return {
             "prompt": decode(row.request.prompt, skip_special=False),
             "prompt_tokens": [*row.request.prompt],
+            **({} if row.request.messages is None else {"messages": row.request.messages}),
             "tokens": [token.to_json(retracted=gone) for token, gone in row.log],
             "text": row.text,
             "finish_reason": row.finish_reason,

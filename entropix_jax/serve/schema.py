@@ -1,18 +1,51 @@
-"""What a request may hold: the supported part of the OpenAI API, and one key of our own.
+"""What a request may hold: the supported part of the OpenAI API, what clients of other local
+servers send, and one key of our own.
 
-A key that is null is as good as left out: clients send what they do not use. Any other key that is
-not listed here is refused by its name.
+A key that is null is as good as left out: clients send what they do not use. Keys that play no part
+in the text are accepted, keys that would change its meaning are refused by name, and any other key
+is accepted with a warning.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
+
+from entropix_jax.errors import UserError
+from entropix_jax.text.chat_template import plain_messages
 
 MOST_CHOICES = 128
 MOST_TOP = 20  # alternatives of a token
 MOST_GIVEN = 256  # tokens with which a row goes on
 MOST_ID = 256  # characters of a row's id
+MOST_STOPS = 64
+_LARGEST = 2**31 - 1
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Keys that play no part in the text: identifiers, hints for other servers, and what is the default.
+_HARMLESS = frozenset(
+    """
+    metadata parallel_tool_calls prompt_cache_key prompt_cache_retention safety_identifier
+    service_tier store user
+    """.split()
+)
+# Keys that would change the meaning of an answer, and the values with which they do not.
+_MEANINGFUL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "prompt_logprobs": (0, False),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    **dict.fromkeys(
+        """
+        audio grammar guided_choice guided_grammar guided_json guided_regex json_schema
+        logits_processors prediction structured_outputs web_search_options
+        """.split(),
+        (),
+    ),
+}
 
 
 class ApiError(Exception):
@@ -48,10 +81,91 @@ class _Object(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-Token = Annotated[int, Field(ge=0)]
-Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error, not one of each element
+def _as_integer(value: Any) -> Any:
+    """An integral float is an integer, as in JavaScript."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _minus_one_as_none(value: Any) -> Any:
+    """-1 is no limit and no seed, as in llama.cpp; as a seed also in vLLM."""
+    value = _as_integer(value)
+    return None if _is_integer(value) and value == -1 else value
+
+
+def _as_stops(value: Any) -> list[str]:
+    """Texts; an empty one is none."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a text or a list of texts")
+    stops = [stop for stop in stops if stop]
+    if len(stops) > MOST_STOPS:
+        raise ValueError(f"at most {MOST_STOPS} texts, not {len(stops)}")
+    return stops
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_integer(one) and one >= 0 for one in value)
+
+
+def _as_prompt(value: Any) -> Any:
+    """A text, tokens, or a list of either."""
+    several = isinstance(value, list) and value and not _is_integer(value[0])
+    for place, one in enumerate(value) if several else [(None, value)]:
+        if not isinstance(one, str) and not _is_tokens(one):
+            where = "" if place is None else f"entry {place} "
+            raise ValueError(
+                f"{where}must be a text or a list of token ids"
+                + ("" if several else ", or a list of either")
+            )
+    if several and len({isinstance(one, str) for one in value}) > 1:
+        raise ValueError("texts and lists of token ids do not go together")
+    return value
+
+
+def _as_messages(value: Any) -> Any:
+    """Messages with plain contents, see `plain_messages`."""
+    try:
+        messages = plain_messages(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    for number, message in enumerate(messages, start=1):
+        if message["role"] not in _ROLES:
+            told = f"unknown role {message['role']!r}, expected one of {', '.join(_ROLES)}"
+            raise ValueError(f"message {number}: {told}")
+    return messages
+
+
+def _as_sampler(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError("must be the name of a preset or an object of settings")
+    return value
+
+
+def _as_format(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind != "text":
+        raise ValueError(f"type {kind!r} is not supported by this server, only 'text'")
+    return value
+
+
+def _as_given(value: Any) -> Any:
+    """One token or several."""
+    given = [value] if _is_integer(value) else value
+    if not _is_tokens(given) or not 1 <= len(given) <= MOST_GIVEN:
+        raise ValueError(f"must be a token id or a list of 1 to {MOST_GIVEN}")
+    return given
+
+
+Integer = Annotated[int, BeforeValidator(_as_integer)]
+Budget = Annotated[
+    Annotated[int, Field(ge=0, le=_LARGEST)] | None, BeforeValidator(_minus_one_as_none)
+]
+Seed = Annotated[int | None, BeforeValidator(_minus_one_as_none)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Stop = Annotated[str, Field(min_length=1)]
 
 
 class From(_Object):
@@ -60,28 +174,26 @@ class From(_Object):
 
     row: str
     position: int = Field(ge=0, lt=2**31)
-    token: Token | Annotated[list[Token], Field(min_length=1, max_length=MOST_GIVEN)] | None = None
+    token: Annotated[list[int], BeforeValidator(_as_given)] = []
 
     @property
     def tokens(self) -> list[int]:
         """The tokens that come first."""
-        return (
-            []
-            if self.token is None
-            else [*([self.token] if isinstance(self.token, int) else self.token)]
-        )
+        return self.token
 
 
 class Own(_Object):
     """The key `entropix`. `id` names the request's one row, whose draws depend on it and on the
-    seed, `details` are whole records of a trace, `keep` has the rows stay."""
+    seed, `details` are whole records of a trace, `keep` has the rows stay. `escape_special` has
+    control tokens that a prompt or a message spells be ordinary text; by default messages only."""
 
-    sampler: str | dict[str, Any] | None = None
+    sampler: Annotated[Any, BeforeValidator(_as_sampler)] = None
     id: Annotated[str, Field(min_length=1, max_length=MOST_ID)] | None = None
     tokens: bool = False
     retractions: bool = False
     details: bool = False
     keep: bool = False
+    escape_special: bool | None = None
     begin: Annotated[From | None, Field(validation_alias="from")] = None
 
 
@@ -92,18 +204,18 @@ class StreamOptions(_Object):
     include_obfuscation: bool = False
 
 
-class TextFormat(_Object):
-    """The one `response_format`."""
-
-    type: Literal["text"]
-
-
 class Body(_Object):
     """What all requests have."""
 
+    model_config = ConfigDict(extra="allow")
+
     model: str
-    user: str | None = None  # plays no part
     entropix: Own = Own()
+
+    @property
+    def unknown(self) -> list[str]:
+        """The keys that are not known here, sorted."""
+        return sorted((self.model_extra or {}).keys() - _HARMLESS - _MEANINGFUL.keys())
 
 
 class Generating(Body):
@@ -111,16 +223,20 @@ class Generating(Body):
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] = Field(default_factory=list)
-    seed: int | None = None
-    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    n: Integer = Field(1, ge=1, le=MOST_CHOICES)
+    stop: Annotated[list[str], BeforeValidator(_as_stops)] = Field(default_factory=list)
+    ignore_eos: bool = False
+    seed: Seed = None
+    max_tokens: Budget = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
+    top_k: Integer | None = Field(None, ge=-1, le=_LARGEST)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     presence_penalty: float = Field(0, ge=-2, le=2)
     logit_bias: dict[str, Bias] = Field(default_factory=dict)
-    response_format: TextFormat | None = None
+    response_format: Annotated[Any, BeforeValidator(_as_format)] = None
 
     @property
     def rows(self) -> int:
@@ -131,16 +247,10 @@ class Generating(Body):
 class Completion(Generating):
     """`/v1/completions`."""
 
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[Tokens], Field(fail_fast=True)]
-        | None
-    ) = None
-    best_of: int | None = None
+    prompt: Annotated[Any, BeforeValidator(_as_prompt)] = None
+    best_of: Integer | None = None
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    logprobs: Integer | None = Field(None, ge=0, le=MOST_TOP)
 
     @property
     def prompts(self) -> list[Any]:
@@ -158,35 +268,14 @@ class Completion(Generating):
         return self.n if self.entropix.begin else len(self.prompts) * self.n
 
 
-class TextPart(_Object):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Object):
-    """One message of a chat. `name` plays no part."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
 class Chat(Generating):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    messages: Annotated[list[dict[str, Any]], BeforeValidator(_as_messages)]
+    max_completion_tokens: Budget = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    top_logprobs: Integer | None = Field(None, ge=0, le=MOST_TOP)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class Score(Body):
@@ -199,26 +288,71 @@ class Score(Body):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A request's body. ApiError if it is no JSON, or not of this kind."""
+class Tokenize(_Object):
+    """`/tokenize`: a text or a chat. `content` is llama.cpp's name for the text."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[dict[str, Any]] | None, BeforeValidator(_as_messages)] = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Detokenize(_Object):
+    """`/detokenize`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+AnyObject = TypeVar("AnyObject", bound=_Object)
+
+
+def parse(kind: type[AnyObject], raw: bytes, *, strict: bool = False) -> AnyObject:
+    """Returns a request's body.
+
+    Raises:
+        ApiError: it is not JSON or not of this kind, it has a key that would change the meaning of
+            the answer, or, if `strict`, an unknown one.
+    """
     try:
         values = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError("the body must be a JSON object")
+    return parse_values(kind, values, strict=strict)
+
+
+def parse_values(kind: type[AnyObject], values: dict[str, Any], *, strict: bool) -> AnyObject:
+    """Returns the body of a decoded object, see `parse`."""
+    values = _without_nulls(values)
     try:
-        return kind.model_validate(_without_nulls(values))
+        body = kind.model_validate(values)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        # What is not supported first; of the forms that a value may have, the one it is most like.
+        # What is not supported first.
         first = min(errors, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
-        param = str(first["loc"][0])
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            told = f"'{where}' is not supported by this server"
-            raise ApiError(told, param=param, code="unsupported_parameter") from None
-        raise ApiError(f"{where}: {first['msg']}", param=param) from None
+            raise _unsupported(where) from None
+        told = first["msg"].removeprefix("Value error, ")
+        raise ApiError(f"{where}: {told}", param=str(first["loc"][0])) from None
+    for key in (body.model_extra or {}).keys() & _MEANINGFUL.keys():
+        if values[key] not in _MEANINGFUL[key]:
+            raise _unsupported(key)
+    if strict and isinstance(body, Body) and body.unknown:
+        raise _unsupported(body.unknown[0])
+    return body
+
+
+def _unsupported(key: str) -> ApiError:
+    told = f"'{key}' is not supported by this server"
+    return ApiError(told, param=key.partition(".")[0], code="unsupported_parameter")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -4,34 +4,45 @@ import functools
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from entropix_jax.engine.calibrated import calibrate_sampler
-from entropix_jax.engine.preparation import CalibratedSampler, sampler_settings
+from entropix_jax.engine.preparation import (
+    CalibratedSampler,
+    calibrate_sampler,
+    describe_token,
+)
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.errors import UserError, nearest
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.mechanisms import MECHANISMS
-from entropix_jax.sampler.presets import load_sampler, preset_names
-from entropix_jax.sampler.sampler import Sampler, check_whole, scalars
+from entropix_jax.sampler.presets import is_preset, load_sampler, preset_names
+from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import MAX_BANS, MAX_BIASES
 from entropix_jax.serve.kept import Begun, KeptRow, go_on
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Generating, Own
+from entropix_jax.text.tokenizer import Tokenizer
 
 _SAMPLERS = 256  # that are kept
 _LONGEST = 2**16  # characters of the settings of one
 _USUAL_TOKENS = 16  # of a completion, where nothing is said, as in the API
 _BAN = -100.0  # the bias that bans a token
 _PLAIN, _GREEDY = "temperature", "greedy"  # presets
+_ROLES = {"developer": "system"}
 _LEAST_TOP_P = scalars()["base.top_p"]["low"]
 _CHANGES = {
     "temperature": "base.temperature",
     "top_p": "base.top_p",
     "frequency_penalty": "repetition.frequency",
     "presence_penalty": "repetition.presence",
+    # Not the API's, but those of vLLM and llama.cpp.
+    "top_k": "base.top_k",
+    "min_p": "base.min_p",
+    "repetition_penalty": "repetition.penalty",
 }
+_SHAPES = {"temperature", "top_p", "top_k", "min_p"}  # of the distribution
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,7 @@ class Served:
         if not changes:
             return sampler
         try:
-            changed = sampler.sampler.with_values(changes)
-            check_whole(changed.values, changed.name)
-            return self.settle_sampler(changed)
+            return self.settle_sampler(sampler.sampler.with_values(changes))
         except UserError as error:
             raise ApiError(str(error), param="entropix.sampler") from None
 
@@ -83,15 +92,18 @@ class Served:
         return functools.lru_cache(_SAMPLERS)(self._settle)
 
     def settle_sampler(self, sampler: Sampler) -> CalibratedSampler:
-        """A sampler with the thresholds that it has; equal ones take memory once. UserError if the
-        model cannot have its texts."""
-        settled: CalibratedSampler = self._settled(_key(sampler.name, dict(sampler.values)))
+        """Returns a sampler with its values as written; equal ones take memory once.
+
+        Raises:
+            UserError: the model cannot have its texts.
+        """
+        settled: CalibratedSampler = self._settled(_key(sampler.name, dict(sampler.written)))
         return settled
 
     def _settle(self, key: str) -> CalibratedSampler:
         name, values = json.loads(key)
         sampler = Sampler(name, "", values, mechanisms=self.sampler.mechanisms)
-        return CalibratedSampler(sampler, sampler_settings(self.model, sampler))
+        return calibrate_sampler(sampler, self.model)
 
     def _load(self, key: str) -> CalibratedSampler:
         asked, changes = json.loads(key)
@@ -99,12 +111,11 @@ class Served:
             changes = {k: v for k, v in asked.items() if k != "extends"} | changes
             asked = asked.get("extends")
         # A name alone: files are the server's.
-        if asked is not None and asked not in preset_names():
+        if asked is not None and not is_preset(asked):
             raise UserError(f"no sampler preset {asked!r}{nearest(str(asked), preset_names())}")
         mechanisms = self.sampler.mechanisms[len(MECHANISMS) :]
         sampler = self.sampler if asked is None else load_sampler(asked, mechanisms)
-        # No request waits until a model has been calibrated, which the start has seen to.
-        return calibrate_sampler(sampler.with_values(changes), self.model, "reuse")
+        return calibrate_sampler(sampler.with_values(changes), self.model)
 
 
 def _key(*parts: Any) -> str:
@@ -121,6 +132,15 @@ class Prompt:
 
     tokens: Sequence[int]
     text: str = ""
+
+    def texts(self, tokenizer: Tokenizer) -> list[str]:
+        """Returns what each token adds to the text. A token that begins every text adds nothing,
+        unless the text names it."""
+        stream = tokenizer.stream(skip_special=False)
+        texts = [stream.push(token) for token in self.tokens]
+        if self.tokens[0] == tokenizer.bos_id and not self.text.startswith(texts[0]):
+            texts[0] = ""
+        return texts
 
 
 @dataclass(frozen=True)
@@ -145,18 +165,19 @@ class Wanted:
     begun: Begun | None = None
 
     def new_rows(self) -> list[Row]:
-        """Prompt by prompt. A choice is the same wherever its prompt stands: its id is its number,
-        unless the request names its one row."""
+        """Returns the rows, prompt by prompt. A prompt's choices are the same wherever it stands in
+        the list: their ids count its choices so far, so that equal prompts draw differently."""
         if self.begun is not None:
             return [self.begun.row]
-        return [
-            Row(
-                replace(self.request, prompt=prompt.tokens, row_id=self.own.id or str(choice)),
-                number=choice,
-            )
-            for prompt in self.prompts
-            for choice in range(self.choices if self.rows else 0)
-        ]
+        seen: Counter[tuple[int, ...]] = Counter()
+        rows = []
+        for prompt in self.prompts:
+            for choice in range(self.choices if self.rows else 0):
+                row_id = self.own.id or str(seen[tuple(prompt.tokens)])
+                seen[tuple(prompt.tokens)] += 1
+                request = replace(self.request, prompt=prompt.tokens, row_id=row_id)
+                rows.append(Row(request, number=choice))
+        return rows
 
 
 def want_completion(served: Served, body: Completion) -> Wanted:
@@ -165,7 +186,8 @@ def want_completion(served: Served, body: Completion) -> Wanted:
     most = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and not body.echo:
         raise ApiError("max_tokens: 0 is for a prompt that is echoed", param="max_tokens")
-    prompts = [_prompt(served, one, most) for one in body.prompts]
+    escape = bool(body.entropix.escape_special)
+    prompts = [_prompt(served, one, most, escape=escape) for one in body.prompts]
     return _want(served, body, prompts, most, body.logprobs, echo=body.echo)
 
 
@@ -194,7 +216,7 @@ def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
         sampler=_sampler_of_more(served, body, old.sampler),
         max_new_tokens=min(place.position + most, 2**31 - 1),
         seed=old.seed if body.seed is None else body.seed,
-        stop=_stops(body) if "stop" in given else old.stop,
+        stop=body.stop if "stop" in given else old.stop,
     )
     begun = go_on(
         served.model, kept.row, request, place.position, place.tokens, capacity=served.context
@@ -225,20 +247,21 @@ def want_chat(served: Served, body: Chat) -> Wanted:
     """The same for a chat. One that ends with the assistant's words is to go on within them."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs: it needs logprobs", param="top_logprobs")
-    if body.max_tokens == 0:
-        raise ApiError("max_tokens: it must be at least 1", param="max_tokens")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, name) == 0:
+            raise ApiError(f"{name}: it must be at least 1", param=name)
     if body.entropix.begin is not None:
         told = "entropix.from: rows go on by /v1/completions"
         raise ApiError(told, param="entropix", code="unsupported_parameter")
-    roles = {"developer": "system"}
-    messages = [{"role": roles.get(m.role, m.role), "content": m.text} for m in body.messages]
-    tokenizer = served.model.tokenizer
+    tokenizer, variables = served.model.tokenizer, body.chat_template_kwargs
+    messages = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in body.messages]
     begun = messages[-1]["role"] == "assistant"
-    text = tokenizer.render_begun(messages) if begun else tokenizer.render_chat(messages)
+    escape = body.entropix.escape_special is not False
+    tokens = tokenizer.apply_chat(messages, variables=variables, begun=begun, escape=escape)
     most = body.max_completion_tokens or body.max_tokens or served.context
-    tokens = _tokens(served, tokenizer.encode(text, add_bos=True), most)
+    tokens = _tokens(served, tokens, most)
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return _want(served, body, [Prompt(tokens)], most, top, chat=True)
+    return _want(served, body, [Prompt(tokens)], most, top, messages=messages)
 
 
 def _want(
@@ -249,8 +272,9 @@ def _want(
     top: int | None,
     *,
     echo: bool = False,
-    chat: bool = False,
+    messages: Sequence[dict[str, str]] | None = None,
 ) -> Wanted:
+    chat = messages is not None
     _check_top(served, top, "top_logprobs" if chat else "logprobs")
     if body.entropix.id is not None and body.rows != 1:
         raise ApiError("entropix.id: it names one row alone", param="entropix")
@@ -259,8 +283,9 @@ def _want(
         served.choose_sampler(*_sampling(served, body)),
         max_new_tokens=max(most, 1),
         seed=secrets.randbits(31) if body.seed is None else body.seed,
-        eos_ids=served.model.end_ids(chat=chat),
-        stop=_stops(body),
+        eos_ids=() if body.ignore_eos else served.model.end_ids(chat=chat),
+        stop=body.stop,
+        messages=messages,
     )
     return Wanted(prompts, body.n, request, top, echo, most > 0, body.entropix)
 
@@ -271,15 +296,11 @@ def _check_top(served: Served, top: int | None, name: str) -> None:
         raise ApiError(told, param=name)
 
 
-def _stops(body: Generating) -> list[str]:
-    return [body.stop] if isinstance(body.stop, str) else body.stop
-
-
 def _sampling(served: Served, body: Generating) -> tuple[Own, dict[str, Any]]:
     """What is asked of sampling, and the settings that the API's own keys mean."""
     own, given, changes = body.entropix, body.model_fields_set, _changes(served, body)
     # With the API's keys alone, what its users expect: a plain draw, at temperature 1 unless said.
-    if own.sampler is None and {"temperature", "top_p"} & given:
+    if own.sampler is None and _SHAPES & given:
         plain = _GREEDY if body.temperature == 0 else _PLAIN
         own = own.model_copy(update={"sampler": plain})
         changes = {"base.temperature": 1.0} | changes
@@ -290,6 +311,8 @@ def _changes(served: Served, body: Generating) -> dict[str, Any]:
     """The settings that the API's keys mean. ApiError if a bias is of no token."""
     given = body.model_fields_set
     changes = {key: getattr(body, name) for name, key in _CHANGES.items() if name in given}
+    if changes.get("base.top_k") == -1:  # off, as 0 is
+        changes["base.top_k"] = 0
     if "top_p" in given:
         changes["base.top_p"] = max(changes["base.top_p"], _LEAST_TOP_P)
     if "logit_bias" in given:
@@ -316,11 +339,12 @@ def _biases(served: Served, bias: dict[str, float]) -> dict[str, Any]:
     return {"draw.bans": bans, "draw.bias": others}
 
 
-def _prompt(served: Served, given: Any, most: int) -> Prompt:
+def _prompt(served: Served, given: Any, most: int, *, escape: bool) -> Prompt:
     tokenizer = served.model.tokenizer
     if isinstance(given, str):
-        return Prompt(_tokens(served, tokenizer.encode(given, add_bos=True), most), given)
-    return Prompt(_tokens(served, given, most), tokenizer.decode(given))
+        encode = tokenizer.encode_plain if escape else tokenizer.encode
+        return Prompt(_tokens(served, encode(given, add_bos=True), most), given)
+    return Prompt(_tokens(served, given, most), tokenizer.decode(given, skip_special=False))
 
 
 def _tokens(served: Served, tokens: list[int], most: int) -> list[int]:
@@ -332,7 +356,8 @@ def _tokens(served: Served, tokens: list[int], most: int) -> list[int]:
         told = f"the prompt has {len(tokens)} tokens, a row has room for {served.context}"
         raise ApiError(told, code="context_length_exceeded")
     if (largest := max(tokens)) >= served.model.config.vocab_size:
-        raise ApiError(f"the prompt holds {largest}, which is no token", param="prompt")
+        told = f"the prompt holds {describe_token(served.model, largest)}"
+        raise ApiError(told, param="prompt")
     return tokens
 
 

@@ -1,9 +1,12 @@
-"""Before the first request: rows that have the usual programs compiled, or read from the cache."""
+"""Warm-up before the first request: rows that compile the usual programs, or read them from the
+compilation cache."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from entropix_jax.engine.calibrated import start_of_text
+from entropix_jax.engine.preparation import bucket, start_of_text
+from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.slots import lanes_for
 from entropix_jax.names import SERVED
@@ -12,37 +15,71 @@ from entropix_jax.serve.schema import Own
 from entropix_jax.serve.wanted import Served
 from entropix_jax.serve.worker import Closing, Ticket, Update, Worker
 
-_TOKENS = 2  # of a row: what its prompt is read by, and what it is decoded by
+_TOKENS = 2  # per row: the first compiles prefill, the second decoding
+# Tokens of a prompt: one for each size in which prompts to 1000 tokens are read.
+_LENGTHS = (2, 30, 60, 120, 250, 500, 1000)
+_LOOK = 0.2  # seconds between two looks at what compiles
+# Steps with both penalties of the API serve rows without them, at less than 2 % of a step's time.
+_PENALTIES = {"repetition.frequency": 1e-6, "repetition.presence": 1e-6}
 
 
-async def warm_up(served: Served, worker: Worker) -> None:
-    """Runs rows by the server's sampler, by the API's plain one, and by one that forks where the
-    server's may. They leave no trace in the worker's counts."""
+async def warm_up(
+    served: Served, worker: Worker, presets: Sequence[str], show: Callable[[str], None]
+) -> None:
+    """Runs rows of the usual prompt lengths by the server's sampler with the API's penalties, one
+    that forks where that sampler may, and one by each of the `presets`. Returns when all their
+    programs are compiled; `show` is called with what compiles. The worker's counts do not include
+    the rows."""
     loop, ended = asyncio.get_running_loop(), asyncio.Queue[None]()
 
     def note(updates: list[Update]) -> None:
         if updates[-1].finish_reason is not None:
             ended.put_nowait(None)
 
-    for request in _requests(served):
-        # The second one's text is copied from where the first one's is cached.
-        tickets = [Ticket(Row(request), loop, note) for _ in range(min(2, worker.most))]
-        try:
-            worker.submit(tickets)
-        except Closing:
-            return
-        for _ in tickets:
-            await ended.get()
+    async def look() -> None:
+        while True:
+            if (program := worker.compiling) is not None:
+                show(program)
+            await asyncio.sleep(_LOOK)
+
+    looking = asyncio.create_task(look())
+    try:
+        for requests in _batches(served, min(TOGETHER, worker.most), presets):
+            worker.submit([Ticket(Row(request), loop, note) for request in requests])
+            for _ in requests:
+                await ended.get()
+        while worker.compiling is not None and worker.alive:
+            await asyncio.sleep(_LOOK)
+    except Closing:
+        return
+    finally:
+        looking.cancel()
     worker.forget()
 
 
-def _requests(served: Served) -> Iterator[Request]:
-    prompt = start_of_text(served.model) * _TOKENS
-    own = served.choose_sampler(Own(), {})
-    samplers = [own, served.choose_sampler(Own(sampler="temperature"), {})]
+def _batches(served: Served, most: int, presets: Sequence[str] = ()) -> Iterator[list[Request]]:
+    """Yields requests to run at the same time, at most `most`."""
+    start = start_of_text(served.model)[0]
+    own = served.choose_sampler(Own(), _PENALTIES)
+
+    def request(length: int) -> Request:
+        return Request([start] * length, own, max_new_tokens=_TOKENS)
+
+    short = request(_LENGTHS[0])
+    # The second one's text is copied from the first one's slot.
+    yield [short, short][:most]
     if lanes_for(own):
         arms = {f"arms.{name}": BRANCH.name for name in SERVED}
-        free = {"branch.max_share": 1e6, "branch.per_row": 1}
-        samplers.append(served.choose_sampler(Own(), {**arms, **free}))
-    for sampler in samplers:
-        yield Request(prompt, sampler, max_new_tokens=_TOKENS)
+        # A fork with two candidates at least, whatever the model says.
+        free = {"branch.max_share": 1e6, "branch.per_row": 1, "branch.width": 2}
+        free |= {"branch.min_p": 0.0, "branch.top_p": 1.0, "branch.depth": 1}
+        forks = served.choose_sampler(Own(), {**_PENALTIES, **arms, **free})
+        yield [replace(short, sampler=forks)]
+    for length in _LENGTHS[1:]:
+        if length + _TOKENS <= served.context:
+            yield [request(length)]
+            # Short prompts that arrive together are read together.
+            if may_join(bucket(length, 1), length):
+                yield [request(length - number) for number in range(most)]
+    for name in presets:
+        yield [replace(short, sampler=served.choose_sampler(Own(sampler=name), {}))]

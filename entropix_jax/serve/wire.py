@@ -1,7 +1,7 @@
 """Bytes in and out: bodies, JSON, server-sent events, errors in the API's form."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from entropix_jax.serve.worker import Closing, QueueFull
 
 MOST_BYTES = 4 * 2**20  # of a body
 _SECONDS = 30.0  # for a body to arrive
+WAIT = 3.0  # seconds of a stream without news, until a comment says why
 _GONE = 499  # nobody reads this answer
 
 Result = TypeVar("Result")
@@ -76,15 +77,31 @@ def too_late() -> ApiError:
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event of JSON."""
-    return b"data: " + _json(value) + b"\n\n"
+    """A server-sent event of JSON, named by its `type` where that is one of the Responses API."""
+    kind = value.get("type")
+    name = b"" if kind is None else f"event: {kind}\n".encode()
+    return name + b"data: " + _json(value) + b"\n\n"
 
 
-async def events(values: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
-    """A stream of the API: an event for each value, and for an error; or [DONE] at the end."""
+async def events(
+    values: AsyncGenerator[Any, None], state: Callable[[], str], wait: float = WAIT
+) -> AsyncIterator[bytes]:
+    """A stream of the API: an event for each value, and for an error; or [DONE] at the end. After
+    each `wait` seconds without a value there is a comment, the `state`."""
     try:
         async with aclosing(values):
-            async for value in values:
+            while True:
+                coming = asyncio.ensure_future(anext(values))
+                try:
+                    while not (await asyncio.wait((coming,), timeout=wait))[0]:
+                        yield f": {state()}\n\n".encode()
+                    value = coming.result()
+                except StopAsyncIteration:
+                    break
+                finally:
+                    if not coming.done():  # the client has left
+                        coming.cancel()
+                        await asyncio.wait((coming,))
                 yield event(value)
     except EXPECTED as error:
         yield event(as_api_error(error).to_json())

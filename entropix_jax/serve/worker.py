@@ -8,7 +8,7 @@ import threading
 from asyncio import AbstractEventLoop
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,6 @@ class Ticket:
         self.tell = tell
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A call that needs the device, and where its result goes."""
-
-    call: Callable[[], Any]
-    future: "Future[Any]"
-
-
 class Worker:
     """Runs what is handed in, side by side. All methods may be called from any thread.
 
@@ -75,7 +67,8 @@ class Worker:
         self._most = queue
         self._changed = threading.Condition()
         self._queue: deque[Ticket] = deque()
-        self._jobs: deque[_Job] = deque()
+        self._calls = ThreadPoolExecutor(1, "calls")
+        self._jobs: list[Future[Any]] = []
         self._running: dict[int, Ticket] = {}  # by the id of the row
         self._cancelled: list[Ticket] = []
         self._closing = False
@@ -109,15 +102,13 @@ class Worker:
             self._changed.notify()
 
     def call(self, call: Callable[[], Any]) -> "Future[Any]":
-        """Runs a call that needs the device; at most one between two chunks of steps. As many may
-        wait as rows. QueueFull, or Closing."""
-        job = _Job(call, Future())
+        """Runs a call that needs the device next to the rows, one at a time, in a thread of its
+        own: it may compile. As many may wait as rows. QueueFull, or Closing."""
         with self._changed:
-            self._jobs = deque(one for one in self._jobs if not one.future.cancelled())
-            self._check_room(len(self._jobs))
-            self._jobs.append(job)
-            self._changed.notify()
-        return job.future
+            self._jobs = [one for one in self._jobs if not one.done()]
+            self._check_room(sum(not one.running() for one in self._jobs))
+            self._jobs.append(future := self._calls.submit(call))
+        return future
 
     def _check_room(self, waiting: int) -> None:
         if self._closing:
@@ -139,11 +130,17 @@ class Worker:
     def stats(self) -> tuple[int, int]:
         """How many rows run, and how many rows and calls wait."""
         with self._changed:
-            return len(self._running), len(self._queue) + len(self._jobs)
+            waiting = sum(not (job.done() or job.running()) for job in self._jobs)
+            return len(self._running), len(self._queue) + waiting
+
+    @property
+    def compiling(self) -> str | None:
+        """The program that compiles, for people; None if none does."""
+        return self._engine.compiling
 
     def idle(self) -> bool:
         """Whether nothing runs or waits."""
-        return self.stats() == (0, 0)
+        return self.stats() == (0, 0) and all(job.done() for job in self._jobs)
 
     def forget(self) -> None:
         """Counts from here on; nothing runs."""
@@ -161,6 +158,7 @@ class Worker:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._calls.shutdown(cancel_futures=True)
 
     # In the thread
 
@@ -190,27 +188,18 @@ class Worker:
     def _source(self) -> Iterator[Row | None]:
         """The rows, None where none waits but others run; it blocks while nothing runs."""
         while True:
-            ticket = job = None
+            ticket = None
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._queue or self._jobs or self._running or self._closing
-                )
+                self._changed.wait_for(lambda: self._queue or self._running or self._closing)
                 if self._queue:
                     ticket = self._queue.popleft()
                     self._running[id(ticket.row)] = ticket
-                elif self._running:
-                    pass
-                elif self._jobs:
-                    job = self._jobs.popleft()
-                else:
+                elif not self._running:
                     return
-            if job is not None:
-                _run(job)
-            else:
-                yield None if ticket is None else ticket.row
+            yield None if ticket is None else ticket.row
 
     def _between(self) -> None:
-        """Ends the cancelled rows, tells what happened in the chunk, and runs a call."""
+        """Ends the cancelled rows, and tells what happened in the chunk."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
         for ticket in cancelled:
@@ -220,10 +209,6 @@ class Worker:
                     self._note(event, None)
                 self._note(last, last.row.finish_reason)
         self._tell()
-        with self._changed:
-            job = self._jobs.popleft() if self._jobs else None
-        if job is not None:
-            _run(job)
 
     def _note(self, event: Event, reason: str | None) -> None:
         row, token = event.row, event.token
@@ -253,13 +238,3 @@ class Worker:
 def _hand_out(told: Sequence[tuple[Ticket, list[Update]]]) -> None:
     for ticket, updates in told:
         ticket.tell(updates)
-
-
-def _run(job: _Job) -> None:
-    """An error is the caller's: the rows go on."""
-    if not job.future.set_running_or_notify_cancel():
-        return
-    try:
-        job.future.set_result(job.call())
-    except BaseException as error:
-        job.future.set_exception(error)

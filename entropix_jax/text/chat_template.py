@@ -11,12 +11,14 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import ext, nodes, parser, sandbox
 
 from entropix_jax.errors import UserError
+
+_TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts; the last two are Responses'
 
 
 def render_chat(
@@ -26,28 +28,32 @@ def render_chat(
     origin: str,
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Renders a conversation: a list of objects with at least the texts `role` and `content`.
+    """Renders a conversation.
 
-    The Jinja source `template` is from the file `origin`; `special_tokens` (`bos_token` and the
-    like) are its variables. With `add_generation_prompt` the text ends with the start of the
-    assistant's answer. UserError if messages have another shape, or the template is wrong or
-    refuses them.
+    Args:
+        template: Jinja source.
+        messages: see `plain_messages`.
+        origin: the file that the template is from.
+        special_tokens: variables of the template: `bos_token` and the like.
+        add_generation_prompt: the text ends with the start of the assistant's answer.
+        variables: further variables of the template, such as `enable_thinking`.
+
+    Raises:
+        UserError: messages have another shape, or the template is wrong or refuses them.
     """
-    if not isinstance(messages, list) or not messages:
-        raise UserError("messages must be a non-empty list of objects with 'role' and 'content'")
-    for number, message in enumerate(messages, start=1):
-        parts = message if isinstance(message, dict) else {}
-        if not all(isinstance(parts.get(key), str) for key in ("role", "content")):
-            raise UserError(f"message {number} must be an object with texts 'role' and 'content'")
+    own = {
+        "messages": plain_messages(messages),
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **special_tokens,
+    }
+    if taken := sorted(own.keys() & (variables or {}).keys()):
+        raise UserError(f"the chat template's variable '{taken[0]}' cannot be set")
     try:
-        return _compile(template).render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
+        return _compile(template).render(own | dict(variables or {}))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{origin}: chat template, line {error.lineno}: {error}") from None
     except _MessagesRefused as error:
@@ -55,6 +61,40 @@ def render_chat(
     except Exception as error:  # whatever the template's own code raises
         told = f"{type(error).__name__}: {error}"
         raise UserError(f"{origin}: the chat template fails: {told}") from None
+
+
+def plain_messages(messages: object) -> list[dict[str, Any]]:
+    """Returns a conversation with each message's content as one text.
+
+    Messages are objects with a `role` and a `content`: a text, a list of parts such as
+    `{"type": "text", "text": "Hi"}`, or nothing where the assistant called a tool. Other keys are
+    the template's.
+
+    Raises:
+        UserError: a message has another shape; it is counted from 1.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise UserError("messages must be a non-empty list of objects with 'role' and 'content'")
+    return [_plain_message(message, number) for number, message in enumerate(messages, start=1)]
+
+
+def _plain_message(message: object, number: int) -> dict[str, Any]:
+    parts = message if isinstance(message, dict) else {}
+    role, content = parts.get("role"), parts.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list):
+        kinds = (p.get("type", "text") if isinstance(p, dict) else p for p in content)
+        if other := [kind for kind in kinds if kind not in _TEXT_PARTS]:
+            told = f"has a part of type {other[0]!r}: only 'text' is supported"
+            raise UserError(f"message {number} {told}")
+        content = [part.get("text") for part in content]
+        if all(isinstance(text, str) for text in content):
+            content = "".join(content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        told = "must be an object with a text 'role' and a 'content', a text or text parts"
+        raise UserError(f"message {number} {told}")
+    return {**parts, "content": content}
 
 
 @functools.lru_cache(maxsize=4)

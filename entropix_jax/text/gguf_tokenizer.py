@@ -21,13 +21,20 @@ _TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# llama.cpp's for a file that names none, each within the pieces of the one before.
+_DEFAULT_SPLITS = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _GPT2_SPLIT = {**_BYTES, "use_regex": True}
 
 
-def _split(pattern: str) -> list[dict[str, Any]]:
-    rule = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [rule, _BYTES]
+def _split(*patterns: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return [*(split | {"pattern": {"Regex": pattern}} for pattern in patterns), _BYTES]
 
 
 # Pre-tokenizers by llama.cpp's name for them.
@@ -37,6 +44,7 @@ _SPLITS: Mapping[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _split(LLAMA3_SPLIT)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _split(_QWEN2_SPLIT)),
     "tekken": _split(_TEKKEN_SPLIT),
+    "default": _split(*_DEFAULT_SPLITS),
 }
 # Those for which a word that is a token needs no merge, and a text begins with BOS by default.
 _LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -44,9 +52,15 @@ _NFC = ("qwen2", "deepseek-r1-qwen")  # those that read Unicode's composed form
 _SPACE = "\u2581"  # SentencePiece's
 
 
-def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata. UserError, which names `path`, if the kind of
-    tokenizer or split is unknown, or parts are missing or inconsistent."""
+def read_tokenizer(
+    metadata: Mapping[str, Any], path: Path, notes: list[str] | None = None
+) -> Tokenizer:
+    """Returns the tokenizer in a GGUF file's metadata, and adds to `notes` what a user should know.
+
+    Raises:
+        UserError: the kind of tokenizer or split is unknown, or parts are missing or inconsistent;
+            it names `path`.
+    """
     prefix = "tokenizer.ggml."
     own = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     tokens = own.get("tokens")
@@ -64,10 +78,13 @@ def read_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         settings[f"{name}_token"] = tokens[token_id]
 
     # The rules by kind.
-    kind, split = own.get("model"), str(own.get("pre"))
+    kind, split = own.get("model"), str(own.get("pre", "default"))
     # The first of two tokens that are spelled alike counts.
     vocab = {token: i for i, token in reversed(list(enumerate(tokens)))}
     if kind == "gpt2":
+        if split == "default" and notes is not None:
+            told = "names no split of text before merging: llama.cpp's default is taken, which may "
+            notes.append(f"{path}: '{prefix}pre' {told}not be the model's (convert the model anew)")
         if split not in _SPLITS:
             told = f"is not known (known: {', '.join(_SPLITS)})"
             raise UserError(f"{path}: '{prefix}pre': the split {split!r} {told}")

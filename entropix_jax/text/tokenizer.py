@@ -3,28 +3,32 @@
 The `tokenizers` library does the work, for `tokenizer.json` as for Meta's `tokenizer.model` (Llama
 3's ranks). It is imported when a tokenizer is loaded, and Jinja when a chat is rendered.
 
-Special tokens are recognised wherever they occur in a text, in prompts as in chat messages, as
-`transformers` does by default: text from a third party can end a turn.
+Special tokens are recognised wherever they occur in a text, as `transformers` does by default: text
+from a third party can end a turn. `escape` makes them ordinary text.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, AnyStr
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import UserError, check_unicode
 from entropix_jax.host.files import check_own_code, read_bytes, read_json_object, read_text
+from entropix_jax.text.added_tokens import AddedToken, add_tokens, read_added_tokens
 from entropix_jax.text.detokenizer import BYTE_SYMBOLS, StreamDecoder, choose_token_bytes, rule_of
 
 if TYPE_CHECKING:
     import tokenizers
 
 _MARK = "the-last-message"  # stands for one in a template
+_NONCHARACTERS = range(0xFDD0, 0xFDF0)  # code points that no text should have
 # How Llama 3 splits a text before merging, as Meta publishes it.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -44,7 +48,8 @@ _LLAMA3_SPECIAL = (
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Loads the tokenizer of a checkpoint folder: `tokenizer.json`, else `tokenizer.model`."""
     path = folder / "tokenizer_config.json"
-    settings = read_settings(read_json_object(path) if path.is_file() else {}, path)
+    raw = read_json_object(path) if path.is_file() else {}
+    settings = replace(read_settings(raw, path), added=read_added_tokens(folder, raw))
     if (path := folder / "chat_template.jinja").is_file():
         settings = replace(settings, chat_template=read_text(path), chat_template_origin=str(path))
     if (path := folder / "tokenizer.json").is_file():
@@ -65,6 +70,7 @@ class Settings:
     add_bos: bool | None  # whether a text starts with that token; None: not said
     chat_template: str | None  # Jinja source
     chat_template_origin: str  # the file that it is from
+    added: Sequence[AddedToken] = ()  # by id, those without one last
 
 
 def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
@@ -74,7 +80,7 @@ def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
     for key, value in raw.items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
-            _check_unicode(text, f"{path}: '{key}'")
+            check_unicode(text, f"{path}: '{key}'")
             special_tokens[key] = text
     add_bos = raw.get("add_bos_token")
     if not isinstance(add_bos, bool | None):
@@ -90,9 +96,15 @@ def read_settings(raw: Mapping[str, Any], path: Path) -> Settings:
 
 
 class Tokenizer:
-    """Text to ids and back, for one checkpoint. `vocab_size` is one more than the largest id,
-    `bos_id` the token that belongs before a text (None for none), `special_ids` are the control
-    tokens, which are not part of a text, `chat_template` is Jinja source (None without one)."""
+    """Text to ids and back, for one checkpoint.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        own_size: the same without the added tokens at its end.
+        bos_id: the token that belongs before a text, None for none.
+        special_ids: the control tokens, which are not part of a text.
+        chat_template: Jinja source, None without one.
+    """
 
     def __init__(self, path: Path, source: bytes | tokenizers.Tokenizer, settings: Settings):
         """`source` is what a tokenizer.json holds, or a tokenizer that puts nothing before a text;
@@ -111,12 +123,16 @@ class Tokenizer:
             for tokenizer in (self._tokenizer, self._tokenizer_within):
                 tokenizer.no_truncation()  # such files may hold the settings of a training run
                 tokenizer.no_padding()
+                add_tokens(tokenizer, settings.added)
             self.bos_id = self._find_bos()
         self._token_bytes = choose_token_bytes(self._tokenizer.decoder, path)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         # Not the number of tokens: a file may leave out ids.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.own_size = self.vocab_size
+        while self.own_size - 1 in added:
+            self.own_size -= 1
         if self.bos_id is not None and self.bos_id >= self.vocab_size:
             raise UserError(f"{path}: the post-processor puts {self.bos_id}, which is no token")
 
@@ -133,6 +149,13 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token's own string (of "<|eot_id|>", say), None outside the vocabulary."""
         return self._tokenizer.token_to_id(token)
+
+    def token_string(self, token_id: int) -> str | None:
+        """A token's own string ("<|eot_id|>"), None for an id outside the vocabulary."""
+        try:
+            return self._tokenizer.id_to_token(token_id)
+        except OverflowError:
+            return None
 
     def named_token_id(self, name: str) -> int | None:
         """The id of the token that the checkpoint names so ("bos_token", "eos_token", ...)."""
@@ -152,7 +175,7 @@ class Tokenizer:
         return self._encode(self._tokenizer_within, text)
 
     def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-        _check_unicode(text, "text")
+        check_unicode(text, "text")
         with _report_library_errors(f"{self._path}: the tokenizer fails"):
             return tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -172,18 +195,34 @@ class Tokenizer:
         text. `after` are ids that come before, such as a prompt's: their text is not given again,
         but the start of a text, where some tokenizers drop a space, is at theirs."""
         skip = self.special_ids if skip_special else frozenset()
-        decoder = StreamDecoder(self._token, self._token_bytes, skip=skip, first=not within)
+        decoder = StreamDecoder(self.token_string, self._token_bytes, skip=skip, first=not within)
         for token_id in after:
             decoder.push(token_id)
         return decoder
 
-    def _token(self, token_id: int) -> str | None:
-        try:
-            return self._tokenizer.id_to_token(token_id)
-        except OverflowError:
-            return None
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token within a text; of a control token those of its name, and none of an
+        id outside the vocabulary."""
+        token = self.token_string(token_id)
+        return b"" if token is None else self._token_bytes(token, False)
 
-    def render_chat(self, messages: object, *, add_generation_prompt: bool = True) -> str:
+    @cached_property
+    def token_texts(self) -> list[str]:
+        """The text of each id within a text, with its white space; empty for a control token, and
+        for an id outside the vocabulary. A part of a character is U+FFFD."""
+        texts = [""] * self.vocab_size
+        for token, token_id in self._tokenizer.get_vocab().items():
+            if token_id not in self.special_ids:
+                texts[token_id] = self._token_bytes(token, False).decode("utf-8", "replace")
+        return texts
+
+    def render_chat(
+        self,
+        messages: object,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a conversation, see `chat_template.render_chat`."""
         if self.chat_template is None:
             told = "it takes plain text alone, no messages and no system message (--no-chat)"
@@ -196,36 +235,122 @@ class Tokenizer:
             origin=self._settings.chat_template_origin,
             special_tokens=self._settings.special_tokens,
             add_generation_prompt=add_generation_prompt,
+            variables=variables,
         )
 
-    def render_begun(self, messages: list[dict[str, str]]) -> str:
+    def render_begun(
+        self, messages: list[dict[str, str]], variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The text of a conversation up to the end of its last message's content, for the model to
-        go on with it. One without a word has yet to begin. UserError as `render_chat`, or where the
+        continue it. One without a word has yet to begin. UserError as `render_chat`, or where the
         template changes that content."""
         *before, last = messages
         if not last["content"].strip():
-            return self.render_chat(before)
+            return self.render_chat(before, variables=variables)
+        render = partial(self.render_chat, add_generation_prompt=False, variables=variables)
         # What the template adds to a message shows behind one that it cannot hold elsewhere. It may
         # trim the content, whose end stays where it was kept.
-        other = self.render_chat([*before, {**last, "content": _MARK}], add_generation_prompt=False)
-        added = other.rpartition(_MARK)[2]
-        text = self.render_chat(messages, add_generation_prompt=False).removesuffix(added)
+        added = render([*before, {**last, "content": _MARK}]).rpartition(_MARK)[2]
+        text = render(messages).removesuffix(added)
         if not text.rstrip().endswith(last["content"].strip()):
             origin = self._settings.chat_template_origin
             raise UserError(f"{origin}: the chat template changes the last message")
         return text
 
-    def apply_chat(self, messages: object, *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of `render_chat`'s text; `bos_id` is added unless the template adds it."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_bos=True)
+    def apply_chat(
+        self,
+        messages: object,
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        begun: bool = False,
+        escape: bool = False,
+    ) -> list[int]:
+        """Returns the ids of a conversation. `bos_id` is added unless the template adds it.
 
+        Args:
+            messages: see `chat_template.plain_messages`.
+            add_generation_prompt: the ids end with the start of the assistant's answer.
+            variables: further variables of the template.
+            begun: the model continues the last message, see `render_begun`.
+            escape: control tokens that the messages' contents spell are encoded as ordinary text,
+                so that a content cannot end its turn.
+        """
+        from entropix_jax.text.chat_template import plain_messages
 
-def _check_unicode(text: str, what: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{what} is not valid Unicode at character {error.start}") from None
+        plain = plain_messages(messages)
+        mark = self._mark_in(plain) if escape else None
+        if mark is not None:
+            plain = [{**m, "content": self._escape(m["content"], mark)} for m in plain]
+        if begun:
+            text = self.render_begun(plain, variables)
+        else:
+            text = self.render_chat(
+                plain, add_generation_prompt=add_generation_prompt, variables=variables
+            )
+        return self.encode(text, add_bos=True) if mark is None else self._encode_marked(text, mark)
+
+    # Control tokens as ordinary text
+
+    def encode_plain(self, text: str, *, add_bos: bool) -> list[int]:
+        """The ids of a text whose control tokens are ordinary text."""
+        ids = self._encode(self._plain, text)
+        return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without control tokens."""
+        plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _plain_within(self) -> tokenizers.Tokenizer:
+        """The same for what follows a control token."""
+        rule = rule_of(self._tokenizer.pre_tokenizer)
+        if rule is None or rule.get("prepend_scheme") != "first":
+            return self._plain
+        plain = type(self._tokenizer).from_str(self._tokenizer_within.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        names = [self.token_string(i) or "" for i in self.special_ids]
+        longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def _mark_in(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """A character to mark control tokens with; None if no content spells one."""
+        contents = "".join(message["content"] for message in messages)
+        if not self._special.search(contents):
+            return None
+        return next(mark for mark in map(chr, _NONCHARACTERS) if mark not in contents)
+
+    def _escape(self, text: str, mark: str) -> str:
+        """The text with the mark within each control token."""
+        return self._special.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", text)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """The ids of a text whose marked control tokens are ordinary text."""
+        # The library cuts a text at control tokens before anything else, so what lies between two
+        # can be encoded by itself.
+        ids: list[int] = []
+        rest, at = 0, 0
+        ends = [*(found.span() for found in self._special.finditer(text)), (len(text), len(text))]
+        for start, end in ends:
+            if mark in text[at:start]:
+                if rest < at:
+                    ids += self._encode(self._tokenizer, text[rest:at])
+                tokenizer = self._plain_within if at else self._plain
+                ids += self._encode(tokenizer, text[at:start].replace(mark, ""))
+                rest = start
+            at = end
+        if rest < len(text):
+            ids += self._encode(self._tokenizer, text[rest:])
+        if self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
 
 
 @contextmanager

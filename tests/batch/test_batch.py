@@ -41,8 +41,6 @@ from tests.support.waiting import PATIENCE, wait_for
 ROOT = Path(__file__).parents[2]
 WORDS = ["Once", "upon", "a", "time", "Adam", "met", "Rita", "in", "Berlin", "and", "sang"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
-
 
 @pytest.fixture(scope="module")
 def model(folder: str) -> LanguageModel:
@@ -228,6 +226,23 @@ def test_what_continues_a_run(place: Place) -> None:
     assert place.run(*options, "--seed", 1, "--mix").status == EXIT_OK
     results = place.read()
     assert results["first"]["sampler_digest"] != results["last"]["sampler_digest"]
+
+
+def test_a_model_without_tables(place: Place) -> None:
+    """One note says so. Its own tables make another model of it, whose run does not continue."""
+    bare = write_model(place.path / "bare", calibrated=False)
+    place.write([{"prompt": "Once"}, {"prompt": "A time", "sampler": "document-004"}])
+    options = ("--model", bare, "--max-new-tokens", 2)
+    note = "note: the model has no calibration: the generic table is used; "
+    note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
+    for sampler, number in (("entropix", 1), ("min-p", 0)):
+        output = place.path / f"{sampler}.jsonl"
+        result = place.run(*options, "--sampler", sampler, "--output", output)
+        assert (result.status, result.err.count(note)) == (EXIT_OK, number)
+    write_model(bare)
+    output = place.path / "entropix.jsonl"
+    line = refusal(place.run(*options, "--output", output))
+    assert f"{output}: holds another run's results: model_fingerprint was " in line
 
 
 def test_a_model_s_fingerprint(tmp_path: Path) -> None:

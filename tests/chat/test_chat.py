@@ -65,7 +65,7 @@ def test_a_script_talks(chat: Chat, tiny: LanguageModel) -> None:
     assert result.status == 0
     assert result.out == f"{first}\n{second}\n{again}\n{other}\n"
     one, two, three, back, four = result.err.splitlines()
-    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| \d\.\d\d bits \| lelv .* 20/512", one)
+    assert re.fullmatch(r"\d+ tokens \(\d+ tok/s\) \| \d\.\d\d bits \| certain .* 20/512", one)
     assert "seed" not in two + four
     assert " | seed 1" in three
     assert back == "taken back: Where is Rita? (1 left)"
@@ -140,7 +140,7 @@ def test_saved_and_taken_up_again(chat: Chat, tmp_path: Path) -> None:
     [
         ("/bak", "no command '/bak', did you mean '/back'? (/help lists them"),
         ("/retry", "there is no turn yet"),
-        ("/retry now", "/retry stands alone"),
+        ("/retry now", "/retry takes no argument"),
         ("/set base.temperature", "/set base.temperature: expected KEY=VALUE"),
         ("/set base.temprature=1", "did you mean 'base.temperature'"),
         ("/set base.temperature=hot", "base.temperature"),
@@ -168,7 +168,7 @@ def test_a_script_ends_at_a_mistake(
         (("--context", 1), "--context must be at least 2"),
         (("--context", 10**6), "the model has"),
         (("--max-new-tokens", 0), "--max-new-tokens must be at least 1"),
-        (("--stop", ""), "--stop: an empty text"),
+        (("--stop", ""), "--stop: stop strings must not be empty"),
         (("--messages", "chat.json", "--system", "Sing."), "does not go with --system"),
         (("--messages", "none.json"), "none.json: no such file"),
         (("--prompt", "Hello"), "unknown options: --prompt"),
@@ -259,7 +259,7 @@ def typist() -> Iterator[Typist]:
 
 def test_at_a_terminal(typist: Typist) -> None:
     first = typist.type("", "> ")
-    assert "lelv certain" in first
+    assert "certain (LELV)" in first
     assert "tiny, sampler entropix, context 512 tokens. /help lists the commands." in first
     answer = typist.type("Hello\n", "\n> ")
     assert "Hello! How can I help you?\n" in answer

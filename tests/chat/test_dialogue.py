@@ -16,6 +16,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.text.tokenizer import Tokenizer
 from tests.support.runs import calibrated, set_pace
+from tests.support.samplers import LITERAL
 from tests.support.traces import read_trace
 
 CONTEXT = 512
@@ -81,7 +82,7 @@ class Oracle:
         return shared
 
 
-@pytest.mark.parametrize("sampler", ["min-p", "quadrants"])
+@pytest.mark.parametrize("sampler", ["min-p", LITERAL])
 def test_answers_are_those_of_a_conversation_read_anew(tiny: LanguageModel, sampler: str) -> None:
     dialogue = dialogue_of(tiny, sampler, seed=3)
     oracle = Oracle(dialogue)
@@ -116,7 +117,7 @@ def test_an_answer_that_is_stopped_stays(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_pace(monkeypatch, 8)
-    dialogue = dialogue_of(tiny, "quadrants")
+    dialogue = dialogue_of(tiny, LITERAL)
     whole = answered(dialogue, dialogue.question("Once upon a time")).answer
     dialogue.back()
     stopped = answered(dialogue, dialogue.question("Once upon a time"), events=3)
@@ -220,8 +221,8 @@ def test_messages_become_turns() -> None:
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ([], "a list of messages"),
-        ({"role": "user", "content": ""}, "a list of messages"),
+        ([], "a non-empty list of objects"),
+        ({"role": "user", "content": ""}, "a non-empty list of objects"),
         ([ASSISTANT], "message 1: expected a text of role user or system"),
         ([USER, SYSTEM], "message 2: expected a text of role assistant"),
         ([USER, ASSISTANT, SYSTEM], "message 3: expected a text of role user"),

@@ -27,7 +27,6 @@ from entropix_jax.errors import Note, UserError
 from entropix_jax.host.compile_cache import drop_torn_programs
 from entropix_jax.host.files import is_standard_output, replacing
 from entropix_jax.lab.tables import write_tables
-from entropix_jax.lab.thresholds import write_text
 from entropix_jax.report.page import write_report
 from tests.support.commands import Command, one_error, short
 from tests.support.disks import full_disk
@@ -101,7 +100,7 @@ def _row(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 700])
-@pytest.mark.parametrize("names", ["page.html", "mine.toml", "results.csv results.parquet", ""])
+@pytest.mark.parametrize("names", ["page.html", "results.csv results.parquet", ""])
 def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
     tmp_path: Path, small_trace: Path, names: str, size: int
 ) -> None:
@@ -112,7 +111,6 @@ def test_what_does_not_fit_on_a_disk_leaves_what_was_there(
     rows: Any = [_row(number) for number in range(50)]
     write = {
         "page.html": lambda: write_report(small_trace, paths[0]),
-        "mine.toml": lambda: write_text(paths[0], "x = 1\n" * 200),
         "results.csv results.parquet": lambda: write_tables(rows, [], [], tmp_path, "results"),
         "": lambda: Store(str(tmp_path / "out.jsonl"), {"model": "m" * 1000}),
     }[names]

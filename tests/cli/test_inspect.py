@@ -27,13 +27,11 @@ from tests.support import reference
 from tests.support.commands import Command, refusal, run_command
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.support.runs import Spec, calibrated, run_specs
+from tests.support.samplers import LITERAL
 from tests.support.terminals import ESCAPE, Screen
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*never calibrated"),
-    pytest.mark.usefixtures("own_environment"),
-]
-QUADRANTS = load_sampler("quadrants")
+pytestmark = pytest.mark.usefixtures("own_environment")
+QUADRANTS = load_sampler(LITERAL)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +53,7 @@ def scored(
 
 def entropies(
     model: LanguageModel, texts: list[list[int]], sampler: Sampler, **options: Any
-) -> np.ndarray:
+) -> dict[str, np.ndarray]:
     return measure_entropies(model, texts, calibrated(model, sampler), **options)
 
 
@@ -160,12 +158,12 @@ def test_texts_side_by_side(model: LanguageModel) -> None:
     texts = [text_of(n, seed=n) for n in (30, 2, 75, 1, 12, 130, *range(20, 34))]
     points = entropies(model, texts, QUADRANTS, context=50)
     expected = [
-        (token.entropy, token.varentropy)
+        [getattr(token, name) for name in points]
         for text in texts
         if len(text) > 1
         for token in scored(model, text, QUADRANTS, context=50)
     ]
-    np.testing.assert_allclose(points, expected, atol=1e-4)
+    np.testing.assert_allclose(np.stack([*points.values()], axis=-1), expected, atol=1e-4)
 
 
 def test_what_is_recorded(model: LanguageModel) -> None:

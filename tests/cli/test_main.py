@@ -23,13 +23,25 @@ import pytest
 
 import entropix_jax
 from entropix_jax import __main__ as cli
+from entropix_jax.cli import batch, inspect
 from entropix_jax.cli import generate as main
 from entropix_jax.cli.options import ModelOptions, TextOptions
 from entropix_jax.engine.engine import Engine
 from entropix_jax.model import loading
 from entropix_jax.model.loading import load
-from tests.support.commands import PROMPT, Command, Result, Start, one_error, short
+from entropix_jax.serve import command as serve
+from tests.support.commands import (
+    PROMPT,
+    Command,
+    Result,
+    Start,
+    one_error,
+    refusal,
+    run_command,
+    short,
+)
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
+from tests.support.samplers import LITERAL
 from tests.support.terminals import ESCAPE, Screen
 from tests.support.traces import Json, read_trace
 from tests.support.waiting import PATIENCE, wait_for
@@ -59,7 +71,7 @@ def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_text_and_json(command: Command, tmp_path: Path) -> None:
     """Samples come one after the other; both forms, and the trace, hold the same."""
     trace = tmp_path / "trace.jsonl"
-    options = ("--samples", 3, "--sampler", "quadrants", *SEED)
+    options = ("--samples", 3, "--sampler", LITERAL, *SEED)
     rows = command_rows(command, *short("--trace", trace, *options))
     assert [row["row"] for row in rows] == [0, 1, 2]
     assert len({row["text"] for row in rows}) > 1
@@ -82,12 +94,12 @@ def test_text_and_json(command: Command, tmp_path: Path) -> None:
 def test_an_encoding_that_lacks_characters(
     folder: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    rows = command_rows(command, *short("--sampler", "quadrants", tokens=40))
+    rows = command_rows(command, *short("--sampler", LITERAL, tokens=40))
     assert not rows[0]["text"].isascii()
     for form in ("json", "text"):
         out = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
-        given = ("--model", folder, "--sampler", "quadrants", "--format", form)
+        given = ("--model", folder, "--sampler", LITERAL, "--format", form)
         arguments = map(str, short(*given, tokens=40))
         assert main.main(list(arguments)) == 0
         if form == "json":
@@ -106,17 +118,18 @@ ERASED = "\x1b[2K"
 def test_a_terminal(
     command: Command, folder: str, monkeypatch: pytest.MonkeyPatch, option: list[object]
 ) -> None:
-    """The text is the same, with or without colours and status lines."""
-    options = (*option, "--sampler", "quadrants", "--model", folder)
+    """The text is the same, with or without colours and status lines. (The terminal is wide: words
+    are wrapped.)"""
+    options = (*option, "--sampler", LITERAL, "--model", folder)
     arguments = [str(a) for a in short(*options, tokens=40)]
     plain = command(*arguments[:-2]).out
     for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
-        screen = Screen(monkeypatch, **environment)
+        screen = Screen(monkeypatch, COLUMNS="1000", **environment)
         assert main.main(arguments) == 0
         written = screen.read()
         screen.close()
         assert bool(COLOUR.search(written)) == colours
-        assert ("lelv certain  helv" in ESCAPE.sub("", written)) == colours
+        assert ("certain (LELV)  undecided (HELV)" in ESCAPE.sub("", written)) == colours
         for line in ("loading the model", "compiling and reading"):
             assert (line in written) == ("TERM" not in environment)
         text = ESCAPE.sub("", written.rpartition(ERASED)[2])
@@ -132,6 +145,36 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         for name, field in options.__dataclass_fields__.items():
             assert f"--{name.replace('_', '-')}" in text or is_dataclass(field.type)
     assert "None" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", sorted(cli._COMMANDS.keys() - {"harness"}))
+def test_help_is_wrapped(
+    command: str,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each line is full: the next line's first word would not fit. An example is at the end."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "(default: )" not in text
+    *lines, title, example = text.splitlines()
+    assert title == "example:"
+    assert example.startswith(f"  entropix-jax {command} ")
+    head = lines[: next(i for i, line in enumerate(lines) if line.startswith("╭"))]
+    boxed = [line[2:-2].rstrip() for line in lines if line.startswith("│")]
+    column = next(line for line in boxed if line.startswith("-h, --help")).index("show this")
+    helped = [line[column:] if not line[:column].strip() else "" for line in boxed]
+    first = [line[column:] if line[column - 2 : column] == "  " else "" for line in boxed]
+    for room, pairs in (
+        (min(width, 100), pairwise(head)),
+        (width - 4 - column, zip(first, helped[1:], strict=False)),
+    ):
+        for before, after in filter(all, pairs):
+            assert len(before) <= room
+            assert len(before) + 1 + len(after.split()[0]) > room, (before, after)
 
 
 # Prompts.
@@ -173,7 +216,9 @@ def test_chats(
 ) -> None:
     base = shutil.copytree(folder, tmp_path / "base")
     end = token_ids()["<|end_of_text|>"]
-    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    for name in ("generation_config.json", "config.json"):
+        raw = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(raw | {"eos_token_id": end}))
 
     def prompt(*arguments: object, model: object = folder) -> str:
         header, *_ = traced(*arguments, "--max-new-tokens", 1, model=model)
@@ -259,14 +304,15 @@ def test_the_same_run_gives_the_same_bytes(
     assert trace() == expected
 
 
-@pytest.mark.parametrize("sampler", ["quadrants", "document-001"])
+@pytest.mark.parametrize("sampler", [LITERAL, "document-001"])
 def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) -> None:
     path = tmp_path / "trace.jsonl"
     result = command(*short("--trace", path, "--samples", 3, *SEED, "--sampler", sampler))
     header, *objects, footer = read_trace(path)
     model = load(folder)
     prompt = model.tokenizer.encode(PROMPT, add_bos=True)
-    told = {"type": "header", "format_version": 1, "model": folder, "seed": 6, "sampler": sampler}
+    told = {"type": "header", "format_version": 1, "model": folder, "seed": 6}
+    told |= {"sampler": Path(sampler).stem}
     told |= {"prompt": "<|begin_of_text|>" + PROMPT, "prompt_tokens": prompt}
     assert {name: header[name] for name in told} == told
     assert header["model_config"]["vocab_size"] == model.config.vocab_size
@@ -306,6 +352,76 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) 
     assert all(branch.keys() == {"tokens", "text", "score", "chosen"} for branch in branches)
 
 
+def test_thresholds_in_percent(command: Command, tmp_path: Path) -> None:
+    """Of the model's own tables; the trace has both."""
+    path = tmp_path / "trace.jsonl"
+    settings = ("sampler.thresholds.h1=40%", 'sampler.regimes.helv=["attn_entropy_norm > 75%"]')
+    assert command(*short("--trace", path, "--set", *settings)).status == 0
+    header = read_trace(path)[0]
+    values = header["sampler_parameters"]
+    assert (header["sampler"], values["thresholds.h1"], values["thresholds.h2"]) == (
+        *("entropix", 0.85),
+        2.5,
+    )
+    assert values["regimes.helv"] == ["attn_entropy_norm > 0.72"]
+    assert header["percentiles"]["thresholds.h1"] == "40%"
+    assert header["percentiles"]["regimes.helv"] == ["attn_entropy_norm > 75%"]
+    assert header["calibration"]["quantiles"]["entropy"][40] == 0.85
+
+
+def test_a_model_without_tables(command: Command, tmp_path: Path) -> None:
+    """One note says so, where the sampler has percentiles that matter."""
+    bare = write_model(tmp_path / "bare", calibrated=False)
+    note = "note: the model has no calibration: the generic table is used; "
+    note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
+    for sampler, number in (("entropix", 1), ("document-004", 1), ("min-p", 0), (LITERAL, 0)):
+        result = command(*short("--sampler", sampler, tokens=2), model=str(bare))
+        assert (result.status, result.err.count(note)) == (0, number)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": {"layers": 2, "width": 64, "heads": 4}},
+            "measured on a model with layers 2, width 64, heads 4, this one has layers 2, width ",
+        ),
+        ({"format": 1}, "calibration format 1 is not supported (expected 2)"),
+        (
+            {"format": None, "thresholds": {"h1": 0.3, "h2": 2.5, "u1": 1.2, "u2": 2.5}},
+            "calibration format 1 is not supported (expected 2)",
+        ),
+        ({"quantiles": {}}, "'quantiles' must hold entropy, varentropy, attn_entropy_norm, agree"),
+    ],
+)
+def test_tables_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """By every command that loads a sampler, whether or not it has percentiles."""
+    folder = write_model(tmp_path / "model")
+    path = folder / "calibration.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "Once"}\n')
+    output = tmp_path / "out.jsonl"
+    for module, arguments in (
+        (main, short()),
+        (main, short("--sampler", "min-p")),
+        (inspect, ["--text", PROMPT]),
+        (batch, ["--input", prompts, "--output", output]),
+        (serve, ["--port", 0]),
+    ):
+        line = refusal(run_command(module.main, *arguments, "--model", folder))
+        assert line.startswith(f"error: {path}: {message}")
+        assert line.endswith(f": run entropix-jax calibrate --model {folder}")
+    assert not output.exists()
+
+
+def test_the_old_name_of_the_default(command: Command) -> None:
+    old = command(*short("--sampler", "quadrants"))
+    assert old.status == 0
+    assert "note: the preset 'quadrants' is called 'entropix' now\n" in old.err
+    assert old.out == command(*short()).out
+
+
 def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
     options = short("--set", "sampler.branch.margin=1000", tokens=20)
     asked = command(*options, "--ask")
@@ -316,7 +432,7 @@ def test_without_a_terminal_nobody_is_asked(command: Command) -> None:
 def test_a_person_on_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is shown the text so far, then the question; the answer decides how it goes on."""
     settings = ["sampler.branch.margin=1000", "sampler.branch.min_p=0", "sampler.branch.top_p=1"]
-    options = ("--model", folder, "--sampler", "quadrants", "--set", *settings)
+    options = ("--model", folder, "--sampler", LITERAL, "--set", *settings)
     arguments = [str(a) for a in short(*options, tokens=20)]
     shown = {}
     for typed in ("", "1\n" * 99, "2\n" * 99):
@@ -366,20 +482,39 @@ BAD: list[tuple[list[object], str]] = [
     (short("--precision", "int8"), "invalid choice 'int8' for argument '--precision'"),
     (short("--promt", "a"), "unknown options: --promt a, did you mean --prompt? (see"),
     (short("--Max-new", 3), "unknown options: --Max-new 3 (see"),
-    (short("--stop", ""), "--stop: an empty text ends nothing"),
+    (short("--stop", ""), "--stop: stop strings must not be empty"),
     (short("--report", "-"), "--report -: standard output is for the text"),
     (short("--trace", "-"), "--trace -: standard output is for the text"),
     (short("--set"), "--set: nothing follows it"),
     (short("--set", ""), "--set : expected sampler.KEY=VALUE"),
     (short("--set", "sampler.base.temprature=1"), "did you mean 'base.temperature'?"),
     (short("--set", "sampler.metrics.layers=[1.0]"), "the model has 2 layers"),
+    (short("--set", "sampler.thresholds.h1=101%"), 'or a percentile from "0%" to "100%"'),
+    (short("--set", "sampler.thresholds.u2=-1%"), "thresholds.u2 = '-1%': must be a number in"),
+    (
+        short("--set", "sampler.thresholds.h2=20%"),
+        "thresholds.h1 = 30% is above thresholds.h2 = 20%",
+    ),
+    (
+        short("--set", "sampler.thresholds.h1=2.75"),
+        "calibration.json: thresholds.h1 = 2.75 is above thresholds.h2 = 2.5",
+    ),
+    (
+        short("--set", 'sampler.regimes.lelv=["sequence_varentropy < 40%"]'),
+        "'sequence_varentropy < 40%': sequence_varentropy has no percentiles",
+    ),
+    (
+        short("--set", 'sampler.regimes.lelv=["entropy > h2", "entropy < 70%"]'),
+        "calibration.json: regimes.lelv: 'entropy < 2.5': no entropy is above 2.5 and below 2.5",
+    ),
+    (short("--set", "sampler.thresholds.calibrated=true"), "is no longer a sampler key"),
     (short("--sampler", "entropy"), "(a file's name ends in .toml), did you mean 'entropix'?"),
     (short("--chat"), "only one of --chat and --no-chat"),
     (short("--system", "Be brief."), "a system message needs a chat (--chat)"),
     (["--messages", "messages.json", "--no-chat"], "does not go with --no-chat"),
     (["--messages", "messages.json", "--system", "a"], "does not go with --system"),
     (["--messages", "deep.json"], "deep.json: not valid JSON"),
-    (["--messages", "contentless.json"], "message 1 must be an object with texts"),
+    (["--messages", "contentless.json"], "message 1 must be an object with a text"),
     (short("--trace-top", 99999), "the 99999 likeliest tokens are asked for"),
     (short("--trace-top", -1), "--trace-top must be at least 0, not -1"),
     (short("--trace", "missing/trace.jsonl"), "cannot be written: no folder missing"),
@@ -428,7 +563,7 @@ def test_what_goes_with_a_file(
 
 
 def test_one_samples_error_leaves_the_others_alone(command: Command, tmp_path: Path) -> None:
-    options = ("--samples", 3, "--sampler", "quadrants", *SEED)
+    options = ("--samples", 3, "--sampler", LITERAL, *SEED)
     whole = command_rows(command, *short(*options))
     ids = [[record["token_id"] for record in row["token_records"]] for row in whole]
     tried = {
@@ -489,7 +624,7 @@ def test_a_strangers_key_does_not_steer_the_terminal(
     assert "taken to change nothing: '\ufffd[2J'\n" in result.err
 
 
-@pytest.mark.parametrize("sampler", ["quadrants", "document-001"])
+@pytest.mark.parametrize("sampler", [LITERAL, "document-001"])
 def test_an_interrupt_between_two_tokens(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sampler: str
 ) -> None:

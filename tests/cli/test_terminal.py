@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from rich.color import ColorSystem
 from rich.style import Style
 
 from entropix_jax.cli.status import StatusLine
-from entropix_jax.cli.terminal import Meter, TextScreen, ask_person, style_of, summary
+from entropix_jax.cli.terminal import (
+    Meter,
+    TextScreen,
+    ask_person,
+    print_legend,
+    style_of,
+    summary,
+)
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.host.interrupts import deferred_interrupts
@@ -66,6 +75,33 @@ def test_colours_on_a_terminal(terminal: Callable[..., Screen]) -> None:
     assert "\x1b[1;4;38;2;0;114;178m Wait...\x1b[0m" in shown
 
 
+def test_tokens_of_actions_have_marks(terminal: Callable[..., Screen]) -> None:
+    """Italic for a fork, underlined for a thought, reversed for a step back."""
+    screen = terminal(COLORTERM="truecolor")
+    for action, code in (("branch", "3;"), ("inject", "4;"), ("backspace", "7;"), ("sample", "")):
+        TextScreen().show("x", token("mid", action))
+        assert screen.read() == f"\x1b[{code}38;2;0;144;104mx\x1b[0m"
+
+
+def test_the_legend(terminal: Callable[..., Screen]) -> None:
+    terminal(TERM="xterm-256color")
+    print_legend()
+    screen = terminal(COLORTERM="truecolor", COLUMNS="120")
+    print_legend()
+    shown = screen.read()
+    assert ESCAPE.sub("", shown) == (
+        "certain (LELV)  undecided (HELV)  forked (LEHV)  scattered (HEHV)  between (MID)  "
+        "branch  thought  step back\n"
+    )
+    assert "\x1b[1;38;2;0;114;178mundecided\x1b[0m" in shown
+    assert "\x1b[7mstep back\x1b[0m" in shown
+    screen = terminal(COLUMNS="80")
+    print_legend()
+    first, second = ESCAPE.sub("", screen.read()).splitlines()
+    assert first.rstrip().endswith("between (MID)")
+    assert second == "branch  thought  step back"
+
+
 @pytest.mark.parametrize("term", ["xterm-256color", "xterm-16color", "linux"])
 def test_fewer_colours_still_tell_the_regimes_apart(
     terminal: Callable[..., Screen], term: str
@@ -89,14 +125,77 @@ def test_plain_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("regime", ["lelv", "mid"])
 def test_text_is_shown_as_it_is(terminal: Callable[..., Screen], regime: str) -> None:
-    """No markup, no emoji names, no wrapping, no space lost; but nothing that steers a terminal."""
-    screen = terminal(COLUMNS="20")
+    """No markup, no emoji names, no space lost; but nothing that steers a terminal."""
+    screen = terminal(COLUMNS="30")
     for text in ("[bold]x[/bold] :smile:", "x " * 200, "  \n\n ", "a\tb", "日本"):
         TextScreen().show(text, token(regime))
         assert ESCAPE.sub("", screen.read()) == text
     TextScreen().show("a\x1b[2Jb\x07\r\x9bc\x7f\x00é\u200d\n", token(regime))
     shown = ESCAPE.sub("", screen.read())
     assert shown == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\ufffd\ufffdé\u200d\n"
+
+
+def displayed(shown: str, width: int) -> list[str]:
+    """The lines of a terminal of this width: it wraps at its edge, and obeys "left" and "erase"."""
+    lines, column = [""], 0
+    for code, number, character in re.findall(r"\x1b\[(?:(K)|(\d+)D|[0-9;]*m)|(.|\n)", shown):
+        if number:
+            column -= int(number)
+            assert column >= 0
+        elif code == "K":
+            lines[-1] = lines[-1][:column]
+        elif character == "\n":
+            lines.append("")
+            column = 0
+        elif character:
+            if column == width:
+                lines.append("")
+                column = 0
+            lines[-1] = lines[-1][:column] + character + lines[-1][column + 1 :]
+            column += 1
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([" the", " human", " that"], [" the human", "that"]),
+        (["the hum", "an", "kind is"], ["the", "humankind", "is"]),
+        (["one two three"], ["one two", "three"]),
+        (["a", " incomprehensibly", " b"], ["a incompreh", "ensibly b"]),
+        (["incomprehens", "ible b", " cd"], ["incomprehen", "sible b cd"]),
+        (["1234567890", " 12 45 7890 2"], ["1234567890", "12 45 7890", "2"]),
+        (["one\n\ntwo three"], ["one", "", "two three"]),
+        (["one two ", "日本 three four"], ["one two 日本 ", "three four"]),
+    ],
+)
+@pytest.mark.parametrize("regime", ["lelv", "mid"])
+def test_words_are_wrapped_on_a_terminal(
+    terminal: Callable[..., Screen], regime: str, pieces: list[str], lines: list[str]
+) -> None:
+    """Whatever tokens they consist of. Words longer than a line are left to the terminal, as are
+    lines with characters whose width is not sure."""
+    screen = terminal(COLUMNS="11", COLORTERM="truecolor")
+    out = TextScreen()
+    for piece in pieces:
+        out.show(piece, token(regime))
+    shown = screen.read()
+    if "日" not in shown:
+        assert [line.rstrip() for line in displayed(shown, 11)] == lines
+    else:
+        assert "\x1b[K" not in shown
+        assert ESCAPE.sub("", shown) == "".join(pieces)
+
+
+def test_words_are_not_wrapped_in_a_pipe_or_on_a_dumb_terminal(
+    terminal: Callable[..., Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = terminal(COLUMNS="5", TERM="dumb")
+    TextScreen().show("one two three", token("lelv"))
+    assert screen.read() == "one two three"
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    TextScreen().show("one two three", token("lelv"))
+    assert out.getvalue() == "one two three"
 
 
 @pytest.mark.parametrize(
@@ -155,12 +254,36 @@ def test_the_summary() -> None:
 
     rows = [row(["lelv", "lelv", "mid"], "length"), row(["hehv"], "eos"), row([], "length")]
     assert summary(rows, {"first_token": 2.0, "total": 2.5}) == (
-        "4 tokens (4 tok/s) | lelv 50% helv 0% lehv 0% hehv 25% mid 25% | length, eos"
+        "4 tokens (4 tok/s) | certain 50% undecided 0% forked 0% scattered 25% between 25% | "
+        "length, eos"
     )
     # The first step's tokens waited for the compiler: alone they say nothing of the speed.
     assert summary([row(["mid"], "eos")], {"first_token": 2.0, "total": 2.0}) == (
-        "1 token | lelv 0% helv 0% lehv 0% hehv 0% mid 100% | eos"
+        "1 token | certain 0% undecided 0% forked 0% scattered 0% between 100% | eos"
     )
+
+
+def test_the_summary_counts_forks_thoughts_and_steps_back() -> None:
+    """A fork once, whatever the length of its branch, and only one of several branches; a thought
+    once, whatever its length."""
+    several: Any = [{}, {}]
+
+    def row(*actions: str) -> Row:
+        tokens = [token("mid", action) for action in actions]
+        for before, one in zip(["", *actions], tokens, strict=False):
+            if one.action == "branch":
+                one.branches = several if before != "branch" else several[:1]
+        return Row(unrun(), tokens, finish_reason="eos")
+
+    def counted(*rows: Row) -> str:
+        return summary(rows, {"total": 1.0}).split(" | ")[2]
+
+    one = row("branch", "branch", "sample", "inject", "inject", "sample", "backspace", "inject")
+    assert counted(one) == "1 fork, 2 thoughts, 1 step back"
+    two = row("inject", "branch", "argmax", "branch", "backspace", "backspace")
+    assert counted(one, two) == "3 forks, 3 thoughts, 3 steps back"
+    assert counted(row("sample"), row("inject")) == "1 thought"
+    assert counted(row("sample", "argmax")) == "eos"
 
 
 @pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT])

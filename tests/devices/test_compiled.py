@@ -19,6 +19,7 @@ from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.mesh import DATA, MODEL
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.platforms import traced_for_all
+from tests.support.samplers import LITERAL
 
 pytestmark = pytest.mark.devices
 
@@ -56,7 +57,7 @@ MOST: dict[Wanted, Most] = {
     Wanted(V5E, DECODE, 64, "data=8"): Most(
         temporary=0.091, moved=3.18, kernels=1572, cycles=6.48, collectives=2
     ),
-    Wanted(V5E, FORKED, 64, sampler="quadrants"): Most(
+    Wanted(V5E, FORKED, 64, sampler=LITERAL): Most(
         temporary=0.996, moved=10.87, kernels=1840, cycles=33.5
     ),
     Wanted(V5E, PREFILL, 1): Most(temporary=0.037, moved=2.0, kernels=828, copies=4, cycles=9.58),

@@ -19,14 +19,13 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Step
-from tests.support.samplers import EPSILON, NUM_LAYERS, Job, encode, generate, tiny_model
+from tests.support.samplers import HOST, LITERAL, Job, generate, tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "change_course.py"
 MODEL = tiny_model()
 # Every step is HEHV, and nothing loops.
 LOST = {f"regimes.{box}": ["entropy < -1"] for box in BOXES} | {
     "regimes.hehv": ["entropy > -1"],
-    "thresholds.calibrated": False,
     "loop.max_period": 0,
 }
 
@@ -45,7 +44,7 @@ def give_up(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propos
 
 
 SAMPLER = (
-    load_sampler("quadrants")
+    load_sampler(LITERAL)
     .with_mechanism(load_example())
     .with_mechanism(Mechanism("give_up", give_up, apply=end))
     .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": "abc"})
@@ -54,9 +53,7 @@ SAMPLER = (
 
 def job_of(row_id: str = "0", **changes: Any) -> Job:
     values = {key.replace("__", "."): value for key, value in changes.items()}
-    settings = SAMPLER.with_values(values).settings(
-        num_layers=NUM_LAYERS, epsilon=EPSILON, encode=encode
-    )
+    settings = SAMPLER.with_values(values).settings(**HOST)
     return Job([5, 6, 7], settings, budget=12, row_id=row_id)
 
 

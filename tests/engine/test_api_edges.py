@@ -21,8 +21,7 @@ from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.proposal import draw
 from tests.support.runs import Spec, run_specs
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
+from tests.support.samplers import HOST, LITERAL
 
 
 @dataclass
@@ -47,14 +46,14 @@ class Place:
 
     def settings(self, **changes: Any) -> Any:
         encode = self.model.tokenizer.encode_within
-        return changed(**changes).settings(num_layers=2, epsilon=0.0, encode=encode)
+        return changed(**changes).settings(**{**HOST, "encode": encode})
 
 
 def sampler_of(name: str) -> Sampler:
     return entropix_jax.load_sampler(name)
 
 
-def changed(preset: str = "quadrants", **changes: Any) -> Sampler:
+def changed(preset: str = LITERAL, **changes: Any) -> Sampler:
     return sampler_of(preset).with_values({k.replace("__", "."): v for k, v in changes.items()})
 
 
@@ -96,7 +95,7 @@ CAUSES: list[tuple[Callable[[Place], Any], str]] = [
     (lambda at: sampler_of("gredy"), "no sampler preset 'gredy'.*mean 'greedy'"),
     (lambda at: sampler_of(str(at.folder / "none.toml")), "none.toml: no such file"),
     (lambda at: changed(base__top_k=0.5), "base.top_k = 0.5: must be an integer"),
-    (lambda at: sampler_of("quadrants").with_arm(*BRANCH), "there is a mechanism 'branch' already"),
+    (lambda at: sampler_of(LITERAL).with_arm(*BRANCH), "there is a mechanism 'branch' already"),
     (lambda at: at.settings(inject__thought="well, " * 65), "inject.thought is .* at most 64"),
     (lambda at: at.settings(metrics__layers=[1.0] * 3), "layers has 3 weights, the model has 2"),
     (lambda at: at.rows().save_trace(at.folder / "none" / "a.jsonl"), "a.jsonl: cannot be written"),

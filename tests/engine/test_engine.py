@@ -22,6 +22,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
 from tests.support.model_folders import poisoned
 from tests.support.runs import Spec, requests, set_pace
+from tests.support.samplers import LITERAL
 
 CAPACITY = 512
 SLOTS = 4  # one number for all, so that few programs are compiled
@@ -86,13 +87,13 @@ def texts(model: LanguageModel) -> list[list[int]]:
     return [model.tokenizer.encode(text, add_bos=True) for text in world]
 
 
-PRESETS = ("quadrants", "greedy", "document-001", "top-p", "mirostat")
+PRESETS = (LITERAL, "greedy", "document-001", "top-p", "mirostat", "entropix")
 
 
 def mixed(model: LanguageModel, number: int, forks: bool = True) -> list[Request]:
     """Requests of all sorts: lengths, budgets, samplers, seeds."""
     prompts, budgets = texts(model), np.random.default_rng(5).integers(1, 60, number).tolist()
-    names = [PRESETS[i % len(PRESETS)] if i % 3 else "quadrants" for i in range(number)]
+    names = [PRESETS[i % len(PRESETS)] if i % 3 else LITERAL for i in range(number)]
     samplers = [load_sampler(name) for name in names]
     if not forks:
         samplers = [

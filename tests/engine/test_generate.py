@@ -17,6 +17,7 @@ import pytest
 from entropix_jax.cli import terminal
 from entropix_jax.engine import decode, prompts
 from entropix_jax.engine import engine as module
+from entropix_jax.engine import generation as runs
 from entropix_jax.engine.api import generate, stream
 from entropix_jax.engine.preparation import MAX_STEPS, MAX_TOP, chunk_size, encode_prompt
 from entropix_jax.engine.results import Row
@@ -30,12 +31,11 @@ from entropix_jax.text.tokenizer import load_tokenizer
 from tests.support.commands import short
 from tests.support.model_folders import MAX_POSITIONS, poisoned, token_ids, write_model
 from tests.support.runs import Spec, run_specs, set_pace
+from tests.support.samplers import LITERAL
 from tests.support.tokenizers import byte_fallback, save
 
 TOKENS = 40  # of most runs: more than a chunk of steps
 RECORDING = Recording(top=MAX_TOP, layers=True)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
 
 
 def ids(number: int, first: int = 60) -> list[int]:
@@ -188,6 +188,41 @@ def test_stop_strings(model: LanguageModel, whole: Row) -> None:
     assert generation.rows[0].text == whole.text
 
 
+def test_a_stop_string_may_be_a_control_token(model: LanguageModel, whole: Row) -> None:
+    """It has no text, so its id ends the row. One that the caller names as an end is an end."""
+    name = "<|start_header_id|>"
+    forced = load_sampler("greedy").with_values({"draw.bias": [[token_ids()[name], 100.0]]})
+    options: Any = {"max_new_tokens": 6, "ignore_eos": True}
+    (row,) = generate(model, "Once", forced, **options)
+    assert row.finish_reason == "length"
+    for stop in (name, ["never", name]):
+        (row,) = generate(model, "Once", forced, stop=stop, **options)
+        assert (row.finish_reason, tokens_of(row), row.text) == ("stop", [token_ids()[name]], "")
+    # As ordinary text it still is a stop string.
+    assert generate(model, "Once", "greedy", stop=" ", **options)[0].finish_reason == "stop"
+
+
+def test_a_list_of_prompts_is_a_batch(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_MOST_SLOTS", 2)
+    chat = [{"role": "user", "content": "Hi"}]
+    prompts: list[Any] = ["Once upon", chat, "Once upon", "12 + 7 ="]
+    options: Any = {"max_new_tokens": 12, "seed": 3}
+    rows = generate(model, prompts, "min-p", **options)
+    assert [row.number for row in rows] == [0, 1, 2, 3]
+    twice = generate(model, "Once upon", "min-p", samples=2, **options)
+    assert twice[0].text != twice[1].text
+    alone = [twice[0], *generate(model, chat, "min-p", **options), twice[1]]
+    alone += generate(model, "12 + 7 =", "min-p", **options)
+    assert all(map(nearly, rows, alone))
+    # Prompt by prompt; a run with several has no one trace.
+    rows = generate(model, prompts[:2], "min-p", samples=2, **options)
+    assert [row.request.row_id for row in rows] == ["0", "1", "0", "1"]
+    with pytest.raises(UserError, match="a trace is of one run with one prompt"):
+        rows.save_trace("never.jsonl")
+
+
 def test_an_unfinished_character_belongs_to_the_last_token(model: LanguageModel) -> None:
     """A budget that ends in the middle of a character: U+FFFD, in the trace as in the text."""
     leads = range(0xC2, 0xF5)  # the first bytes of longer characters; a byte is its own id
@@ -330,11 +365,11 @@ def test_prompts(model: LanguageModel) -> None:
 
 def test_generate(model: LanguageModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "ignore_eos": True}
-    rows = generate(model, "Once", "quadrants", samples=3, **options)
+    rows = generate(model, "Once", LITERAL, samples=3, **options)
     prompt = encode_prompt(model, "Once", chat=True)
     assert [tuple(row.request.prompt) for row in rows] == [tuple(prompt)] * 3
     assert all(map(same, rows, run(model, requests([prompt] * 3, 8), seed=3)))
-    (row,) = generate(model, [{"role": "user", "content": "Once"}], "quadrants", **options)
+    (row,) = generate(model, [{"role": "user", "content": "Once"}], LITERAL, **options)
     assert nearly(row, rows[0])
 
 
@@ -352,7 +387,7 @@ def test_a_long_prompt_is_cut_by_what_its_scores_take(model: LanguageModel) -> N
 
 
 # A thought is due in about every other step.
-ASKING = load_sampler("quadrants").with_values(
+ASKING = load_sampler(LITERAL).with_values(
     {
         "regimes.helv": ["entropy > 1.5"],
         "arms.lehv": "explore",
@@ -431,6 +466,28 @@ def test_what_is_retrieved_is_injected(
         again = Library(model, texts, sampler=sampler)
         assert same(again.run(), row)
         assert again.found == library.found
+
+
+@pytest.mark.parametrize("kind", ["draw.bans", "draw.bias"])
+def test_no_text_with_a_banned_token_is_written(model: LanguageModel, kind: str) -> None:
+    """The sampler's own thought stands in for a retrieved text; a bias of -100 bans, too."""
+
+    def written(*banned: str, retrieve: bool = True) -> set[str]:
+        tokens = [model.tokenizer.encode_within(text)[-1] for text in banned]
+        value: Any = tokens if kind == "draw.bans" else [[token, -100] for token in tokens]
+        sampler = ASKING.with_values({"inject.thought": "Hm.", kind: value})
+        options: dict[str, Any] = {"retrieve": lambda _: "XY"} if retrieve else {}
+        (row,) = run(model, requests([ids(5)]), sampler=sampler, **options)
+        assert not {*tokens} & {token.token_id for token in row.tokens}
+        text = "".join(token.text for token in row.tokens if token.action == "inject")
+        return {thought for thought in ("XY", "Hm.") if thought in text}
+
+    assert written() == {"XY"}
+    assert written("Hm.") == {"XY"}
+    assert written("XY") == {"Hm."}
+    assert written("XY", "Hm.") == set()
+    assert written("XY", retrieve=False) == {"Hm."}
+    assert written("Hm.", retrieve=False) == set()
 
 
 def test_texts_within_a_text_keep_their_spaces(model: LanguageModel, tmp_path: Path) -> None:
@@ -543,7 +600,7 @@ def test_a_row_that_waits_when_its_text_has_ended(
 
 
 # Branches nearly everywhere, whose scores are always too close to call.
-FORKING = load_sampler("quadrants").with_values(
+FORKING = load_sampler(LITERAL).with_values(
     {
         "regimes.lelv": ["entropy < -1"],
         "regimes.helv": ["entropy < -1"],
@@ -678,7 +735,7 @@ def test_a_stop_string_that_the_last_token_completes_ends_the_row_before_an_erro
     """The token was held back, as it might have been taken back; the logits after it are bad."""
     # Nearly all is MID: drawn at once, but not for good.
     bounds = {f"regimes.{box}": ["entropy < -1"] for box in BOXES}
-    sampler = load_sampler("quadrants").with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
+    sampler = load_sampler(LITERAL).with_values({**bounds, "regimes.hehv": ["entropy > 6"]})
     generation = run_specs(model, requests([ids(20)]), sampler, ignore_eos=True)
     met = [event.token.token_id for event in generation if event.token is not None]
     (whole,) = generation.rows

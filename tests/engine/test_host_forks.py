@@ -28,14 +28,14 @@ from tests.support import reference
 from tests.support.meshes import two
 from tests.support.models import teacher_forced
 from tests.support.runs import Spec, requests, set_pace
-from tests.support.samplers import EVERYTHING
+from tests.support.samplers import EVERYTHING, LITERAL
 from tests.support.traces import load_trace
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "eager.py"
 SLOTS, CAPACITY = 4, 512  # as in `test_engine`
 RECORDING = Recording(top=2, state=True)
 LONGEST = 96  # tokens of a text
-FULL = load_sampler("quadrants").with_values({**EVERYTHING, "loop.max_period": 0})
+FULL = load_sampler(LITERAL).with_values({**EVERYTHING, "loop.max_period": 0})
 SAMPLERS = {"full": FULL, "min-p": load_sampler("min-p"), "mirostat": load_sampler("mirostat")}
 PACE = Engine._pace  # tests set another
 PROMPTS = ("Once upon a time", "Mia has 12 apples", "On Sunday", "The capital of")
@@ -674,7 +674,8 @@ def test_chunks_are_as_long_as_the_caller_likes(tiny: LanguageModel) -> None:
 def test_what_the_caller_does_is_no_part_of_the_pace(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that was ready while the caller was busy says nothing of how long chunks take."""
+    """A chunk that was ready while the caller was busy says nothing of how long chunks take. The
+    row commits a token at each step, so that chunks are in flight until its end."""
     paced: list[float] = []
 
     def pace(engine: Engine, waited: float) -> None:
@@ -692,7 +693,7 @@ def test_what_the_caller_does_is_no_part_of_the_pace(
             between += 1
             time.sleep(seconds)
 
-        assert [*engine.run([of(tiny, "first", budget=40)], look)]
+        assert [*engine.run([of(tiny, "first", "min-p", budget=40)], look)]
         assert between > 6
         busy.append(len(paced))
         paced.clear()

@@ -21,12 +21,12 @@ from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_STOP, FORKS, RUNNIN
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.runs import Spec, requests, set_pace
+from tests.support.samplers import LITERAL
 
 CAPACITY = 512
 # On `tiny` it branches and goes back again and again.
-RESTLESS = load_sampler("quadrants").with_values(
+RESTLESS = load_sampler(LITERAL).with_values(
     {
-        "thresholds.calibrated": False,
         "regimes.lelv": ["entropy < 0.2"],
         "regimes.helv": ["entropy < -1"],
         "regimes.lehv": ["entropy > 0.6", "entropy < 1.2"],
@@ -88,7 +88,7 @@ def test_a_row_reads_only_what_is_new(tiny: LanguageModel) -> None:
     assert is_the_row_that_reads_all(tiny, row)
     # The same once more, with other numbers and another sampler: nothing is read.
     before = engine.read
-    (row,) = run(engine, of(tiny, longer, seed=4, sampler="quadrants"))
+    (row,) = run(engine, of(tiny, longer, seed=4, sampler=LITERAL))
     assert engine.read == before
     assert is_the_row_that_reads_all(tiny, row)
     # One that parts from it, or is shorter.

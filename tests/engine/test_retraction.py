@@ -16,10 +16,10 @@ from entropix_jax.model.loading import LanguageModel, load
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.model_folders import token_ids
 from tests.support.runs import Spec, run_specs
+from tests.support.samplers import LITERAL
 
-RETRACTING = load_sampler("quadrants").with_values(
+RETRACTING = load_sampler(LITERAL).with_values(
     {
-        "thresholds.calibrated": False,
         "regimes.lelv": ["entropy < 0.5"],
         "regimes.helv": ["entropy < -1"],
         "regimes.lehv": ["entropy < -1"],

@@ -45,6 +45,7 @@ from tests.support.models import tiny_config
 from tests.support.runs import calibrated
 from tests.support.samplers import CAPACITY as LONG
 from tests.support.samplers import (
+    LITERAL,
     Job,
     Line,
     Told,
@@ -88,7 +89,7 @@ def full(mesh: str | None) -> DecodeState:
     return state if mesh is None else place(state, rules_for(two(mesh), CONFIG).rows(state))
 
 
-def arrival(preset: str = "quadrants", cached: int = 0) -> Arrival:
+def arrival(preset: str = LITERAL, cached: int = 0) -> Arrival:
     return Arrival(
         history=np.arange(60, 60 + CAPACITY, dtype=np.int32),
         confidences=np.arange(CAPACITY, dtype=np.float32),
@@ -134,7 +135,7 @@ def test_a_row_takes_its_slot(mesh: str | None, slot: int, cached: int) -> None:
         ".finish": RUNNING,
         ".unsound": unsound if unsound[0] < cached else [NOWHERE, NOWHERE],
         ".cache.length": cached,
-        ".eos_ids": [11, 12, *[-1] * 6],
+        ".eos_ids": [11, 12, *[-1] * 30],
         ".fork.branch": -1,
         **{f".settings{name}": leaf for name, leaf in leaves(row.settings).items()},
         **{f".sampler.tally{name}": leaf for name, leaf in leaves(row.tally).items()},
@@ -211,13 +212,13 @@ def test_devices_exchange_one_row_of_the_cache() -> None:
 
 
 def test_end_tokens_are_padded() -> None:
-    for number in (0, 1, 8):
+    for number in (0, 1, 32):
         ids = [*range(5, 5 + number)]
         padded = padded_ids(ids)
         assert padded.dtype == np.int32
-        assert padded.tolist() == [*ids, *[-1] * (8 - number)]
-    with pytest.raises(UserError, match="9 end tokens, at most 8"):
-        padded_ids([*range(9)])
+        assert padded.tolist() == [*ids, *[-1] * (32 - number)]
+    with pytest.raises(UserError, match="33 end tokens, at most 32"):
+        padded_ids([*range(33)])
 
 
 # What is recorded of a step, and how a row ends
@@ -304,13 +305,13 @@ class House:
 
 
 MODEL = tiny_model()
-JOBS = [Job([5, 6, 7 + i], params_of("quadrants", FORKING), row_id=str(i)) for i in range(2)]
+JOBS = [Job([5, 6, 7 + i], params_of(LITERAL, FORKING), row_id=str(i)) for i in range(2)]
 
 
 def test_what_lanes_a_row_may_need(tiny: Any) -> None:
     def lanes(**changes: Any) -> int:
         values = {key.replace("__", "."): value for key, value in changes.items()}
-        return lanes_for(calibrated(tiny, load_sampler("quadrants").with_values(values)))
+        return lanes_for(calibrated(tiny, load_sampler(LITERAL).with_values(values)))
 
     assert (
         lanes(branch__width=5)
@@ -336,7 +337,7 @@ def check_same(lines: list[Line], expected: list[Line]) -> None:
 def test_a_later_row_has_more_branches_than_there_were_lanes(alone: list[list[Line]]) -> None:
     """It waits until there are enough, and both rows are what they are alone."""
     house = House(1)
-    narrow = replace(JOBS[0], sampler=params_of("quadrants", {**FORKING, "branch.width": 2}))
+    narrow = replace(JOBS[0], sampler=params_of(LITERAL, {**FORKING, "branch.width": 2}))
     house.insert(0, narrow)
     house.run(2)
     house.state = widen(house.state, house.layout, 3)

@@ -23,11 +23,13 @@ from entropix_jax.host.decimals import shorten
 from entropix_jax.host.files import check_writable
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.calibration import TABLES
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.models import TINY
 from tests.support.properties import examples
 from tests.support.runs import unrun
+from tests.support.samplers import CALIBRATION
 from tests.support.traces import OPTIONAL, Trace, load_trace, record
 
 # The contract, in order. More fields stand among them: the agreement as published, which two
@@ -36,12 +38,21 @@ PUBLISHED = """row position token_id text regime action logprob entropy varentro
     sequence_varentropy attn_entropy attn_entropy_norm attn_varentropy agreement
     interaction_strength temperature top_k top_p min_p forwards loop top branches
     layers""".split()
-MORE = {"agreement_published", "confidence", "ambiguous", "token_confidence", "self_certainty"}
+MORE = {
+    "agreement_published",
+    "confidence",
+    "ambiguous",
+    "chosen",
+    "token_confidence",
+    "self_certainty",
+}
 
 
 def test_fields_and_their_order() -> None:
     branch = BranchRecord([1], "a", -0.5, chosen=True)
-    full = record(top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False)
+    full = record(
+        top=[(1, "a", 0.5)], layers=[[0.5]], branches=[branch], ambiguous=False, chosen=True
+    )
     keys = list(full.to_json())
     assert keys[0] == "type"
     assert [key for key in keys[1:] if key not in MORE] == PUBLISHED
@@ -116,6 +127,25 @@ def test_paths_are_checked(tmp_path: Path) -> None:
 
 Json = dict[str, Any]
 
+RESOLVED = load_sampler("entropix").resolve(CALIBRATION)
+SAMPLER: Json = {"values": RESOLVED.values, "sampler": RESOLVED, "calibration": CALIBRATION}
+
+
+def test_a_header_has_the_thresholds_as_written_and_as_numbers() -> None:
+    tokenizer = SimpleNamespace(decode=lambda ids, *, skip_special: "")
+    model: Any = SimpleNamespace(
+        config=TINY, precision=choose_precision("float32"), tokenizer=tokenizer
+    )
+    sampler: Any = SimpleNamespace(**SAMPLER, name="entropix")
+    one = json.loads(json.dumps(header(model, sampler, [1], seed=0, name="tiny")))
+    names = [f"thresholds.{name}" for name in ("h1", "h2", "u1", "u2")]
+    assert one["percentiles"] == dict(zip(names, ("30%", "70%", "60%", "60%"), strict=True))
+    assert [one["sampler_parameters"][name] for name in names] == [0.3, 2.5, 2.5, 2.5]
+    tables = one["calibration"]["quantiles"]
+    assert {name: len(table) for name, table in tables.items()} == dict.fromkeys(TABLES, 101)
+    assert [tables["entropy"][i] for i in (0, 30, 70, 100)] == [0.0, 0.3, 2.5, 10.0]
+
+
 # Any text that a tokenizer may give, line breaks of all sorts and control characters among it.
 texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(
     ("\n", "\r\n", "\u2028", "\x85", '"}', "\\", "\x00", "é", "🙂", "")
@@ -154,6 +184,7 @@ records = st.builds(
     branches=st.none() | st.lists(branches, max_size=2),
     layers=st.none() | st.lists(st.lists(measured, max_size=2), max_size=2),
     ambiguous=st.none() | st.booleans(),
+    chosen=st.none() | st.just(True),
 )
 
 
@@ -180,7 +211,7 @@ def traces(draw: st.DrawFn) -> list[Json]:
     model: Any = SimpleNamespace(
         config=TINY, precision=choose_precision("float32"), tokenizer=tokenizer
     )
-    sampler: Any = SimpleNamespace(name=draw(texts), values=load_sampler("quadrants").values)
+    sampler: Any = SimpleNamespace(**SAMPLER, name=draw(texts))
     prompt_ids = draw(st.lists(tokens_ids, max_size=3))
     seed, name = draw(st.none() | st.integers(0, 2**63)), draw(texts)
     start = header(model, sampler, prompt_ids, seed=seed, name=name)

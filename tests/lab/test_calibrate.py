@@ -1,175 +1,316 @@
-"""The command `calibrate`: its output, occupancies on held-out text, and bad input; and the
-embedded model's own calibration."""
+"""The command `calibrate`: its file, tables, resumption and bad input; and the shipped files."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
+import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
-from typing import Any
 
+import numpy as np
 import pytest
+import tiny_prompts
+from safetensors.numpy import load_file, save_file
 
-from entropix_jax.engine.calibrated import calibrate_sampler
-from entropix_jax.lab import calibrate
-from entropix_jax.lab.boxes import occupancy, read_boxes
-from entropix_jax.lab.likelihood import measure_entropies
-from entropix_jax.lab.world.corpus import write_row
-from entropix_jax.lab.world.facts import WORLD_SEED, create
-from entropix_jax.model.loading import LanguageModel, load
+from entropix_jax.batch.progress import ProgressView
+from entropix_jax.engine.generation import Generation
+from entropix_jax.engine.preparation import encode_prompt, model_shape
+from entropix_jax.engine.results import Request
+from entropix_jax.engine.score import score_tokens
+from entropix_jax.lab import answers, calibrate
+from entropix_jax.lab.calibration_report import quadrant_presets, regime_shares
+from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.calibration import PERCENTS, TABLES, Calibration, read_calibration
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, refusal, run_command
-from tests.support.model_folders import write_model
-from tests.support.runs import Spec, run_specs
 
-WANTED = {"lelv": 0.55, "helv": 0.07, "lehv": 0.03, "hehv": 0.03}
-SHARES = [f"{regime}={share}" for regime, share in WANTED.items()]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Files of the world's text, some 25,000 tokens."""
-    folder = tmp_path_factory.mktemp("texts")
-    return [write(folder / f"{i}.txt", seed=i) for i in range(4)]
-
-
-def write(path: Path, seed: int) -> str:
-    row = write_row(create(WORLD_SEED), Random(seed), 6500)
-    path.write_text("".join(position.terminal for position in row))
-    return str(path)
-
-
-def command(*arguments: object) -> Result:
-    chosen = () if "--model" in arguments else ("--model", "tiny")
-    return run_command(calibrate.main, *arguments, *chosen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("base", "wanted"),
-    [
-        ("quadrants", WANTED),
-        ("document-004", {"lelv": 0.53, "helv": 0.09, "lehv": 0.05, "hehv": 0.03}),
-    ],
+WEIGHTS = Path(__file__).parents[2] / "weights"
+PROMPTS = ("Guests:", "Anna lives in", "12 + 7 =", "Dear diary")
+RECORDS = (
+    {"prompt": "Where does"},
+    {"messages": [{"role": "user", "content": "What is 14 + 38?"}]},
+    {"id": "story", "messages": [{"role": "user", "content": "Tell a story."}]},
+    {"prompt": "Singers: Victor, Adam"},
 )
-def test_the_wanted_occupancy_holds_on_other_text(
-    tiny: LanguageModel, texts: list[str], tmp_path: Path, base: str, wanted: dict[str, float]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(("", *PROMPTS, " ")))
+    return path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "mine.json"
+
+
+def command(*arguments: object, model: object = "tiny") -> Result:
+    return run_command(calibrate.main, "--model", model, *arguments)
+
+
+def succeed(*arguments: object, model: object = "tiny") -> Result:
+    result = command(*arguments, model=model)
+    assert result.status == 0, result.err
+    return result
+
+
+def read_tables(path: Path) -> dict[str, np.ndarray]:
+    return dict(read_calibration(path).quantiles)
+
+
+def assert_same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
+    for name in TABLES:
+        np.testing.assert_allclose(first[name], second[name], rtol=1e-4, atol=1e-4)
+
+
+def test_the_tables_are_quantiles_of_the_answers(
+    tiny: LanguageModel, prompts: Path, output: Path
 ) -> None:
-    """Within 2 percentage points, on 20,000 held-out tokens."""
-    output = tmp_path / "mine.toml"
-    shares = [f"{regime}={share}" for regime, share in wanted.items()]
-    result = command("--texts", *texts, "--wanted", *shares, "--sampler", base, "--output", output)
-    assert result.status == 0, result.err
-    sampler = calibrate_sampler(load_sampler(str(output)), tiny)
-    assert sampler.notes == ()  # its own thresholds, not the model's
-    others = [Path(write(tmp_path / f"{i}.txt", seed=100 + i)).read_text() for i in range(4)]
-    tokens = [tiny.tokenizer.encode(text, add_bos=True) for text in others]
-    points = measure_entropies(tiny, tokens, sampler)
-    assert len(points) >= 20_000
-    thresholds = {key: sampler.values[f"thresholds.{key}"] for key in ("h1", "h2", "u1", "u2")}
-    reached = occupancy(points, thresholds, read_boxes(sampler.sampler))
-    for regime in REGIMES:
-        share = wanted.get(regime, 1 - sum(wanted.values()))
-        assert reached[regime] == pytest.approx(share, abs=0.02), reached
+    result = succeed("--prompts", prompts, "--output", output, "--seed", 3)
+    calibration = read_calibration(output)
+    calibration.check_model(model_shape(tiny), "", "")
+    assert calibration.source.startswith("answers to 4 prompts of prompts.txt, by min-p, at most")
+
+    requests = [
+        Request(
+            encode_prompt(tiny, prompt, chat=False),
+            answers.measuring_sampler(answers.SAMPLER, tiny),
+            max_new_tokens=128,
+            row_id=str(i + 2),  # the line of the file
+            seed=3,
+            eos_ids=tiny.generation.eos_ids,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    tokens = [token for row in Generation(tiny, requests).run() for token in row.tokens]
+    assert calibration.tokens == len(tokens)
+    for name in TABLES:
+        expected = np.percentile([getattr(token, name) for token in tokens], PERCENTS)
+        np.testing.assert_allclose(calibration.quantiles[name], expected, rtol=1e-4, atol=1e-4)
+
+    first, last = result.err.splitlines()
+    assert (first, last) == ("answering 4 prompts", f"{output}: written")
+    assert f"{len(tokens)} tokens" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
+    assert {path.name for path in output.parent.iterdir()} == {"prompts.txt", "mine.json"}
 
 
-@pytest.mark.slow
-def test_the_models_own_text_and_its_calibration_file(tmp_path: Path) -> None:
-    def calibrated(*more: object) -> Any:
-        output = tmp_path / "calibration.json"
-        arguments = ("--self", "--self-tokens", 3200, "--wanted", *SHARES, "--output", output)
-        assert command(*arguments, *more).status == 0
-        return json.loads(output.read_text())
-
-    first = calibrated()
-    assert set(first["thresholds"]) == {"h1", "h2", "u1", "u2"}
-    assert "3200 tokens" in first["source"]
-    assert calibrated() == first  # the same seed, the same text
-    assert calibrated("--seed", 5) != first
+def test_conversations_and_the_seed(tmp_path: Path, output: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)))
+    contents = []
+    for seed in (0, 0, 1):
+        succeed("--prompts", path, "--output", output, "--seed", seed)
+        contents.append(output.read_text())
+    assert contents[0] == contents[1] != contents[2]
 
 
-def test_shares_out_of_reach(texts: list[str], tmp_path: Path) -> None:
-    """The nearest ones are taken, with a note, or refused with --strict."""
-    output = tmp_path / "mine.toml"
-    impossible = ["lelv=0.1", "helv=0.6", "lehv=0.1", "hehv=0.1"]
-    arguments = ("--texts", texts[0], "--wanted", *impossible, "--output", output)
-    assert "the nearest that it allows is lelv" in refusal(command(*arguments, "--strict"))
+def test_texts(tiny: LanguageModel, tmp_path: Path, output: Path) -> None:
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path, text in zip(texts, ("Anna lives in Rome. " * 4, "12 + 7 = 19"), strict=True):
+        path.write_text(text)
+    result = succeed("--texts", *texts, "--output", output)
+    sampler = answers.measuring_sampler("greedy", tiny)
+    encoded = [tiny.tokenizer.encode(path.read_text(), add_bos=True) for path in texts]
+    tokens = [token for text in encoded for token in score_tokens(tiny, text, sampler)]
+    expected = {name: np.array([getattr(t, name) for t in tokens]) for name in TABLES}
+    measured = Calibration.from_values(expected, "", {})
+    assert_same(read_tables(output), dict(measured.quantiles))
+    assert read_calibration(output).source == "the text of a.txt, b.txt"
+    assert result.err == f"{output}: written\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_continues(
+    prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    succeed("--prompts", prompts, "--output", output)
+    whole = read_tables(output)
+    output.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressView, "looked", interrupting(number))
+        result = command("--prompts", prompts, "--output", output)
+    assert result.status == 128 + number
+    assert result.err.endswith("interrupted: run the same command again to continue\n")
+    assert result.out == ""
     assert not output.exists()
-    result = command(*arguments)
-    assert result.status == 0
-    note, written = result.err.splitlines()
-    assert note.startswith("note: the text does not allow lelv 10.0%, helv 60.0%, lehv 10.0%")
-    assert re.search("the nearest that it allows is lelv .*%, mid .*%$", note)
-    assert written == f"{output}: written"
+
+    # A kill in the middle of a line leaves a torn one.
+    partial = Path(f"{output}.partial")
+    stored = partial.read_text().splitlines(keepends=True)
+    assert 1 <= len(stored) < len(PROMPTS)
+    partial.write_text("".join(stored) + stored[0][:30])
+    result = succeed("--prompts", prompts, "--output", output)
+    assert f"answering 4 prompts, {len(stored)} already done" in result.err
+    assert_same(read_tables(output), whole)
+    assert not list(output.parent.glob("*.partial*"))
 
 
-def test_any_model(tmp_path: Path) -> None:
-    """With few positions and no BOS token: more batches of shorter rows, from the EOS token."""
-    folder = write_model(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings = {key: value for key, value in settings.items() if key != "bos_token"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
-    assert load(str(folder)).tokenizer.encode("", add_bos=True) == []
-    output = tmp_path / "calibration.json"
-    result = command("--model", folder, "--output", output, "--self-tokens", 3000)
-    assert result.status == 0, result.err
-    content = json.loads(output.read_text())
-    assert content["source"] == "3008 tokens of the model's own text"  # twice 32 of 47
+def interrupting(number: signal.Signals) -> Callable[[ProgressView], None]:
+    """Returns a `ProgressView.looked` that sends a signal once a result is stored."""
+    sent: list[signal.Signals] = []
+
+    def looked(view: ProgressView) -> None:
+        if view._standing().done and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    return looked
+
+
+def test_stored_answers_of_another_run_are_discarded(
+    prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressView, "looked", interrupting(signal.SIGINT))
+        assert command("--prompts", prompts, "--output", output).status == 130
+    result = succeed("--prompts", prompts, "--output", output, "--seed", 1)
+    assert result.err.startswith("answering 4 prompts\n")
+
+
+def test_a_file_of_the_user_in_the_place_of_stored_answers_is_kept(
+    prompts: Path, output: Path
+) -> None:
+    partial = Path(f"{output}.partial")
+    partial.write_text('{"own": 1}\n')
+    assert "choose another output" in refusal(command("--prompts", prompts, "--output", output))
+    assert partial.read_text() == '{"own": 1}\n'
+
+
+def test_an_old_calibration_is_renewed(prompts: Path, tmp_path: Path) -> None:
+    """By default in the model's folder, where an invalid file is no obstacle."""
+    folder = copy_tiny(tmp_path)
+    (folder / "calibration.json").write_text('{"thresholds": {"h1": 0.3}}')
+    result = succeed("--prompts", prompts, model=folder)
+    assert result.err.endswith(f"{folder / 'calibration.json'}: written\n")
+    assert read_calibration(folder / "calibration.json").tokens > 0
+
+
+def test_nan_logits_are_an_error(prompts: Path, tmp_path: Path, tiny: LanguageModel) -> None:
+    folder = copy_tiny(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    token = encode_prompt(tiny, PROMPTS[1], chat=False)[-1]
+    tensors["model.embed_tokens.weight"][token] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    error = refusal_after_progress(command("--prompts", prompts, model=folder))
+    assert error.startswith("error: prompt ")
+    assert "NaN" in error
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPTS[1])
+    assert "text 1: NaN" in refusal(command("--texts", text, model=folder))
+
+
+def refusal_after_progress(result: Result) -> str:
+    # A note on the model may come first.
+    before, found, rest = result.err.partition("answering")
+    assert found
+    assert before.count("\n") <= 1
+    rest = rest.partition("\n")[2]
+    return refusal(result._replace(err=rest))
+
+
+def copy_tiny(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(WEIGHTS / "tiny", folder)
+    (folder / "calibration.json").unlink()
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("content", "arguments", "complaint"),
     [
-        (("--self", "--output", "x.txt"), "a sampler file ends in .toml"),
-        (("--self", "--output", "/no/such/folder/x.toml"), "no folder /no/such/folder"),
-        (("--self", "--output", "x.toml", "--wanted", "lelv"), "--wanted lelv: expected REGIME"),
-        (("--self", "--output", "x.toml", "--wanted", "mid=0.2"), "--wanted mid=0.2"),
-        (("--self", "--output", "x.toml", "--self-tokens", 3), "--self-tokens must be at least 64"),
-        (("--self", "--output", "x.toml", "--sampler", "document-001"), "cannot be calibrated"),
+        ("", ("--prompts", "x.txt"), "x.txt: contains no prompt"),
+        ("\n  \n", ("--prompts", "x.txt"), "x.txt: contains no prompt"),
+        ("", ("--prompts", "x.jsonl"), "x.jsonl: contains no prompt"),
+        ('{"prompt": ""}', ("--prompts", "x.jsonl"), "x.jsonl: line 1: 'prompt' is empty"),
+        ("Guests:", ("--prompts", "x.jsonl"), "x.jsonl: line 1: not valid JSON"),
+        ('{"messages": [{}]}', ("--prompts", "x.jsonl"), "prompt 1: "),
+        ("a " * 5000, ("--prompts", "x.txt"), "prompt 1: the prompt has"),
+        ("Guests:", ("--prompts", "no.txt"), "no.txt: no such file"),
+        ("", ("--texts", "x.txt"), "x.txt: contains no text"),
+        (" \n", ("--texts", "x.txt"), "x.txt: contains no text"),
+        ("Guests:", ("--texts", "x.txt", "--prompts", "x.txt"), "give only one of --prompts and"),
+        ("Guests:", ("--prompts", "x.txt", "--slots", 0), "--slots must be at least 1"),
+        ("Guests:", ("--prompts", "x.txt", "--seed", -1), "--seed must be at least 0"),
+        ("Guests:", ("--output", "mine.toml"), "--output mine.toml: the name of a calibration"),
+        ("Guests:", ("--output", "no/mine.json"), "cannot be written: no folder no"),
+        ("Guests:", ("--texts", "x.json", "--output", "x.json"), "x.json: would"),
+        ("Guests:", ("--sampler", "entropix"), "unknown options: --sampler"),
     ],
 )
 def test_bad_input(
-    arguments: tuple[object, ...], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str,
+    arguments: tuple[object, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert complaint in refusal(command(*arguments))
-    assert not list(tmp_path.iterdir())
+    for name in ("x.txt", "x.jsonl", "x.json"):
+        Path(name).write_text(content)
+    more = () if "--output" in arguments else ("--output", "mine.json")
+    assert complaint in refusal(command(*arguments, *more))
+    assert {path.name for path in tmp_path.iterdir()} == {"x.txt", "x.jsonl", "x.json"}
 
 
-@pytest.mark.parametrize("output", ["own.toml", "base.toml", "link.toml", "text.json"])
-def test_sources_are_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.json").write_text("Once upon a time")
-    Path("base.toml").write_text('extends = "quadrants"\n')
-    Path("own.toml").write_text('extends = "base.toml"\n[base]\ntop_k = 3\n')
-    Path("link.toml").symlink_to("own.toml")
-    before = {path: path.read_text() for path in tmp_path.iterdir()}
-    result = command("--texts", "text.json", "--sampler", "own.toml", "--output", output)
-    assert refusal(result).startswith(f"error: {output}: would take the place of its own source")
-    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+def test_shares_of_the_regimes(tiny: LanguageModel) -> None:
+    """Held against the conditions of `entropix`, on random points."""
+    rng = np.random.default_rng(0)
+    values = {name: rng.exponential(size=5000).astype(np.float32) for name in TABLES}
+    calibration = Calibration.from_values(values, "", {})
+    h, u = values["entropy"], values["varentropy"]
+    shares = regime_shares(tiny, load_sampler("entropix").resolve(calibration), values)
+    low, high = (calibration.value("entropy", percent) for percent in (30, 70))
+    middle = calibration.value("varentropy", 60)
+    boxes = {
+        "lelv": (h < low) & (u < middle),
+        "helv": (h > high) & (u < middle),
+        "lehv": (h < high) & (u > middle),
+        "hehv": (h > high) & (u > middle),
+    }
+    expected = {name: float(np.mean(inside)) for name, inside in boxes.items()}
+    expected["mid"] = 1 - sum(expected.values())
+    assert shares == pytest.approx(expected)
+    assert list(shares) == list(REGIMES)
 
 
-# The embedded model, as it is shipped
+def test_the_presets_of_the_report() -> None:
+    names = [sampler.name for sampler in quadrant_presets()]
+    assert names == ["band", *(f"document-00{i}" for i in range(5)), "entropix"]
 
 
-@pytest.mark.slow
-def test_all_regimes_occur_in_ordinary_text(tiny: LanguageModel) -> None:
-    """10,000 tokens of the default sampler, from nothing: each regime at least 20 times."""
-    start = tiny.tokenizer.encode("", add_bos=True)
-    requests = [Spec(start, str(row), 500) for row in range(20)]
-    rows = run_specs(tiny, requests, ignore_eos=True).run()
-    tokens = [token for row in rows for token in row.tokens]
-    assert len(tokens) == 10_000
-    counts = Counter(token.regime for token in tokens)
-    assert all(counts[regime] >= 20 for regime in REGIMES), counts
-    # With a branching budget that never runs out, nothing is explored instead. Loops are rare.
-    served = {*"argmax inject branch backspace adaptive sample".split()}
-    assert served <= {token.action for token in tokens} <= {*served, "resample"}
+# Shipped files
+
+
+@pytest.mark.parametrize("name", ["calibration_prompts.jsonl", "calibration_beginnings.jsonl"])
+def test_the_packaged_prompts(name: str) -> None:
+    prompts = answers.read_prompts(Path(answers.__file__).with_name(name))
+    assert len(prompts) == 48
+    assert len({str(prompt.prompt) for prompt in prompts}) == 48
+
+
+def test_the_prompts_of_tiny_are_those_of_their_script() -> None:
+    file = WEIGHTS / "tiny" / "calibration_prompts.jsonl"
+    expected = [json.loads(json.dumps(each)) for each in tiny_prompts.prompts()]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("tiny", "answers to 48 prompts of calibration_prompts.jsonl"),
+        ("smollm2", "answers to 48 prompts of entropix_jax"),
+    ],
+)
+def test_the_shipped_tables(name: str, source: str, tiny: LanguageModel) -> None:
+    calibration = read_calibration(WEIGHTS / name / "calibration.json")
+    assert calibration.source.startswith(source)
+    assert calibration.tokens > 500
+    if name == "tiny":
+        calibration.check_model(model_shape(tiny), "", "")

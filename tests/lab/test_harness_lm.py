@@ -313,7 +313,7 @@ def test_the_command(tasks: Path, greedy: EntropixLM, tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     config, results = found["config"], found["results"]
     assert (config["sampler"], config["sampler_seed"]) == ("entropix", 1)
-    assert config["sampler_values"]["arms.lehv"] == "sample"
+    assert config["sampler_values"]["arms.lehv"] == "branch"
     assert results["local_choice"]["acc,none"] > 0.9
     assert results["local_sums"]["exact_match,number"] > 0.9
     # As the harness defines it: by words, over all texts.

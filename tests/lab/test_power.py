@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError

@@ -21,10 +21,9 @@ from tiny.tokenizer import build_tokenizer
 
 from entropix_jax.batch.output import Store
 from entropix_jax.cli.options import EXIT_OK
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.engine import Engine
-from entropix_jax.engine.preparation import encode_prompt
+from entropix_jax.engine.preparation import calibrate_sampler, encode_prompt
 from entropix_jax.engine.results import Row
 from entropix_jax.engine.score import score_tokens
 from entropix_jax.errors import UserError
@@ -54,12 +53,11 @@ from tests.support.commands import Result, refusal, run_command
 from tests.support.model_folders import MAX_POSITIONS, write_model
 from tests.support.models import teacher_forced
 from tests.support.runs import Spec, calibrated, run_specs, unrun
+from tests.support.samplers import LITERAL
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*never calibrated")
-
-SWEEP = """description = "A small study"
+SWEEP = f"""description = "A small study"
 tasks = ["sums", "facts"]
 items = 2
 seeds = [0, 1, 5]
@@ -68,18 +66,18 @@ baseline = "hot"
 [settings.hot]
 sampler = "temperature"
 "base.temperature" = 1.8
-[settings.quadrants]
-sampler = "quadrants"
+[settings.literal]
+sampler = "{LITERAL}"
 "base.temperature" = 1.8
 "adaptive.temperature_logits" = 1.0
 [tuning]
 samplers = ["top-p"]
 settings = 3
-items = { sums = 1, facts = 1 }
+items = {{ sums = 1, facts = 1 }}
 [tuning.over.top-p]
-"base.temperature" = { from = 1.0, to = 3.0 }
+"base.temperature" = {{ from = 1.0, to = 3.0 }}
 """
-SETTINGS = ("hot", "quadrants", "top-p (tuned)")
+SETTINGS = ("hot", "literal", "top-p (tuned)")
 SEEDS = (0, 1, 5)
 
 
@@ -157,7 +155,7 @@ def test_tables_have_a_row_for_each_setting_seed_and_item(done: Path) -> None:
         for setting in SETTINGS
         for seed in SEEDS
     ]
-    assert {row["sampler"] for row in rows} == {"temperature", "quadrants", "top-p"}
+    assert {row["sampler"] for row in rows} == {"temperature", "literal", "top-p"}
     assert {float(row["score"]) for row in rows} == {0.0, 1.0}
     table = parquet.read_table(done / "results.parquet")
     types = {name: str(table.schema.field(name).type) for name in table.column_names}
@@ -362,12 +360,12 @@ def words(tmp_path: Path) -> Path:
     return path
 
 
-GRID = """tasks = ["own.py:WORDS"]
+GRID = f"""tasks = ["own.py:WORDS"]
 items = 3
 seeds = [0, 4]
 max_new_tokens = 6
-base = "quadrants"
-[settings."$a_{$ | b"]
+base = "{LITERAL}"
+[settings."$a_{{$ | b"]
 sampler = "greedy"
 [grid]
 "base.temperature" = [0.5, 1.5]
@@ -393,7 +391,7 @@ def test_all_settings_share_their_programs(words: Path, folder: str, tmp_path: P
     assert [*rows[0]] == [*COLUMNS, "arms.mid", "base.temperature"]
     varied = {row["setting"]: (row["base.temperature"], row["arms.mid"]) for row in rows}
     assert varied["base.temperature=1.5 arms.mid=sample"] == ("1.5", "sample")
-    assert varied["quadrants"] == ("", "")
+    assert varied["literal"] == ("", "")
     plots = {path.stem for path in (output / "plots").glob("*.png")}
     assert {"response-base.temperature", "response-arms.mid", "scores"} <= plots
     assert "truth" not in plots  # the task is not of the tiny world
@@ -447,6 +445,89 @@ def test_prompts_without_answers(folder: str, tmp_path: Path) -> None:
     succeed(*command)
     assert [row["item"] for row in read_rows(output)][4:] == ["3", "3"]
     assert (output / "test.jsonl").read_bytes().startswith(before)
+
+
+def test_a_task_may_take_fewer_seeds(folder: str, words: Path, tmp_path: Path) -> None:
+    """The first of them; its rows are those of a study in which it takes all seeds."""
+    words.write_text(
+        f"{WORDS}\n\nclass Letters(Words):\n    name = 'letters'\n\n\nLETTERS = Letters()\n"
+    )
+    text = "tasks = ['own.py:WORDS', 'own.py:LETTERS']\nitems = 2\nseeds = [4, 0, 9]\n"
+    text += "max_new_tokens = 4\nMOST\n"
+    text += "[settings.a]\nsampler = 'temperature'\n[settings.b]\nsampler = 'top-p'\n"
+
+    def study_of(most: str, output: str) -> Result:
+        sweep = write_sweep(tmp_path, text.replace("MOST", most))
+        options = ("--output", tmp_path / output, "--model", folder, "--slots", 4)
+        return run(ablate, sweep, *options)
+
+    fewer, whole = study_of("most_seeds = { letters = 1 }", "out"), study_of("", "whole")
+    assert (fewer.status, whole.status) == (EXIT_OK, EXIT_OK), fewer.err + whole.err
+    assert "test: 16 rows" in fewer.err.splitlines()
+    assert "test: 24 rows" in whole.err.splitlines()
+    expected = [
+        (task, item, setting, seed)
+        for task, seeds in (("words", "409"), ("letters", "4"))
+        for item in ("test 0", "test 1")
+        for setting in ("a", "b")
+        for seed in seeds
+    ]
+    rows = read_rows(tmp_path / "out")
+    assert [(r["task"], r["item"], r["setting"], r["seed"]) for r in rows] == expected
+    lines, all_ = (
+        (tmp_path / at / "scores.csv").read_text().splitlines() for at in ("out", "whole")
+    )
+    assert {*lines} < {*all_}
+    about = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert (about["rows"], about["seeds"]) == (16, [4, 0, 9])
+    assert about["seeds of a task"] == {"letters": 1, "default": 0}
+    assert "seeds of a task" not in json.loads((tmp_path / "whole" / "study.json").read_text())
+    # A score is the mean over an item's seeds, then items, then tasks.
+    scores = section(tmp_path / "out", "Scores")
+    for name, told in zip("ab", scores, strict=True):
+        own = [
+            [float(r["score"]) for r in rows if (r["task"], r["setting"]) == (task, name)]
+            for task in ("words", "letters")
+        ]
+        assert told[1].startswith(f"{np.mean([*map(np.mean, own)]):.3f} [")
+    # As many samples can vote as each task has.
+    assert section(tmp_path / "whole", "Several samples")
+    assert not section(tmp_path / "out", "Several samples")
+    # Other seeds are another study.
+    line = refusal(study_of("most_seeds = { letters = 2 }", "out"))
+    assert "holds another run's results: " in line
+    assert "most_seeds" in line
+    line = refusal(study_of("most_seeds = { letter = 1 }", "new"))
+    assert line.endswith("most_seeds.letter: no such task, did you mean 'letters'?")
+
+
+@pytest.mark.parametrize("module", [ablate, evaluate])
+def test_the_type_of_hidden_states(
+    folder: str, words: Path, tmp_path: Path, module: ModuleType
+) -> None:
+    """The rows are those of a model with that type, and the folder belongs to it."""
+    if module is ablate:
+        text = "tasks = ['own.py:WORDS']\nitems = 2\n[settings.min-p]\nsampler = 'min-p'\n"
+        given: tuple[object, ...] = (write_sweep(tmp_path, text),)
+    else:
+        task = f"{words}:WORDS"
+        given = ("--task", task, "--items", 2, "--sampler", "min-p", "--seeds", 1)
+    given += ("--output", tmp_path / "out", "--model", folder, "--slots", 2)
+    succeed(module, *given, "--precision", "bfloat16")
+    about = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert about["precision"] == {"weights": "float32", "activations": "bfloat16"}
+    rows = read_rows(tmp_path / "out")
+    texts = {}
+    for precision in ("bfloat16", "float32"):
+        model = load(folder, precision=precision)
+        specs = [
+            Spec(encode_prompt(model, "Berlin " * 3, chat=False), f"words/test {i}", 20)
+            for i in range(2)
+        ]
+        texts[precision] = [row.text for row in run_specs(model, specs, "min-p").run()]
+    assert [row["text"] for row in rows] == texts["bfloat16"] != texts["float32"]
+    line = refusal(run(module, *given))
+    assert "holds another run's results: precision" in line
 
 
 def test_tasks_with_and_without_a_score(
@@ -639,7 +720,7 @@ def test_an_interrupted_study_continues(
 ) -> None:
     """Interrupted once in each phase, it ends with the results of an uninterrupted one."""
     text = "tasks = ['own.py:WORDS']\nitems = 0\nseeds = [0, 1]\nmax_new_tokens = 6\n"
-    text += "[settings.quadrants]\nsampler = 'quadrants'\n[settings.greedy]\nsampler = 'greedy'\n"
+    text += f"[settings.literal]\nsampler = '{LITERAL}'\n[settings.greedy]\nsampler = 'greedy'\n"
     text += "[tuning]\nsamplers = ['top-p']\nsettings = 2\nitems = 8\n"
     sweep, whole, output = write_sweep(tmp_path, text), tmp_path / "whole", tmp_path / "out"
     options = ("--model", folder, "--slots", 4)

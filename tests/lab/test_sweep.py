@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,12 @@ from entropix_jax.errors import UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.by_task import ByTask
 from entropix_jax.lab.sweep import Setting, Sweep, find_sweep, list_names, make_tuning, read_sweep
-from entropix_jax.names import REGIMES
 from entropix_jax.sampler.presets import load_sampler
-from tests.support.samplers import calibrated
+from entropix_jax.sampler.sampler import Sampler
+from tests.support.samplers import calibration_of
 
 SHIPPED = sorted((resource_folder("configs") / "ablations").glob("*.toml"))
-OWN = 'extends = "quadrants"\n[base]\ntop_k = 3\n'
+OWN = 'extends = "entropix"\n[base]\ntop_k = 3\n'
 
 
 def write(folder: Path, text: str, name: str = "mine.toml") -> Path:
@@ -38,7 +36,7 @@ def varied(sweep: Sweep) -> list[Mapping[str, Any]]:
     return [setting.varied for setting in sweep.settings if setting.varied]
 
 
-def changed(setting: Setting, base: str = "quadrants") -> dict[str, Any]:
+def changed(setting: Setting, base: str = "entropix") -> dict[str, Any]:
     """The values of a setting's sampler that differ from a preset."""
     values, own = setting.sampler.values, load_sampler(base).values
     return {key: value for key, value in values.items() if value != own.get(key)}
@@ -57,37 +55,20 @@ def test_shipped_sweeps() -> None:
             assert len(names) > 1
     # Each mechanism is switched off alone, and every setting differs from the base.
     base, *others = read_sweep(find_sweep("mechanisms")).settings
-    assert (base.name, changed(base), base.base) == ("quadrants", {}, None)
+    assert (base.name, changed(base), base.base) == ("entropix", {}, None)
     assert all(changed(setting) for setting in others)
-    assert {setting.base for setting in others} == {"quadrants"}
+    assert {setting.base for setting in others} == {"entropix"}
 
 
-def test_the_sweeps_of_the_study_on_real_tasks() -> None:
-    """Each mechanism is the candidate with keys of its own; what is frozen is the same in both."""
-    real, second, wide = (
-        {one.name: one.sampler for one in read_sweep(find_sweep(name), data="data").settings}
-        for name in ("real", "real-second", "real-wide")
+def test_the_sweeps_of_the_study_of_quadrants() -> None:
+    """Both tests run the same settings; the tuning varies twelve settings of the default."""
+    real, tiny, tuning = (
+        {one.name: one.sampler.values for one in read_sweep(find_sweep(name), data="data").settings}
+        for name in ("quadrants", "quadrants-tiny", "quadrants-tuning")
     )
-    candidate = wide["third-candidate"]
-    assert candidate.values["regimes.lelv"] == ["entropy < h1"]
-    arms = [candidate.values[f"arms.{regime}"] for regime in REGIMES]
-    assert arms == [*2 * ["argmax"], *3 * ["sample"]]
-    for name, sampler in wide.items():
-        if name.startswith("with"):
-            assert {key.partition(".")[0] for key in sampler.changes} <= {
-                *("arms", "branch", "dry", "inject", "loop")
-            }
-            assert sum(key.startswith("arms.") for key in sampler.changes) <= 1
-            assert {**candidate.values, **sampler.changes} == sampler.values
-    for name, same in (("third candidate", "third-candidate"), ("candidate", "second-candidate")):
-        assert second[name].values == wide[same].values
-    assert real["candidate"].values == wide["first-candidate"].values
-    for name in ("old-default", "greedy", "min-p"):
-        assert real[name].values == second[name].values == wide[name].values
-    assert real["min-p (tuned)"].values == wide["min-p (tuned)"].values
-    candidate = real["candidate"]
-    changed = {k for k, v in real["candidate-unguarded"].values.items() if v != candidate.values[k]}
-    assert changed == {"loop.max_period"}
+    assert real == tiny
+    assert len(tuning) == 1 + 12 + 4
+    assert real["entropix"] == load_sampler("entropix").values
 
 
 # Settings
@@ -135,18 +116,10 @@ def test_random_draws(tmp_path: Path) -> None:
 
 
 def test_draws_are_repeated_until_they_fit(tmp_path: Path) -> None:
-    """Beside each other, and beside the model's thresholds."""
     both = '"thresholds.h1" = { from = 0, to = 4 }\n"thresholds.h2" = { from = 0, to = 4 }\n'
     points = varied(read(tmp_path, f"[random]\nsettings = 50\n[random.over]\n{both}"))
     assert len(points) == 50
     assert all(point["thresholds.h1"] <= point["thresholds.h2"] for point in points)
-    thresholds = {"h1": 0.1, "h2": 2.0, "u1": 0.2, "u2": 0.5}
-    write(tmp_path, json.dumps({"thresholds": thresholds}), "calibration.json")
-    of_model = partial(calibrated, folder=tmp_path)
-    tuning = make_tuning(["quadrants"], settings=40, items=ByTask(1), seeds=[0], calibrate=of_model)
-    own = [of_model(setting.sampler).values for setting in tuning.candidates["quadrants"]]
-    assert own[0]["thresholds.u1"] == 0.2
-    assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
     # All draws of a small space.
     over = '[random.over]\n"arms.mid" = ["sample", "argmax"]\n"base.top_k" = [1, 2, 2]\n'
     points = varied(read(tmp_path, f"[random]\nsettings = 4\n{over}"))
@@ -155,18 +128,45 @@ def test_draws_are_repeated_until_they_fit(tmp_path: Path) -> None:
         read(tmp_path, f"[random]\nsettings = 5\n{over}")
 
 
+def test_draws_fit_the_tables_of_the_model(tmp_path: Path) -> None:
+    """A drawn number may not cross a threshold that is a percentile."""
+    tables = calibration_of({0: 0.0, 100: 10.0}, {0: 0.0, 60: 0.5, 100: 25.0})
+
+    def of_model(sampler: Sampler) -> Sampler:
+        return sampler.resolve(tables)
+
+    over = {"thresholds.u1": {"from": 0.0, "to": 2.0}}
+    common: Any = {"settings": 40, "items": ByTask(1), "seeds": [0], "over": {"entropix": over}}
+    fitting, any_ = (
+        make_tuning(["entropix"], calibrate=calibrate, **common).candidates["entropix"]
+        for calibrate in (of_model, lambda sampler: sampler)
+    )
+    # u2 is the 60th percentile.
+    own = [of_model(setting.sampler).values for setting in fitting]
+    assert len(own) == 40
+    assert all(values["thresholds.u1"] <= values["thresholds.u2"] == 0.5 for values in own)
+    assert max(setting.varied["thresholds.u1"] for setting in any_[1:]) > 0.5
+    text = 'tasks = ["sums"]\n[random]\nsettings = 40\n[random.over]\n'
+    text += '"thresholds.h1" = { from = 0, to = 9 }'
+    points = varied(read_sweep(write(tmp_path, text), of_model))
+    assert max(point["thresholds.h1"] for point in points) <= 7.0  # h2, the 70th percentile
+    common |= {"settings": 3, "over": {"entropix": {"thresholds.h1": ["71%", "5%"]}}}
+    with pytest.raises(UserError, match="only 1 of 2 draws"):
+        make_tuning(["entropix"], calibrate=of_model, **common)
+
+
 def test_named_settings(tmp_path: Path) -> None:
     write(tmp_path, OWN, "own.toml")
     sweep = read(
         tmp_path,
-        'base = "own.toml"\n[set]\n"branch.depth" = 4\n'
+        'base = "own.toml"\n[set]\n"branch.depth" = 5\n'
         '[settings.no-branch.arms]\nlehv = "explore"\n'
         '[settings.plain]\nsampler = "temperature"\n"base.temperature" = 0.5\n',
     )
     base, without, plain = sweep.settings
-    assert changed(base) == {"base.top_k": 3, "branch.depth": 4}
-    assert changed(without) == {"base.top_k": 3, "branch.depth": 4, "arms.lehv": "explore"}
-    assert changed(plain, "temperature") == {"branch.depth": 4, "base.temperature": 0.5}
+    assert changed(base) == {"base.top_k": 3, "branch.depth": 5}
+    assert changed(without) == {"base.top_k": 3, "branch.depth": 5, "arms.lehv": "explore"}
+    assert changed(plain, "temperature") == {"branch.depth": 5, "base.temperature": 0.5}
     assert [setting.name for setting in sweep.settings] == ["own", "no-branch", "plain"]
     assert [setting.base for setting in sweep.settings] == [None, "own", None]
     assert not varied(sweep)
@@ -210,10 +210,15 @@ def test_numbers_by_task(tmp_path: Path) -> None:
     assert [ByTask(0).at_most(5), ByTask(5).to_json()] == [ByTask(5), 5]
     assert sweep.items.to_json() == {"sums": 7, "facts": 0, "default": 100}
     assert (sweep.skip.of("sums"), read(tmp_path, "skip = { sums = 2 }").skip.of("sums")) == (0, 2)
+    assert [sweep.most_seeds.of(task) for task in ("sums", "facts")] == [0, 0]
+    most = read(tmp_path, "seeds = [3, 1, 2]\nmost_seeds = { facts = 1 }\n").most_seeds
+    assert [most.of(task) for task in ("sums", "facts")] == [0, 1]
+    assert read(tmp_path, "most_seeds = 2\n").most_seeds == ByTask(2)
     sweep.items.check_tasks("items", ["sums", "facts"])
     with pytest.raises(UserError, match=r"items\.facts: no such task"):
         sweep.items.check_tasks("items", ["sums", "forks"])
-    for key, number in (("items", "-1"), ("items", "true"), ("max_new_tokens", "0")):
+    bad = (("items", "-1"), ("items", "true"), ("max_new_tokens", "0"), ("most_seeds", "-1"))
+    for key, number in bad:
         with pytest.raises(UserError, match=rf"{key}\.sums = .*: must be an integer"):
             read(tmp_path, f"{key} = {{ sums = {number} }}")
 
@@ -223,12 +228,10 @@ def test_numbers_by_task(tmp_path: Path) -> None:
 
 def test_candidates() -> None:
     """The same number of each sampler, the first unchanged; one without ranges is its only one."""
-    tuning = make_tuning(
-        ["greedy", "top-p", "quadrants"], settings=5, items=ByTask(7), seeds=[1, 2]
-    )
+    tuning = make_tuning(["greedy", "top-p", "entropix"], settings=5, items=ByTask(7), seeds=[1, 2])
     assert (tuning.items, tuning.seeds) == (ByTask(7), (1, 2))
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
-    assert numbers == {"greedy": 1, "top-p": 5, "quadrants": 5}
+    assert numbers == {"greedy": 1, "top-p": 5, "entropix": 5}
     for name, group in tuning.candidates.items():
         names = [f"{name} #{number}" for number in range(1, len(group) + 1)]
         assert [setting.name for setting in group] == names
@@ -254,7 +257,7 @@ def test_a_file_is_tuned_as_what_it_extends(tmp_path: Path) -> None:
     assert tuning is not None
     numbers = {name: len(group) for name, group in tuning.candidates.items()}
     assert numbers == {"own": 3, "still": 1, "some": 3}
-    for name, like in (("own", "min-p"), ("some", "quadrants")):
+    for name, like in (("own", "min-p"), ("some", "entropix")):
         (_, theirs) = make_tuning([like], settings=2, items=ByTask(1), seeds=[0]).candidates[like]
         assert all(one.varied.keys() == theirs.varied.keys() for one in tuning.candidates[name][1:])
 

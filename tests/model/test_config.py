@@ -15,6 +15,7 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.config import (
     MODEL_TYPES,
     GenerationConfig,
+    RopeDivisors,
     RopeScaling,
     load_generation_config,
     parse_model_config,
@@ -224,6 +225,33 @@ def llama_rope(**changes: Any) -> Raw:
     return llama(rope_scaling=without({**ROPE, **changes}))
 
 
+HALVES = RopeDivisors(divisors=(2.0,) * 32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({}, None),
+        ({"rope_type": None}, None),
+        ({"rope_type": "", "type": None}, None),
+        ({"type": "default"}, None),
+        ({"type": "linear", "factor": 1.0}, None),
+        ({"type": "linear", "factor": 2.0}, HALVES),
+        ({"rope_type": "linear", "factor": 2}, HALVES),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_objects(key: str, rope: Raw, scaling: RopeDivisors | None) -> None:
+    """A type that is missing, null or empty is the default."""
+    own = {k: v for k, v in LLAMA_3_2_1B.items() if k not in ("rope_scaling", "rope_theta")}
+    raw = {**own, "rope_theta": 1e6, key: rope}
+    config = parse_model_config(raw, PATH)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, scaling)
+    raw = {**own, key: {**rope, "rope_theta": 1e6}}
+    config = parse_model_config(raw, PATH)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, scaling)
+
+
 @pytest.mark.parametrize(
     ("raw", "key"),
     [
@@ -247,8 +275,11 @@ def llama_rope(**changes: Any) -> Raw:
         ({**QWEN2_5, "use_mrope": True}, "use_mrope"),
         *(
             (llama_rope(rope_type=kind), f"rope type {kind!r}")
-            for kind in ("yarn", "longrope", None)
+            for kind in ("yarn", "longrope", "dynamic")
         ),
+        (llama_rope(rope_type=None), "'rope_scaling': the key 'factor'"),
+        (llama(rope_scaling={"type": "linear"}), "factor"),
+        (llama(rope_scaling={"type": "linear", "factor": 0.0}), "factor"),
         *((llama_rope(**{key: 0.5}), key) for key in ("partial_rotary_factor", "beta_fast")),
         (llama(rope_scaling={"rope_type": "default", "attention_factor": 0.5}), "attention_factor"),
         # Two spellings that disagree.
@@ -314,7 +345,7 @@ def test_what_is_absent_follows_from_the_rest() -> None:
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_end_tokens(tmp_path: Path, file: str) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "config.json").write_text("{}")
     for eos, ids in (
         (7, (7,)),
         ([128001, 128008], (128001, 128008)),

@@ -38,7 +38,7 @@ from tests.support.models import (
     start,
     teacher_forced,
 )
-from tests.support.samplers import Job, params_of
+from tests.support.samplers import LITERAL, Job, params_of
 from tests.support.samplers import start as start_jobs
 
 PACKAGE = Path(entropix_jax.__file__).parent
@@ -273,7 +273,7 @@ def test_defect_17_a_step_never_asks_the_host(params) -> None:
     found = on_host(primitives(jax.make_jaxpr(jax.jit(planted))(1.0).jaxpr))
     assert len(found) >= 2  # the search finds what it looks for, in inner functions too
 
-    job = Job([1, 2, 3], params_of("quadrants", num_layers=TINY.num_layers))
+    job = Job([1, 2, 3], params_of(LITERAL, num_layers=TINY.num_layers))
     state = start_jobs(TINY, params, [job, replace(job, prompt=[4])], 16)
     options = {**STATIC, "max_steps": 5, "recording": Recording(top=2, layers=True)}
     for lanes in (False, True):
@@ -306,6 +306,6 @@ def test_defect_17_other_values_compile_nothing(params) -> None:
 
     once([[1, 2, 3], [4]], 5, "greedy", 0)
     before = programs()
-    once([[4, 5], [1, 2, 3, 4, 5, 6]], 8, "quadrants", 1)
+    once([[4, 5], [1, 2, 3, 4, 5, 6]], 8, LITERAL, 1)
     once([[9], [9, 9]], 1, "temperature", 2)
     assert programs() == before

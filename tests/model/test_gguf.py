@@ -22,7 +22,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from entropix_jax.errors import UserError
+from entropix_jax.errors import Note, UserError
 from entropix_jax.model import gguf as reader
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.checkpoint import read_params
@@ -97,10 +97,11 @@ def write(
     *,
     metadata: Mapping[str, Any] | None = None,
     tokenizer: Mapping[str, Any] | None = None,
+    other: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     drop: str = "",
 ) -> Path:
-    """A small model; `metadata`, `tokenizer` and `tensors` change what is written."""
+    """A small model; `metadata`, `tokenizer`, `other` keys and `tensors` change what is written."""
     config = config_of(family)
     writer = gguf.GGUFWriter(path, family)
     own: dict[str, Any] = {
@@ -119,6 +120,7 @@ def write(
     named = vocabulary_metadata() | dict(tokenizer or {})
     said |= {f"tokenizer.ggml.{name}": value for name, value in named.items()}
     said["tokenizer.chat_template"] = "{{ messages[0]['content'] }}<|im_end|>"
+    said |= dict(other or {})
     for name, value in said.items():
         if value is not ...:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
@@ -156,6 +158,28 @@ def test_what_was_written_is_read(family: str, tmp_path: Path) -> None:
     assert file.generation.eos_ids == (1,)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, None),
+        ({"rope.scaling.type": "linear"}, None),
+        ({"rope.scale_linear": 0.0}, None),
+    ],
+)
+def test_linear_rope_scaling(
+    tmp_path: Path, metadata: dict[str, Any], factor: float | None
+) -> None:
+    """By either spelling, and without a type, as in llama.cpp."""
+    config = GgufFile(write(tmp_path / "a.gguf", metadata=metadata)).config
+    half = config.head_dim // 2
+    expected = RopeDivisors(divisors=(factor,) * half) if factor else None
+    assert config.rope_scaling == expected
+
+
 def test_rotation_divisors(tmp_path: Path) -> None:
     """Llama 3's scaling, which a GGUF file holds as what each frequency is divided by."""
     divisors = np.array([1, 1, 2.5, 32], np.float32)
@@ -164,6 +188,9 @@ def test_rotation_divisors(tmp_path: Path) -> None:
     plain = tiny_config(rope_scaling=None, rope_theta=file.config.rope_theta)
     wanted = inverse_frequencies(plain) / divisors
     np.testing.assert_allclose(inverse_frequencies(file.config), wanted, rtol=1e-6)
+    scaled = {"rope.scaling.factor": 2.0}
+    both = write(tmp_path / "c.gguf", metadata=scaled, tensors={"rope_freqs.weight": divisors})
+    assert GgufFile(both).config.rope_scaling == RopeDivisors(divisors=(2.0, 2.0, 5.0, 64.0))
     wrong = write(tmp_path / "b.gguf", tensors={"rope_freqs.weight": divisors[:3]})
     with pytest.raises(UserError, match=r"'rope_freqs\.weight' has another shape"):
         _ = GgufFile(wrong).config
@@ -216,6 +243,7 @@ def test_byte_level_tokenizer(tmp_path: Path) -> None:
         ("smaug-bpe", ["It", "'s", " ", " ", "202", "4", "!"]),
         ("qwen2", ["It", "'s", " ", " ", "2", "0", "2", "4", "!"]),
         ("tekken", ["It", "'s", " ", " ", "2", "0", "2", "4", "!"]),
+        ("default", ["It", "'", "s", " ", " ", "202", "4", "!"]),
     ],
 )
 def test_splits(split: str, pieces: Sequence[str]) -> None:
@@ -225,6 +253,25 @@ def test_splits(split: str, pieces: Sequence[str]) -> None:
     found = ["It's  2024!"[a:b] for _, (a, b) in rules.pre_tokenize_str("It's  2024!")]
     assert found == pieces
     assert (tokenizer.bos_id == 0) == (split in ("llama-bpe", "tekken"))
+
+
+def test_a_file_without_a_split_takes_the_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", tokenizer={"pre": ...})
+    with pytest.warns(Note, match="'tokenizer.ggml.pre' names no split of text before merging"):
+        model = load(str(path))
+    assert model.tokenizer.encode("a 1", add_bos=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope.dimension_sections", [1, 2]), ("attention.sliding_window_pattern", 4)],
+)
+def test_unknown_keys_of_the_architecture_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    path = write(tmp_path / "a.gguf", metadata={key: value, "vocab_size": 300})
+    with pytest.warns(Note) as caught:
+        load(str(path))
+    told = f"{path}: not known here, taken to change nothing: 'llama.{key}'"
+    assert [str(each.message) for each in caught] == [told]
 
 
 def test_sentencepiece_tokenizer() -> None:
@@ -301,6 +348,8 @@ def test_damaged_files(tmp_path: Path) -> None:
         ({"tokenizer": {"tokens": ...}}, r"'tokenizer\.ggml\.tokens' is missing"),
         ({"tokenizer": {"merges": ["a b c"]}}, "'a b c' is not two tokens"),
         ({"tokenizer": {"eos_token_id": 10**6}}, "eos_token_id': 1000000 is no token"),
+        ({"other": {"split.count": 3}}, "is one of 3 parts: merge them, `llama-gguf-split"),
+        ({"other": {"general.type": "adapter"}}, "is not a model but 'adapter': merge it with"),
         ({"drop": "blk.1.attn_q.weight"}, r"self_attn\.q_proj\.weight' is missing"),
         ({"tensors": {"blk.0.attn_q.scale": np.ones(4, np.float32)}}, "has no place"),
     ],

@@ -38,6 +38,7 @@ from tests.support.model_folders import (
     write_model,
 )
 from tests.support.runs import Spec, calibrated, requests, run_specs
+from tests.support.samplers import LITERAL
 
 CHECK = Recording(check=True)
 SHAPE = config_of_folder()
@@ -67,10 +68,9 @@ def overflowing(layer: int, name: str) -> Callable[[Params], Params]:
 
 def run_of(model: LanguageModel, prompt: list[int], recording: Recording) -> Any:
     requests = [Spec(prompt, "0", 20), Spec([*PROMPT[:AT], 50], "1", 20)]
-    return run_specs(model, requests, "quadrants", ignore_eos=True, recording=recording).run()
+    return run_specs(model, requests, LITERAL, ignore_eos=True, recording=recording).run()
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 @pytest.mark.parametrize(("layer", "name"), [(0, "query"), (1, "key"), (0, "value"), (1, "gate")])
 def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name: str) -> None:
     model = load(str(write_model(tmp_path / "model", overflowing(layer, name))))
@@ -82,7 +82,6 @@ def test_what_overflows_in_the_prompt_is_named(tmp_path: Path, layer: int, name:
     assert good.finish_reason == "length"
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 @pytest.mark.parametrize(("number", "at"), [*zip(NUMBERS, [0, AT, len(PROMPT) - 1], strict=True)])
 def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> None:
     """In the prompt's first token, amid it, and in its last one, which the first step reads."""
@@ -100,7 +99,6 @@ def test_an_embedding_that_is_none(tmp_path: Path, number: float, at: int) -> No
                 list(score_tokens(model, prompt, calibrated(model), recording=CHECK))
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 def test_a_token_on_the_way(tmp_path: Path) -> None:
     """The row has what came before; which token is poisoned is seen in a run of its own."""
     sound = load(str(write_model(tmp_path / "sound")))
@@ -118,7 +116,6 @@ def test_a_token_on_the_way(tmp_path: Path) -> None:
     assert row.error == f"NaN or infinity in the embedding at position {position}"
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 def test_logits_alone(tmp_path: Path) -> None:
     """Activations are sound, the head is not."""
 
@@ -182,7 +179,6 @@ def test_the_next_row_in_a_slot_is_sound(tmp_path: Path, slots: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
 def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
     folder = write_model(tmp_path / "model", poisoned(PROMPT[AT]))
@@ -192,7 +188,6 @@ def test_on_two_devices(tmp_path: Path, mesh: str) -> None:
         assert good.finish_reason == "length"
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 def test_a_branch_that_is_unsound_is_never_best(tmp_path: Path) -> None:
     """The branches beside it have the scores that they have in a sound model."""
     (whole, _) = run_of(load(str(write_model(tmp_path / "sound"))), PROMPT, CHECK)
@@ -218,7 +213,6 @@ def in_one_slot(model: LanguageModel, *specs: Spec) -> list[Row]:
     return rows
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 @pytest.mark.parametrize(
     "change", [overflowing(0, "value"), poisoned(PROMPT[AT])], ids=["overflow", "poison"]
 )

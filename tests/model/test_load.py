@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from entropix_jax.engine.api import generate
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.model import loading
 from entropix_jax.model.loading import load, resolve_model
+from entropix_jax.sampler.presets import load_sampler
 from tests.support.hub_server import COMMIT, REPO, TOKEN, Hub, serving
-from tests.support.model_folders import config_of_folder, sharp_params, token_ids, write_model
+from tests.support.model_folders import (
+    config_of_folder,
+    sharp_params,
+    token_ids,
+    vocab_size,
+    write_model,
+)
 from tests.support.waiting import PATIENCE
 
 Change = Callable[[Path], object]
@@ -87,12 +99,63 @@ def test_float16_is_widened(folder: Path, copy: Path) -> None:
     )
 
 
+def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_several_types(copy: Path, dtype: str) -> None:
+    """Values are converted anyway; the configuration says what the model's type is."""
+
+    def narrow(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if "norm" not in name]:
+            tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+
+    change_tensors(copy, narrow)
+    edit("config.json", torch_dtype=dtype)(copy)
+    model = load(str(copy))
+    assert model.params.embedding.dtype == model.params.final_norm.dtype == dtype
+    written = np.asarray(sharp_params().embedding).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(model.params.embedding, np.float32), written)
+
+
+@pytest.mark.parametrize(("factor", "own"), [(1, False), (-1, True)])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_a_stored_head_is_used(copy: Path, factor: int, own: bool, weights: str) -> None:
+    """Also where the configuration ties it to the embedding, as in transformers; with a note."""
+    edit("config.json", tie_word_embeddings=True)(copy)
+
+    def store(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
+
+    change_tensors(copy, store)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load(str(copy), weights)
+    assert model.config.tied_head == (model.params.head is None) == (not own)
+    notes = [str(one.message) for one in caught if one.category is Note]
+    assert len(notes) == own
+    assert all(
+        "'lm_head.weight' differs from the embedding" in note and str(copy) in note
+        for note in notes
+    )
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    raw = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=r"contains an adapter for owner/base, but no model: merge"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("change", "is_chat"),
     [
         (lambda folder: None, True),
-        # A base model: the end of a turn is a token, and no end of a text.
-        (edit("generation_config.json", eos_token_id=token_ids()["<|end_of_text|>"]), False),
         (edit("generation_config.json", eos_token_id=[token_ids()["<|eot_id|>"]]), True),
         (edit("tokenizer_config.json", chat_template=...), False),
     ],
@@ -102,6 +165,109 @@ def test_what_counts_as_a_chat_model(copy: Path, change: Change, is_chat: bool) 
     model = load(str(copy))
     assert model.is_chat_model == is_chat
     assert token_ids()["<|eot_id|>"] in model.turn_end_ids
+
+
+TEXT_END, TURN_END = token_ids()["<|end_of_text|>"], token_ids()["<|eot_id|>"]
+
+
+@pytest.mark.parametrize("eos", ["<|end_of_text|>", "<|eot_id|>", ...])
+@pytest.mark.parametrize("config", [TEXT_END, TURN_END, [TEXT_END, TURN_END], ...])
+@pytest.mark.parametrize("generation", [TEXT_END, TURN_END, [TURN_END, TEXT_END], ...])
+def test_end_tokens_are_the_union_of_the_files(
+    copy: Path, generation: Any, config: Any, eos: Any
+) -> None:
+    edit("generation_config.json", eos_token_id=generation)(copy)
+    edit("config.json", eos_token_id=config)(copy)
+    edit("tokenizer_config.json", eos_token=eos)(copy)
+    named: set[int] = set() if eos is ... else {token_ids()[eos]}
+    for ids in (generation, config):
+        named |= set() if ids is ... else {*ids} if isinstance(ids, list) else {ids}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Note)
+        model = load(str(copy))
+    assert {*model.generation.eos_ids} == named
+    assert model.is_chat_model == (TURN_END in named)
+    assert {*model.end_ids(chat=True)} == named | {TURN_END}
+    assert {*model.end_ids(chat=False)} == named
+
+
+def family(turns: str, prompt: str = "") -> str:
+    """A chat template: how it writes a message `m`, and what comes before an answer."""
+    ask = "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+    return "{% for m in messages %}" + turns + "{% endfor %}" + ask
+
+
+ROLE = "<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}"
+ENDS = "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+EOT_NOTE = "'<|eot_id|>', which is not one of its end tokens (--chat: prompts are chats)"
+EOS_NOTE = "prompts are put as chats, since its chat template ends turns with its end token"
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "is_chat", "note"),
+    [
+        # Turns end with the end of a text: TinyLlama-Chat and zephyr, Mistral, Llama 2.
+        (family("<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"), TEXT_END, True, EOS_NOTE),
+        (family("[INST] {{ m.content }} [/INST]" + ENDS), TEXT_END, True, EOS_NOTE),
+        (family("{{ bos_token }} {{ m.content | trim }} " + ENDS), TEXT_END, True, EOS_NOTE),
+        # They end when the next one begins.
+        (
+            family("{% if not loop.first %}{{ eos_token }}{% endif %}{{ m.content }}"),
+            TEXT_END,
+            True,
+            EOS_NOTE,
+        ),
+        # A base model that ships its family's template.
+        (family(ROLE + "<|eot_id|>"), TURN_END, False, EOT_NOTE),
+        # No control token ends a turn.
+        (family("### {{ m.role }}: {{ m.content }}"), None, False, "with no control token"),
+        (family("{{ raise_exception('no') }}"), None, False, "with no control token"),
+    ],
+)
+def test_a_turn_ends_as_the_template_ends_it(
+    copy: Path, template: str, end: int | None, is_chat: bool, note: str
+) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit(name, eos_token_id=TEXT_END)(copy)
+    edit("tokenizer_config.json", chat_template=template)(copy)
+    with pytest.warns(Note) as caught:
+        model = load(str(copy))
+    assert model.turn_end_id == end
+    assert model.is_chat_model == is_chat
+    assert [note in str(each.message) for each in caught] == [True]
+    assert str(copy) in str(caught[0].message)
+    # A chat ends with any end of a turn in the vocabulary; plain text of a chat model, too.
+    assert {*model.end_ids(chat=True)} == {TEXT_END, TURN_END}
+    assert {*model.end_ids(chat=False)} == ({TEXT_END, TURN_END} if is_chat else {TEXT_END})
+
+
+def test_a_model_without_an_end_says_so(copy: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        edit(name, eos_token_id=...)(copy)
+    edit("tokenizer_config.json", eos_token=..., chat_template=...)(copy)
+    tokenizer = (copy / "tokenizer.json").read_text().replace("<|eot_id|>", "<|other|>")
+    (copy / "tokenizer.json").write_text(tokenizer.replace("<|eom_id|>", "<|another|>"))
+    with pytest.warns(Note, match="no end token is named: rows end at their budget, or by --stop"):
+        model = load(str(copy))
+    assert model.end_ids(chat=True) == ()
+
+
+def test_a_tokenizer_may_add_tokens_without_rows(copy: Path) -> None:
+    """One for padding, as old fine-tunes have it. Only a text that holds it is an error."""
+    size = vocab_size()
+    raw = json.loads((copy / "tokenizer.json").read_text())
+    raw["added_tokens"].append({**raw["added_tokens"][-1], "id": size, "content": "<pad>"})
+    (copy / "tokenizer.json").write_text(json.dumps(raw))
+    model = load(str(copy))
+    assert model.tokenizer.encode("<pad>", add_bos=False) == [size]
+    (row,) = generate(model, "Hi", max_new_tokens=2)
+    assert len(row.tokens) == 2
+    told = re.escape(f"'<pad>' (token {size}), for which the model has no row")
+    with pytest.raises(UserError, match=f"the prompt holds {told}"):
+        generate(model, "Hi<pad>")
+    thought = load_sampler("entropix").with_values({"inject.thought": "a <pad>"})
+    with pytest.raises(UserError, match=f"sampler 'entropix': 'a <pad>' contains {told}"):
+        generate(model, "Hi", thought)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +389,47 @@ def test_a_model_of_the_hub_generates(hub: Hub, folder: Path, tmp_path: Path) ->
     local = run(hub, tmp_path, *arguments, folder)
     assert again.stdout == first.stdout == local.stdout != ""
     assert hub.asked == []
+
+
+def test_only_what_the_index_names_is_downloaded(copy: Path, tmp_path: Path) -> None:
+    """Copies for other programs stay where they are."""
+    tensors = load_file(copy / WEIGHTS)
+    names = sorted(tensors)
+    shards = {"a-1-of-2.safetensors": names[::2], "a-2-of-2.safetensors": names[1::2]}
+    for shard, own in shards.items():
+        save_file({name: tensors[name] for name in own}, copy / shard)
+    weight_map = {name: shard for shard, own in shards.items() for name in own}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (copy / WEIGHTS).rename(copy / "consolidated.safetensors")
+    for name in ("original/consolidated.safetensors", "onnx/config.json", "name-Q4_K_M.gguf"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_bytes(b"not asked for")
+    with serving(Hub(copy)) as hub:
+        output = tmp_path / "model"
+        assert download(hub, tmp_path / "home", REPO, "--output", output)[0] == 0
+    there = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
+    there = {name for name in there if not name.startswith(".cache")}
+    expected = {path.name for path in copy.iterdir() if path.is_file()}
+    assert there == expected - {"consolidated.safetensors", "name-Q4_K_M.gguf"}
+    assert load(str(output)).tokenizer.vocab_size == vocab_size()
+
+
+def test_a_gguf_file_of_the_hub(tmp_path: Path) -> None:
+    place = tmp_path / "files"
+    (place / "sub").mkdir(parents=True)
+    for name in ("a-Q4_0.gguf", "sub/b-F16.gguf"):
+        (place / name).write_bytes(name.encode())
+    with serving(Hub(place)) as hub:
+        for name in ("a-Q4_0.gguf", "sub/b-F16.gguf"):
+            status, printed, error = download(hub, tmp_path, f"{REPO}/{name}")
+            assert status == 0, error
+            assert Path(printed.strip()).read_bytes() == name.encode()
+        told = f"has GGUF files only: name one, such as {REPO}/a-Q4_0.gguf (or sub/b-F16.gguf)"
+        status, printed, error = download(hub, tmp_path, REPO)
+        assert (status, printed, error.count("error: ")) == (2, "", 1)
+        assert error.endswith(f"error: {REPO}: {told}\n")
+        status, _, error = download(hub, tmp_path, f"{REPO}/none.gguf")
+        assert (status, error.count("\n")) == (2, 1)
 
 
 def test_into_a_folder(hub: Hub, folder: Path, tmp_path: Path) -> None:

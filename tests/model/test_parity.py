@@ -63,7 +63,10 @@ VARIANTS: dict[tuple[str, bool], dict[str, Any]] = {
     ("llama", True): rope(32.0),
     ("llama", False): {**rope(8.0), "head_dim": 12, "rms_norm_eps": 1e-2, "num_key_value_heads": 1},
     ("mistral", True): {"sliding_window": None, "num_key_value_heads": 4},
-    ("mistral", False): {"sliding_window": CONTEXT},
+    ("mistral", False): {
+        "sliding_window": CONTEXT,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
     ("qwen2", True): {},
     ("qwen2", False): {**SLIDING, "max_window_layers": 1},
     ("qwen3", True): {"head_dim": 12},

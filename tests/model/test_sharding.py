@@ -22,7 +22,7 @@ from entropix_jax.model.mesh import check_mesh, parse_mesh, place, rules_for
 from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two
 from tests.support.models import logits_of, run, tiny_config
-from tests.support.samplers import LANES, Job, params_of, start, tiny_model
+from tests.support.samplers import LANES, LITERAL, Job, params_of, start, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +140,7 @@ def test_the_embedded_model_s_logits(mesh: str, weights: str, length: int) -> No
 
 def test_on_one_device_nothing_is_split() -> None:
     config, params = tiny_model()
-    job = Job([1, 2], params_of("quadrants"))
+    job = Job([1, 2], params_of(LITERAL))
     state = start(config, params, [job] * 2, 16)
     options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
     for lanes in (False, True):

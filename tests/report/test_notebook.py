@@ -26,6 +26,7 @@ from entropix_jax.report.reading import TraceReader
 from entropix_jax.report.tokens import style
 from tests.support.browser import contrast
 from tests.support.runs import Spec, run_specs, unrun
+from tests.support.samplers import LITERAL
 from tests.support.traces import read_trace, token
 
 
@@ -95,7 +96,7 @@ def test_tokens_have_their_regime_and_a_tooltip() -> None:
     texts = [(one["text"], one["data-regime"]) for one in page.tokens]
     assert texts == [(" a", "lelv"), (" b\n\nc", "helv"), ("\ufffd[2J\ufffd", "hehv")]
     lines = page.tokens[1]["title"].split("\n")
-    assert lines[0] == r" b\n\nc · helv · sample"
+    assert lines[0] == r" b\n\nc · undecided (HELV) · sample"
     assert lines[1] == "entropy 3.21 bits, varentropy 10.52 bits²"
     assert "p 0.500," in lines[3]
     assert lines[4] == "position 4"
@@ -132,7 +133,7 @@ def test_thoughts_branches_and_retracted_tokens_are_marked() -> None:
     assert hint[-2].startswith("→ -0.51 <script>")
     assert len(hint[-2]) < 80
     assert hint[-1] == r"   no score \n"
-    assert page.tokens[4]["title"].startswith(" q · hehv · sample · retracted\n")
+    assert page.tokens[4]["title"].startswith(" q · scattered (HEHV) · sample · retracted\n")
     for meaning in ("injected by the sampler", "the best of several", "part of a repetition"):
         assert meaning in page.plain
     assert "part of a repetition" not in Page(row_of(told("a"))._repr_html_()).plain
@@ -158,9 +159,9 @@ def test_the_table_of_shares() -> None:
         *[told("a", "lelv", entropy=0.5, varentropy=1.0)] * 3, told("b", "mid", entropy=2.0)
     )
     cells = Page(row._repr_html_()).cells
-    assert cells[6:12] == ["LELV", "certain", "3", "75%", "0.50 bits", "1.00 bits²"]
-    assert cells[12:18] == ["HELV", "undecided", "0", "0%", "–", "–"]
-    assert cells[-6:] == ["MID", "between", "1", "25%", "2.00 bits", "0.00 bits²"]
+    assert cells[5:10] == ["certain (LELV)", "3", "75%", "0.50 bits", "1.00 bits²"]
+    assert cells[10:15] == ["undecided (HELV)", "0", "0%", "–", "–"]
+    assert cells[-5:] == ["between (MID)", "1", "25%", "2.00 bits", "0.00 bits²"]
     nothing = Page(row_of()._repr_html_())
     assert (nothing.cells, nothing.tokens) == ([], [])
 
@@ -207,17 +208,16 @@ def test_every_rule_keeps_to_its_own_cell() -> None:
 # Runs.
 
 
-@pytest.mark.filterwarnings("ignore:'quadrants':UserWarning")
 def test_a_saved_trace_is_that_of_the_run(model: LanguageModel, tmp_path: Path) -> None:
     # Numbers may be NumPy's.
     numbers: Any = {"max_new_tokens": np.int64(20), "samples": np.int64(2), "seed": np.int64(3)}
     options: Any = {"chat": False, "ignore_eos": True, "recording": Recording(top=2)}
-    run = entropix_jax.stream(model, "Once upon a time", "quadrants", **numbers, **options)
+    run = entropix_jax.stream(model, "Once upon a time", LITERAL, **numbers, **options)
     events = list(run)
     path = tmp_path / "run.jsonl"
     run.rows.save_trace(path)
     header, *lines, footer = read_trace(path)
-    assert (header["seed"], header["sampler"]) == (3, "quadrants")
+    assert (header["seed"], header["sampler"]) == (3, "literal")
     assert header["prompt"] == "<|begin_of_text|>Once upon a time"
     for row in (0, 1):
         wanted = [

@@ -19,10 +19,10 @@ from entropix_jax.names import MEANINGS
 from entropix_jax.report import page, reading
 from entropix_jax.report.page import comparison_page, run_page, write_report
 from entropix_jax.report.reading import TraceReader
-from entropix_jax.sampler.presets import load_sampler
 from tests.support.commands import Result, short
 from tests.support.reports import (
     NASTY,
+    SAMPLER,
     STATIC,
     Json,
     Parsed,
@@ -84,8 +84,12 @@ def ended(**changes: Any) -> Json:
 
 
 def conditions(**changes: Any) -> Json:
-    values = {**load_sampler("quadrants").values, **changes}
+    values = {**SAMPLER.values, **changes}
     return header(sampler_parameters={k: v for k, v in values.items() if v is not None})
+
+
+def calibrated(quantiles: Json) -> Json:
+    return header(calibration={"model": {}, "quantiles": quantiles})
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,9 @@ def conditions(**changes: Any) -> Json:
         ([conditions(**{"regimes.lehv": ["entropy ~ 3"]})], "'entropy ~ 3': expected QUANTITY"),
         ([conditions(**{"regimes.lehv": [3]})], "regimes.lehv: 3: expected QUANTITY"),
         ([conditions(**{"thresholds.h2": None})], "'thresholds.h2' is missing"),
+        ([header(percentiles=["30%"])], "line 1: 'percentiles' is not an object"),
+        ([calibrated({"entropy": [0.0, 1.0]})], "'calibration.quantiles.entropy' is not a list of"),
+        ([calibrated({"entropy": ["0"] * 101})], "quantiles.entropy[0]' is not a number"),
         # Bad lines.
         ([header(), {"type": "x"}], 'line 2: unknown line type "x"'),
         ([header(), token(3), "Killed"], "line 3: not JSON"),
@@ -148,8 +155,8 @@ def test_a_damaged_trace_is_refused_with_its_line(
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LONGEST_LINE", 5000)
-    path = write(tmp_path / "t.jsonl", header(), token(3, text="a" * 5000))
+    monkeypatch.setattr(reading, "LONGEST_LINE", 20_000)
+    path = write(tmp_path / "t.jsonl", header(), token(3, text="a" * 20_000))
     with pytest.raises(UserError, match="line 2: the line is too long"):
         load_trace(path)
 
@@ -188,9 +195,10 @@ def test_what_is_refused(
     assert sorted(folder.iterdir()) == names
 
 
-def test_scripts_name_the_regimes_alike() -> None:
+def test_scripts_and_python_name_the_regimes_alike() -> None:
     script = (STATIC / "regimes.js").read_text("utf-8")
-    assert dict(re.findall(r'(\w+): \{ title: "\w+", meaning: "(\w+)"', script)) == MEANINGS
+    found = re.findall(r'(\w+): \{ name: "(\w+)", acronym: "(\w+)"', script)
+    assert found == [(regime, name, regime.upper()) for regime, name in MEANINGS.items()]
 
 
 # The page.
@@ -207,6 +215,8 @@ def test_a_page_carries_its_trace(whole: Path) -> None:
     box = facts["boxes"][0]
     assert box["regime"] == "lelv"
     assert box["conditions"][0] == {"quantity": "entropy", "sign": "<", "name": "h1"}
+    assert facts["percentiles"]["thresholds.h1"] == "30%"
+    assert len(facts["calibration"]["quantiles"]["entropy"]) == 101
 
 
 HOSTILE = "</script><script>alert(1)</script>'\"><img src=x onerror=alert(1)>"

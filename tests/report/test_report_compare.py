@@ -13,7 +13,6 @@ import pytest
 from entropix_jax.cli import generate as main
 from entropix_jax.cli import report as command
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.presets import load_sampler
 from tests.support.browser import (
     Watched,
     each,
@@ -22,12 +21,12 @@ from tests.support.browser import (
     reloaded,
     watched_page,
 )
-from tests.support.reports import NASTY, committed, footer, header, run_of, token, write
+from tests.support.reports import NASTY, SAMPLER, committed, footer, header, run_of, token, write
 from tests.support.traces import Trace, load_trace
 
 Json = dict[str, Any]
 Runs = tuple[Path, list[Trace]]
-SAMPLERS = {"greedy": "0", "temperature": "1", "quadrants": "0"}
+SAMPLERS = {"greedy": "0", "temperature": "1", "entropix": "0"}
 
 
 def trace_at(path: Path, records: list[Json], **changes: Any) -> Path:
@@ -144,7 +143,7 @@ def test_all_texts_show_the_selected_place(page: Any, runs: Runs) -> None:
             assert traces[j].tokens[int(where)] == expected
         frames(page)
         assert plot(page, "series", "layout.shapes[0].x0") == at_place[source]["position"]
-        rings = plot(page, "plane", "data.slice(3).map((trace) => [trace.x[0], trace.y[0]])")
+        rings = plot(page, "plane", "data.slice(3).map((trace) => trace.customdata[0])")
         assert rings == [[r["entropy"], r["varentropy"]] for r in at_place]
 
 
@@ -160,7 +159,7 @@ def test_the_table_of_differences(page: Any, runs: Runs) -> None:
     for i, trace in enumerate(traces):
         counts = Counter(r["regime"] for r in committed(trace))
         for regime in REGIMES:
-            (label,) = (label for label in found if label.startswith(regime.upper()))
+            (label,) = (label for label in found if label.endswith(f"({regime.upper()})"))
             assert float(found[label][i]) == counts[regime] / len(committed(trace))
     values = [trace.header["sampler_parameters"] for trace in traces]
     differing = {k for k in values[0] if len({json.dumps(v.get(k)) for v in values}) > 1}
@@ -170,7 +169,7 @@ def test_the_table_of_differences(page: Any, runs: Runs) -> None:
 
 def test_hostile_names_and_no_tokens(watched: Callable[..., Watched], tmp_path: Path) -> None:
     records = [token(3 + i, text=NASTY, action=NASTY) for i in range(3)]
-    values = {**load_sampler("quadrants").values, NASTY: NASTY}
+    values = {**SAMPLER.values, NASTY: NASTY}
     names: Json = {"prompt": NASTY, "model": NASTY, "backend": NASTY, "versions": {NASTY: NASTY}}
     start = header(sampler=NASTY, sampler_parameters=values, **names)
     one = write(tmp_path / "<img src=x onerror=alert(1)>", start, *records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from entropix_jax.cli import generate as main
-from entropix_jax.names import QUANTITIES, REGIMES
+from entropix_jax.names import MEANINGS, QUANTITIES, REGIMES
 from entropix_jax.report.page import run_page, write_report
+from entropix_jax.report.tokens import MARKS, name_of
+from entropix_jax.sampler.calibration import PERCENTS, Calibration
 from entropix_jax.sampler.presets import load_sampler, parse_setting
 from entropix_jax.sampler.regimes import classify
 from tests.support.browser import (
@@ -33,6 +36,7 @@ from tests.support.browser import (
 )
 from tests.support.reports import (
     NASTY,
+    SAMPLER,
     SERIES,
     STATIC,
     Parsed,
@@ -43,12 +47,12 @@ from tests.support.reports import (
     token,
     write,
 )
-from tests.support.samplers import metrics_of, params_of
+from tests.support.samplers import CALIBRATION, metrics_of, params_of
 from tests.support.traces import Trace, load_trace
 
 # A run of the embedded model in which everything happens.
 RUN = [
-    *("--model", "tiny", "--sampler", "quadrants"),
+    *("--model", "tiny", "--sampler", "entropix"),
     *("--prompt", "Guests:", "--max-new-tokens", "1000", "--seed", "3", "--ignore-eos"),
     *("--trace-top", "5", "--trace-layers", "--set", "sampler.branch.min_p=0.005"),
     *("sampler.base.temperature=1.0", "sampler.backspace.max_prob=1"),
@@ -104,7 +108,7 @@ def selected(page: Any) -> int:
 
 def quoted(record: dict[str, Any]) -> str:
     text = record["text"]
-    return f"“{text}”".replace("\n", "↵") if text else f"⟨{record['token_id']}⟩"
+    return f"“{text}”".replace("\n", "↵") if text else name_of(record)
 
 
 # What it shows.
@@ -136,12 +140,18 @@ def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
     text = "[...node.childNodes].filter((c) => c.className !== 'sign').map((c) => c.data).join('')"
     spans = each(page, "#text-0 .token", f"[{text}, node.dataset.regime, [...node.classList]]")
     for (shown, regime, classes), record in zip(spans, run[1].tokens, strict=True):
-        assert shown == (record["text"] or f"⟨{record['token_id']}⟩")
+        assert shown == (record["text"] or name_of(record))
         assert regime == record["regime"]
         assert ("retracted" in classes) == (record["type"] == "retracted")
-        assert ("injected" in classes) == (record["action"] == "inject")
+        chosen = record.get("chosen", False)
+        assert ("chosen" in classes) == chosen
+        assert ("injected" in classes) == (record["action"] == "inject" and not chosen)
         assert ("branched" in classes) == (record["action"] == "branch")
+        assert ("branch-start" in classes) == (len(record.get("branches", ())) > 1)
         assert ("loop" in classes) == record["loop"]
+    drawn = {name for _, _, classes in spans for name in classes}
+    legend = set(each(page, ".marks .token", "node.classList[1]"))
+    assert {"branched", "retracted"} <= legend == drawn & MARKS.keys()
 
 
 def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
@@ -157,12 +167,20 @@ def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace
         assert top == [probability for _, _, probability in record["top"]]
 
 
+def percentiles(trace: Trace, quantity: str, values: Any) -> Any:
+    """The percentiles of values in the table that the trace carries."""
+    return np.interp(values, trace.header["calibration"]["quantiles"][quantity], PERCENTS)
+
+
 def test_the_plots_have_every_token(page: Any, run: tuple[Path, Trace]) -> None:
+    """The axes of the plane are percentiles."""
     tokens = committed(run[1])
-    points = plot(page, "plane", "data.map((trace) => [trace.x, trace.y])")
-    for (xs, ys), regime in zip(points, REGIMES, strict=False):
-        found = [r for r in tokens if r["regime"] == regime]
-        assert (xs, ys) == ([r["entropy"] for r in found], [r["varentropy"] for r in found])
+    points = plot(page, "plane", "data.map((trace) => [trace.customdata, trace.x, trace.y])")
+    for (bits, xs, ys), regime in zip(points, REGIMES, strict=False):
+        assert bits == [[r["entropy"], r["varentropy"]] for r in tokens if r["regime"] == regime]
+        entropies, varentropies = zip(*bits, strict=True)
+        np.testing.assert_allclose(xs, percentiles(run[1], "entropy", entropies))
+        np.testing.assert_allclose(ys, percentiles(run[1], "varentropy", varentropies))
     assert len(points[5][0]) == len(run[1].tokens) - len(tokens)
     lines = plot(page, "series", "data.map((trace) => [trace.name, trace.x, trace.y])")
     positions = [r["position"] for r in tokens]
@@ -211,7 +229,7 @@ def test_pointing_at_a_token_shows_it(page: Any, run: tuple[Path, Trace]) -> Non
         frames(page)
         record = run[1].tokens[i]
         assert details(page)["entropy"] == record["entropy"]
-        ring = plot(page, "plane", "[data.at(-1).x[0], data.at(-1).y[0]]")
+        ring = plot(page, "plane", "data.at(-1).customdata[0]")
         assert ring == [record["entropy"], record["varentropy"]]
         assert plot(page, "series", "layout.shapes[0].x0") == record["position"]
     spans.nth(7).click()  # holds it
@@ -241,7 +259,66 @@ def test_arrow_keys_walk_through_the_text(page: Any, run: tuple[Path, Trace]) ->
     assert current.bounding_box()["y"] > top
 
 
+# The plane.
+
+
+def test_quadrants_and_thresholds_are_labelled(page: Any) -> None:
+    """Names before acronyms. Labels of equal thresholds are on both sides of the line."""
+    labels = plot(page, "plane", "layout.shapes.map((one) => one.label?.text).filter(Boolean)")
+    words = [re.sub(r"<[^>]*>", "", label) for label in labels]
+    assert sorted(words) == sorted(f"{name} {one.upper()}" for one, name in MEANINGS.items())
+    lines = plot(page, "plane", "layout.annotations.map((one) => [one.text, one.yanchor])")
+    found = [(re.sub(r"<br>", " ", re.sub(r"</?b>", "", text)), side) for text, side in lines]
+    assert found[:2] == [("h1 30 %", "bottom"), ("h2 70 %", "bottom")]
+    assert found[2:] == [("u1 60 %", "top"), ("u2 60 %", "bottom")]
+    assert plot(page, "plane", "layout.shapes.filter((one) => one.line.dash).length") == 4
+
+
+def test_an_older_trace_has_axes_in_bits(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Without a table, an outlier does not rule the axes, and no percentile is shown."""
+    records = [token(3 + i, entropy=0.05 * i, varentropy=0.1 * i) for i in range(60)]
+    records[30] |= {"entropy": 15.0, "varentropy": 400.0}
+    start = header(sampler_parameters={**SAMPLER.values, "thresholds.calibrated": True})
+    page = opened(
+        {k: v for k, v in start.items() if k not in ("percentiles", "calibration")}, *records
+    )
+    ends = plot(page, "plane", "[layout.xaxis.range[1], layout.yaxis.range[1]]")
+    assert ends == pytest.approx([4 * 1.015, 7 * 1.015])
+    points = plot(page, "plane", "data[4]")
+    assert (points["x"][30], points["y"][30]) == (4, 7)
+    assert points["x"][31] == records[31]["entropy"]
+    assert points["customdata"][30] == [15.0, 400.0]
+    assert {*each(page, "#knobs output", "node.textContent")} == {""}
+    assert sampler_of(page, tmp_path) == SAMPLER.values
+
+
 # Other thresholds.
+
+
+def test_a_slider_shows_the_percentile_and_the_value(page: Any, run: tuple[Path, Trace]) -> None:
+    told = "of this model's answers"
+    assert shown_percentiles(page) == [f"{p} % {told}" for p in (30, 70, 60, 60)]
+    quantiles = run[1].header["calibration"]["quantiles"]
+    page.locator("#knob-h2").fill("85")
+    frames(page)
+    assert shown_percentiles(page)[1] == f"85 % {told}"
+    assert float(page.locator("#knob-h2 + input").input_value()) == quantiles["entropy"][85]
+    value = round(float(np.interp(33.3, PERCENTS, quantiles["varentropy"])), 6)
+    set_knob(page, "u1", value)
+    assert shown_percentiles(page)[2] == f"33.3 % {told}"
+    assert page.locator("#knob-u1").input_value() == "33.5"
+    assert page.locator("#knob-u1").get_attribute("aria-valuetext").endswith(f"33.3 % {told}")
+    words = page.locator("#what-if-command").text_content().split()
+    assert words[1:] == [
+        "sampler.thresholds.h1=30%",
+        f"sampler.thresholds.h2={quantiles['entropy'][85]}",
+        f"sampler.thresholds.u1={value}",
+        "sampler.thresholds.u2=60%",
+    ]
+
+
+def shown_percentiles(page: Any) -> list[str]:
+    return each(page, "#knobs output", "node.textContent")
 
 
 def shares(page: Any) -> dict[str, list[int]]:
@@ -279,7 +356,8 @@ def test_other_thresholds_reclassify_the_run(
     now = Counter(regime for regime, record in found if record["type"] == "token")
     assert now != start
     assert shares(page) == {name: [start[name], now[name]] for name in REGIMES}
-    assert plot(page, "plane", "layout.shapes[0].x1") == float(np.float32(0.8))
+    edge = percentiles(run[1], "entropy", float(np.float32(0.8)))
+    assert plot(page, "plane", "layout.shapes[0].x1") == pytest.approx(edge)
 
     # The command and a sampler file understand what the page prints.
     words = page.locator("#what-if-command").text_content().split()
@@ -293,16 +371,35 @@ def test_other_thresholds_reclassify_the_run(
 
 
 def test_a_sampler_file_is_complete(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """And valid TOML whatever the settings contain."""
+    """And valid TOML whatever the settings contain. Percentiles stay as written."""
     changes = {"inject.thought": [NASTY, '\\ \x7f\t"'], "metrics.layers": [1e-7, 1.0, 0.0, 1e6]}
-    values = dict(load_sampler("quadrants").with_values(changes).values)
-    page = opened(header(sampler="mine", sampler_parameters=values), *run_of())
-    assert sampler_of(page, tmp_path) == values | {"thresholds.calibrated": False}
+    sampler = SAMPLER.with_values(changes)
+    page = opened(header(sampler="mine", sampler_parameters=dict(sampler.values)), *run_of())
+    assert sampler_of(page, tmp_path) == sampler.written
+
+
+def test_a_moved_threshold_leaves_other_percentiles_as_written(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """In the command and in the file, for thresholds and for conditions."""
+    sampler = load_sampler("document-002").resolve(CALIBRATION)
+    own = {"sampler_parameters": dict(sampler.values), "percentiles": dict(sampler.percentiles)}
+    page = opened(header(**own), *run_of())
+    set_knob(page, "attn_entropy_norm-0-44", 0.3)
+    set_knob(page, "u2", 4.5)
+    moved = ["entropy < h2", "varentropy < u2", "attn_entropy_norm < 0.3", "agreement > 50%"]
+    changes = {"regimes.lelv": moved, "thresholds.u2": 4.5}
+    expected = {**sampler.written, **changes}
+    assert sampler_of(page, tmp_path) == expected
+    words = shlex.split(page.locator("#what-if-command").text_content())
+    found = dict(map(parse_setting, words[1:]))
+    assert found == {key: expected[key] for key in found}
+    assert found.keys() >= {"thresholds.h2", "regimes.hehv", *changes}
 
 
 def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) -> None:
     """A preset with numbers in its conditions."""
-    values = dict(load_sampler("document-001").values)
+    values = dict(load_sampler("document-001").resolve(CALIBRATION).values)
     records = [token(3 + i, entropy=0.3 * i, varentropy=0.05) for i in range(20)]
     start = header(sampler="document-001", sampler_parameters=values)
     page = opened(start, *records, footer(records))
@@ -317,13 +414,76 @@ def test_thresholds_without_names(opened: Callable[..., Any], tmp_path: Path) ->
     assert {key: kept[key] for key in found} == found
 
 
+def run_module(browser: Any, name: str, function: str, argument: Any) -> Any:
+    """The result of a JavaScript function of a module without imports and an argument."""
+    module = base64.b64encode((STATIC / name).read_bytes()).decode()
+    blank = browser.new_page()
+    found = blank.evaluate(
+        f"""async ([module, argument]) => {{
+            const found = await import(`data:text/javascript;base64,${{module}}`);
+            return ({function})(found, argument);
+        }}""",
+        [module, argument],
+    )
+    blank.close()
+    return found
+
+
+def test_percentiles_are_the_samplers(browser: Any) -> None:
+    """To values and back, in tables with plateaus, and beyond their ends."""
+    draw = np.random.default_rng(0)
+    for _ in range(5):
+        table = np.sort(draw.uniform(0, 10, 101)).round(draw.integers(0, 4))
+        own = Calibration({"entropy": table}, "", 0, {})
+        percents = [*draw.uniform(0, 100, 50), 0, 30, 100]
+        values = [*draw.uniform(-1, 11, 50), *table]
+        found = run_module(
+            browser,
+            "quadrants.js",
+            """({valueAt, percentileOf}, [table, percents, values]) => [
+                percents.map((percent) => valueAt(table, percent)),
+                values.map((value) => percentileOf(table, value))]""",
+            [table.tolist(), percents, [*map(float, values)]],
+        )
+        assert found[0] == pytest.approx([own.value("entropy", p) for p in percents], rel=2e-5)
+        assert found[1] == pytest.approx([own.rank("entropy", v) for v in values])
+
+
+def test_regions_of_the_plane(browser: Any) -> None:
+    """The first box that holds a point has it, MID what is left between and around them."""
+    boxes = [
+        {"regime": "lelv", "bounds": {"entropy": [None, 1], "varentropy": [None, 5]}},
+        {"regime": "helv", "bounds": {"entropy": [3, None], "varentropy": [None, 5]}},
+        {"regime": "lehv", "bounds": {"entropy": [None, 3], "varentropy": [6, None]}},
+        {"regime": "hehv", "bounds": {"varentropy": [6, None]}},
+    ]
+    found = run_module(
+        browser,
+        "quadrants.js",
+        """({regionsOf}, boxes) => {
+            for (const {bounds} of boxes) for (const [name, [low, high]] of Object.entries(bounds))
+                bounds[name] = [low ?? -Infinity, high ?? Infinity];
+            return JSON.stringify(regionsOf(boxes).map(({regime, x, y}) => [regime, x, y]));
+        }""",
+        boxes,
+    )
+    assert json.loads(found) == [
+        ["lelv", [None, 1], [None, 5]],
+        ["mid", [1, 3], [None, 5]],
+        ["helv", [3, None], [None, 5]],
+        ["mid", [None, None], [5, 6]],
+        ["lehv", [None, 3], [6, None]],
+        ["hehv", [3, None], [6, None]],
+    ]
+
+
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
-        ("quadrants", {}),
+        ("entropix", {}),
         ("document-001", {}),
         (
-            "quadrants",
+            "entropix",
             {
                 "regimes.lelv": ["entropy < h1", "agreement > 0.4", "attn_entropy_norm < 0.6"],
                 "regimes.helv": ["entropy > 1", "entropy > h2", "varentropy < u1"],
@@ -337,7 +497,7 @@ def test_the_page_classifies_as_the_sampler_does(
     browser: Any, tmp_path: Path, preset: str, changes: dict[str, Any]
 ) -> None:
     """Thousands of points, many on a bound or one float32 step beside it."""
-    sampler = load_sampler(preset).with_values(changes)
+    sampler = load_sampler(preset).with_values(changes).resolve(CALIBRATION)
     start = header(sampler_parameters=dict(sampler.values))
     text = run_page(write(tmp_path / "trace.jsonl", start))
     (facts,) = json.loads(Parsed(text).scripts["traces"])
@@ -357,25 +517,22 @@ def test_the_page_classifies_as_the_sampler_does(
         for p in points
     ]
     tokens += [{**one, "loop": True} for one in tokens[:10]]
-    module = base64.b64encode((STATIC / "regimes.js").read_bytes()).decode()
-    blank = browser.new_page()
-    found = blank.evaluate(
-        """async ([module, facts, tokens]) => {
-            const source = `data:text/javascript;base64,${module}`;
-            const {boundsOf, classify, valuesOf} = await import(source);
+    found = run_module(
+        browser,
+        "regimes.js",
+        """({boundsOf, classify, valuesOf}, [facts, tokens]) => {
             const bounds = boundsOf(facts.boxes, valuesOf(facts));
             return tokens.map((token) => classify(token, bounds));
         }""",
-        [module, facts, tokens],
+        [facts, tokens],
     )
-    blank.close()
     made = params_of(preset, changes)
     metrics = jax.tree.map(lambda x: jnp.broadcast_to(x, (count,)), metrics_of())
     metrics = metrics.replace(**{n: jnp.asarray(points[:, i]) for i, n in enumerate(names)})
     spreads = points[:, QUANTITIES.index(spread)]
     expected = jax.jit(jax.vmap(classify, in_axes=(0, None, 0)))(metrics, made, spreads)
     assert found[:count] == [REGIMES[i] for i in np.asarray(expected)]
-    assert found[count:] == ["lehv"] * 10
+    assert found[count:] == found[:10]
     assert len(set(found)) == 5
 
 

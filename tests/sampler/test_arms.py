@@ -1,7 +1,7 @@
 """Each arm's formulas: document 001's worked scenarios, and a float64 oracle."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,13 @@ from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
-from entropix_jax.sampler.regimes import classify
+from entropix_jax.sampler.regimes import classify, current_thresholds
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.step import propose
 from tests.support.samplers import (
     ARMS,
+    LITERAL,
     NAMES,
     RULES,
     VOCAB_SIZE,
@@ -79,7 +80,8 @@ def test_document_001(point: Metrics, regime: str, action: str, expected: dict[s
     for name, value in expected.items():
         assert float(getattr(proposal, name)) == pytest.approx(value, rel=3e-5), name
     if action == "adaptive":
-        assert float(confidence(as_seen(point, params), params)) == pytest.approx(0.36, rel=1e-5)
+        own = confidence(as_seen(point, params), params, view().thresholds)
+        assert float(own) == pytest.approx(0.36, rel=1e-5)
 
 
 # The oracle
@@ -93,11 +95,22 @@ def seen_by(metrics: Values, v: Values) -> tuple[float, float]:
     return entropy, metrics[agreements[v["metrics.agreement"]]]
 
 
-def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
+def uncertainty(metrics: Values, v: Values, thresholds: Sequence[float]) -> tuple[float, float]:
+    """The entropy and varentropy that `adaptive` sees, of a row with these h1, h2, u1 and u2."""
+    h, u = metrics["entropy"], metrics["varentropy"]
+    if v["metrics.units"] == "thresholds":
+        h, u = h / max(thresholds[1], 1e-6), u / max(thresholds[3], 1e-6)
+    return min(h, v["adaptive.most"]), min(u, v["adaptive.most"])
+
+
+def oracle(
+    arm: str, metrics: Values, v: Values, may: bool, thresholds: Sequence[float]
+) -> dict[str, float]:
     """The proposal of an arm in Python's own floats, from the file's own values."""
     if not may:
         arm = {"branch": "explore", "backspace": "adaptive"}.get(arm, arm)
-    h, u, va = metrics["entropy"], metrics["varentropy"], metrics["attn_varentropy"]
+    h, va = metrics["entropy"], metrics["attn_varentropy"]
+    both = sum(uncertainty(metrics, v, thresholds))
     ea, a = seen_by(metrics, v)
     strength = metrics["interaction_strength"]
     t0, k0, p0, m0 = (v[f"base.{name}"] for name in ("temperature", "top_k", "top_p", "min_p"))
@@ -136,7 +149,7 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
     elif arm == "adaptive":
         t = t0 * (
             1
-            + v["adaptive.temperature_logits"] * (h + u)
+            + v["adaptive.temperature_logits"] * both
             + v["adaptive.temperature_attn"] * (ea + va)
             - v["adaptive.temperature_agreement"] * a
         )
@@ -146,7 +159,7 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
             * (1 + v["adaptive.top_k_interaction"] * strength - v["adaptive.top_k_agreement"] * a)
         )
         k = np.clip(k, v["adaptive.top_k_min"], v["adaptive.top_k_max"]) if k0 else 0
-        m = m0 * (1 - v["adaptive.min_p_logits"] * (h + u))
+        m = m0 * (1 - v["adaptive.min_p_logits"] * both)
         m = np.clip(m, v["adaptive.min_p_min"], v["adaptive.min_p_max"])
         draws = v["adaptive.draws"]
     return {
@@ -160,13 +173,14 @@ def oracle(arm: str, metrics: Values, v: Values, may: bool) -> dict[str, float]:
     }
 
 
-def confidence_of(metrics: Values, v: Values) -> float:
+def confidence_of(metrics: Values, v: Values, thresholds: Sequence[float]) -> float:
     """The documents' score, in Python's own floats."""
     ea, a = seen_by(metrics, v)
+    h, u = uncertainty(metrics, v, thresholds)
     return (
-        v["adaptive.confidence_entropy"] * (1 - metrics["entropy"])
+        v["adaptive.confidence_entropy"] * (1 - h)
         + v["adaptive.confidence_attn_entropy"] * (1 - ea)
-        + v["adaptive.confidence_varentropy"] * (1 - metrics["varentropy"])
+        + v["adaptive.confidence_varentropy"] * (1 - u)
         + v["adaptive.confidence_attn_varentropy"] * (1 - metrics["attn_varentropy"])
         + v["adaptive.confidence_agreement"] * a
         + v["adaptive.confidence_interaction"] * metrics["interaction_strength"]
@@ -212,6 +226,8 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
         "truncation.rule": str(rng.choice(RULES)),
         "metrics.attn_entropy": str(rng.choice(["normalised", "raw"])),
         "metrics.agreement": str(rng.choice(["corrected", "published"])),
+        "metrics.units": str(rng.choice(["bits", "thresholds"])),
+        "adaptive.most": float(rng.choice([0.5, 2.0, 1e6])),
         **(WIDE if rng.random() < 0.5 else {}),
     }
 
@@ -222,14 +238,15 @@ def propose_each(
     arm: jax.Array, metrics: Metrics, params: SamplerSettings, row: RowView
 ) -> tuple[Proposal, jax.Array]:
     """Each row's proposal and confidence."""
-    return proposal_at(arm, metrics, params, row), confidence(as_seen(metrics, params), params)
+    reported = confidence(as_seen(metrics, params), params, row.thresholds)
+    return proposal_at(arm, metrics, params, row), reported
 
 
 def test_random_points() -> None:
     """Every arm, each row of a batch by its own arm, settings and metrics. What the row may do of
     another arm's actions does not concern it."""
     rng = np.random.default_rng(0)
-    base = load_sampler("quadrants")
+    base = load_sampler(LITERAL)
     arms = [arm for arm in ARMS for _ in range(40)]
     samplers = [base.with_values(random_values(rng)) for _ in arms]
     points = [random_point(rng) for _ in arms]
@@ -237,24 +254,52 @@ def test_random_points() -> None:
         points[row]["entropy"] = 0.0
     actions = ("inject", "branch", "backspace")
     may = [{action: bool(rng.random() < 0.5) for action in actions} for _ in arms]
-    params = batch_of(*(params_of("quadrants", s.values) for s in samplers))
+    thresholds = rng.choice([0.0, 0.3, 2.5, 7.0], (len(arms), 4)).tolist()
+    params = batch_of(*(params_of(LITERAL, s.values) for s in samplers))
     indices = jnp.asarray([ARMS.index(arm) for arm in arms], jnp.int32)
-    views = jax.tree.map(lambda *x: jnp.stack(x), *(view(**each) for each in may))
+    rows = (view(thresholds=own, **each) for own, each in zip(thresholds, may, strict=True))
+    views = jax.tree.map(lambda *x: jnp.stack(x), *rows)
     proposal, reported = propose_each(indices, metrics_at(points), params, views)
     for row, arm in enumerate(arms):
-        expected = oracle(arm, points[row], samplers[row].values, may[row].get(arm, True))
+        values, own = samplers[row].values, thresholds[row]
+        expected = oracle(arm, points[row], values, may[row].get(arm, True), own)
         assert set(expected) == set(vars(proposal))
         for name, value in expected.items():
             got = float(getattr(proposal, name)[row])
             assert got == pytest.approx(value, rel=2e-5, abs=2e-5), (row, name)
-        wanted = confidence_of(points[row], samplers[row].values)
+        wanted = confidence_of(points[row], values, own)
         assert float(reported[row]) == pytest.approx(wanted, rel=2e-5, abs=2e-5), row
+
+
+@pytest.mark.parametrize("drift", [(0, 0, 0, 0), (0.5, -0.5, 0.25, 0.75)])
+def test_the_default_counts_in_thresholds(drift: Sequence[float]) -> None:
+    """`adaptive` of `entropix` gets h / h2 and u / u2 of the row as it is, each at most 2; that of
+    the documents gets bits."""
+    params, document = params_of("entropix"), params_of("document-004")
+    thresholds = current_thresholds(params, jnp.asarray(drift, jnp.float32))
+    row = view(thresholds=thresholds.tolist())
+    h1, h2 = 0.3 * math.exp(drift[0]), 2.5 * math.exp(drift[1])
+    u1, u2 = 2.5 * math.exp(drift[2]), 2.5 * math.exp(drift[3])  # all 60%
+    np.testing.assert_allclose(thresholds, [h1, h2, u1, u2], rtol=1e-6)
+    seen = {"attn_entropy_norm": 0.5, "attn_varentropy": 0.25, "agreement": 0.6}
+    attn = 0.2 * (0.5 + 0.25) - 0.2 * 0.6
+    for h, u in ((0, 0), (0.25, 3.0), (2.5, 2.5), (4.9, 16.0), (5.1, 0.5), (9.0, 40.0)):
+        point = metrics_of(entropy=h, varentropy=u, attn_entropy=0.5, **seen)
+        both = min(h / h2, 2) + min(u / u2, 2)
+        own = proposal_at("adaptive", point, params, row)
+        assert float(own.temperature) == pytest.approx(0.666 * (1 + 0.3 * both + attn), rel=1e-5)
+        assert (float(own.top_p), int(own.top_k), int(own.draws)) == (1.0, 0, 12)
+        assert float(own.min_p) == pytest.approx(max(0.086 * (1 - 0.5 * both), 0.01), rel=1e-5)
+        in_bits = proposal_at("adaptive", point, document, row)
+        warming, narrowing = 1 + 0.3 * (h + u) + attn, 1 - 0.5 * (h + u)
+        assert float(in_bits.temperature) == pytest.approx(0.666 * warming, rel=1e-5)
+        assert float(in_bits.min_p) == pytest.approx(max(0.03 * narrowing, 0.01), rel=1e-5)
 
 
 def test_extreme_metrics_stay_within_the_types() -> None:
     """No widening overflows the integer, no cooling makes a temperature negative."""
-    params = params_of("quadrants", {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
+    params = params_of(LITERAL, {"adaptive.top_k_max": 2**31 - 1, "base.top_k": 2**31 - 1})
     proposal = proposal_at("adaptive", metrics_of(interaction_strength=1e30), params)
     assert int(proposal.top_k) == 2**30  # more than any vocabulary has, and a float32, too
-    cold = params_of("quadrants", {"adaptive.temperature_agreement": 100.0})
+    cold = params_of(LITERAL, {"adaptive.temperature_agreement": 100.0})
     assert float(proposal_at("adaptive", metrics_of(agreement=1.0), cold).temperature) == 0

@@ -33,11 +33,13 @@ from entropix_jax.sampler.settings import MAX_DRAWS
 from entropix_jax.sampler.state import Tally
 from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain, regime_of
 from tests.support.draw_oracles import Kept
-from tests.support.reference import entropy_bits, log_softmax
+from tests.support.reference import entropy_bits, log_softmax, varentropy_bits
 from tests.support.samplers import (
     BATCH,
     CAPACITY,
     EPSILON,
+    LITERAL,
+    LITERAL_THRESHOLDS,
     NAMES,
     Job,
     advance,
@@ -109,6 +111,7 @@ class Position:
     action: str
     mu: float  # bits, before it
     cooldown: int  # before it
+    drift: np.ndarray  # before it
     probability: float = 0.0
     banned: list[int] = field(default_factory=list)
 
@@ -119,13 +122,16 @@ def draw(logits: np.ndarray, proposal: Proposal, numbers: np.ndarray, mu: float)
         kept = Kept.of("mirostat", logits, float(proposal.temperature), mu)
     else:
         kept = Kept.of_nucleus(logits, jax.tree.map(np.atleast_1d, proposal))
-    cumulated, order = np.cumsum(kept.mass), np.argsort(kept.rank)
-    fewest, most = (
-        order[np.searchsorted(cumulated, numbers * cumulated[n - 1], side="right")].tolist()
-        for n in (kept.fewest, kept.most)
-    )
-    assert fewest == most, "too close to tell"
-    return most
+
+    def of(number: int) -> list[int]:
+        order = kept.in_draw_order(number)
+        cumulated = np.cumsum(kept.mass[kept.rank[order]])
+        picks = np.searchsorted(cumulated, numbers * cumulated[-1], side="right")
+        drawn: list[int] = order[picks].tolist()
+        return drawn
+
+    assert of(kept.fewest) == of(kept.most), "too close to tell"
+    return of(kept.most)
 
 
 uniforms_jit = jax.jit(uniforms, static_argnames="number")
@@ -137,6 +143,7 @@ def numbers_of(job: Job, position: int, attempt: int, stream: int, count: int) -
     return np.asarray(uniforms_jit(key, *parts, number=MAX_DRAWS), np.float64)[0, :count]
 
 
+QUANTILES = np.array([0.3, 0.7, 0.4, 0.6])  # of LITERAL's thresholds in CALIBRATION
 about = partial(pytest.approx, rel=1e-5, abs=1e-5)
 
 
@@ -161,6 +168,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
     again: Position | None = None
     has_arm = "backspace" in [values[f"arms.{served}"] for served in SERVED]
     mu = mu_then = 2 * values["mirostat.target"]
+    drift = np.zeros(4)
     cooldown = injections = branchings = retractions = forwards = branch_forwards = settled = 0
 
     def stays(at: Position) -> str:
@@ -173,9 +181,15 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         return "likely" if at.probability >= most and most < 1 else ""
 
     def commit(token: int) -> None:
-        nonlocal cooldown
+        nonlocal cooldown, drift
         log_probs = model.heard(tokens[-1], epsilon)
-        entropies.append(entropy_bits(np.exp(log_probs)))
+        p = np.exp(log_probs)
+        entropies.append(entropy_bits(p))
+        if values["thresholds.dynamic"]:
+            seen = np.array([entropy_bits(p)] * 2 + [varentropy_bits(p)] * 2)
+            thresholds = LITERAL_THRESHOLDS * np.exp(drift)
+            assert np.all(np.abs(seen - thresholds) > 1e-5), "too close to tell"
+            drift = drift + values["thresholds.rate"] * (QUANTILES - (seen < thresholds))
         confident = values["inject.until_confident"] and regime_of(log_probs) == "lelv"
         cooldown = 0 if confident else max(cooldown - 1, 0)
         tokens.append(token)
@@ -248,7 +262,8 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             del tokens[-back:], entropies[-back:]
             assert len(tokens) >= settled
             happened["a cooldown as before"] += cooldown != again.cooldown
-            mu_then, mu, cooldown = mu, again.mu, again.cooldown
+            happened["thresholds as before"] += bool(np.any(drift != again.drift))
+            mu_then, mu, cooldown, drift = mu, again.mu, again.cooldown, again.drift
             retractions += 1
             happened[f"attempt {len(again.banned)}"] += 1
             happened[f"after {again.action}"] += 1
@@ -274,7 +289,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
             trail.clear()
             origin = queued_for
         else:
-            at = again or Position(proposal, action, mu, cooldown)
+            at = again or Position(proposal, action, mu, cooldown, drift)
             first, attempt = at.proposal, len(at.banned)
             if again:
                 for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -310,6 +325,7 @@ def audit(model: Chain, job: Job, values: Mapping[str, Any], steps: Sequence[Tak
         assert step.last.settled == settled
         tally = step.tally
         assert tally.queued == len(queue)
+        assert tally.drift == about(drift)
         assert tally.own["inject"].cooldown == cooldown
         assert tally.own["inject"].begun == injections
         assert tally.own["branch"].begun == branchings
@@ -353,6 +369,7 @@ UNLIKE = {
 }
 HOT = {"metrics.noise_floor": True, "base.temperature": 20.0, "base.top_p": 1.0}
 BRANCHES = {"arms.lehv": "branch", "branch.depth": 3}
+FOLLOWING = {"thresholds.dynamic": True, "thresholds.rate": 0.05}
 
 
 def far(reach: int, max_prob: float = 1.0) -> dict[str, Any]:
@@ -364,9 +381,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adaptive": {**{f"arms.{box}": "adaptive" for box in ("helv", "lehv", "mid")}, **far(8, 0.5)},
     "few": {**UNLIKE, "backspace.per_row": 12, **far(8, 0.05)},
     "thoughts": {**THOUGHT, "inject.cooldown": 6, "inject.until_confident": True, **far(7, 0.5)},
-    "branches": {**BRANCHES, "branch.max_share": 0.7, "branch.commit_all": False, **far(6)},
-    "both": {**THOUGHT, **BRANCHES, "branch.depth": 1, "inject.cooldown": 9, **far(8, 0.5)},
-    "eight attempts": {**EVERYWHERE, "base.min_p": 0.6},
+    "branches": {
+        **BRANCHES,
+        "branch.max_share": 0.7,
+        "branch.commit_all": False,
+        **far(6),
+        **FOLLOWING,
+    },
+    "both": {
+        **THOUGHT,
+        **BRANCHES,
+        "branch.depth": 1,
+        "inject.cooldown": 9,
+        **far(8, 0.5),
+        **FOLLOWING,
+    },
+    "eight attempts": {**EVERYWHERE, "base.min_p": 0.6, **FOLLOWING},
     "mirostat": {
         "truncation.rule": "mirostat",
         "mirostat.target": 1.0,
@@ -388,7 +418,7 @@ def job_of(name: str, **changes: Any) -> Job:
     index = CASES.index(name)
     prompt = [*range(9, 9 + index % 3), KINDS.index("mid" if index % 2 else "hehv")]
     sampler = params_of(
-        "quadrants",
+        LITERAL,
         {**PLAIN, **SETTINGS[name], **changes},
         encode=encode_numbers,
         epsilon=LOUD if name == "noise" else EPSILON,
@@ -417,6 +447,7 @@ EVERYTHING = {
     "position stays": 5,
     "first token": 5,
     "a cooldown as before": 10,
+    "thresholds as before": 50,
     "the attempt shows": 100,
     "the ban shows": 100,
     "an earlier ban shows": 50,
@@ -431,7 +462,7 @@ def test_rows_against_plain_python(runs: dict[str, list[Taken]]) -> None:
     """It would prove little where nothing happens."""
     happened: Counter = Counter()
     for job, (name, steps) in zip(JOBS, runs.items(), strict=True):
-        values = load_sampler("quadrants").with_values({**PLAIN, **SETTINGS[name]}).values
+        values = load_sampler(LITERAL).with_values({**PLAIN, **SETTINGS[name]}).values
         happened += audit(MODEL, job, values, steps)
     missing = {what: happened[what] for what, n in EVERYTHING.items() if happened[what] < n}
     assert not missing
@@ -499,7 +530,7 @@ SMALL = {
 def test_some_token_is_left_to_draw() -> None:
     """Bans never take the last one, the sampler's own bans included."""
     bans: list[list[int]] = [[], [1], [0, 2]]
-    settings = batch_of(*(params_of("quadrants", {**SMALL, "draw.bans": ids}) for ids in bans))
+    settings = batch_of(*(params_of(LITERAL, {**SMALL, "draw.bans": ids}) for ids in bans))
     state, actions = fresh_state(3), ["", "", ""]
     texts: list[list[int]] = [[0], [0], [0]]
     drawn: list[dict[int, list[int]]] = [{}, {}, {}]  # the tokens at each position

@@ -106,8 +106,10 @@ def test_draws(name: str) -> None:
 
     assert [other for other, oracle in ORACLES.items() if fits(oracle)] == [name]
     # Its regimes are those of `entropix`, and nothing else interferes.
-    entropix = params_of("quadrants")
-    np.testing.assert_array_equal(params.low[0], entropix.low)
-    np.testing.assert_array_equal(params.high[0], entropix.high)
-    assert load_sampler(name).values["thresholds.calibrated"] is True
+    entropix = params_of("entropix")
+    for bounds in ("low", "high", "low_thresholds", "high_thresholds"):
+        np.testing.assert_array_equal(getattr(params, bounds)[0], getattr(entropix, bounds))
+    np.testing.assert_array_equal(params.thresholds.values[0], entropix.thresholds.values)
     assert params.loop.max_period[0] == 0
+    # No percentile can change what it draws: a model needs no tables for it.
+    assert not load_sampler(name).follows_tables

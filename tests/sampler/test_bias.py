@@ -15,6 +15,7 @@ from tests.support.draw_oracles import Kept
 from tests.support.reference import log_softmax
 from tests.support.samplers import (
     ARMS,
+    LITERAL,
     PLAIN,
     RULES,
     Job,
@@ -83,8 +84,9 @@ def test_a_draw_is_from_the_biased_logits() -> None:
         ids = tokens[row : row + 1]
         assert Kept.of("nucleus", z, 1.0, 0, 1.0, 0.0).check(VOCAB, ids, drawn_at[row])
         plain = Kept.of("nucleus", logits[row], 1.0, 0, 1.0, 0.0)
-        cumulated = np.cumsum(plain.mass) / np.sum(plain.mass)
-        moved += int(plain.rank[ids[0]] != np.searchsorted(cumulated, drawn_at[row, 0], "right"))
+        order = plain.in_draw_order(VOCAB)
+        cumulated = np.cumsum(plain.mass[plain.rank[order]]) / np.sum(plain.mass)
+        moved += int(ids[0] != order[np.searchsorted(cumulated, drawn_at[row, 0], "right")])
         own = log_softmax(logits[row].astype(np.float64))[ids[0]]
         np.testing.assert_allclose(choice.logprob[row], own, rtol=1e-5, atol=1e-5)
     assert moved > number / 4, "the biases show too little"
@@ -106,7 +108,7 @@ def test_every_arm_and_rule_takes_a_token_that_is_raised_by_100() -> None:
     for floor in (False, True):
         for bias in ([], [[token, 100.0]]):
             own = {"draw.bias": bias, "metrics.noise_floor": floor}
-            settings = batch_of(*(params_of("quadrants", {**c, **own}) for c in changes))
+            settings = batch_of(*(params_of(LITERAL, {**c, **own}) for c in changes))
             choice, step, _ = choose_jit(logits, attn_stats(len(cases)), settings, state, rows)
             expected = token if bias else 9
             for row, case in enumerate(cases):
@@ -153,7 +155,7 @@ def test_a_bias_of_nothing_changes_nothing() -> None:
     values = {**PLAIN, "base.temperature": 1.5, "base.top_k": 0, "base.top_p": 1.0}
 
     def job(row: str, pairs: Pairs) -> Job:
-        sampler = params_of("quadrants", {**values, "draw.bias": pairs})
+        sampler = params_of(LITERAL, {**values, "draw.bias": pairs})
         return Job([5, 6, 7], sampler, budget=24, row_id=row)
 
     alone = generate(MODEL, [job(str(i), []) for i in range(4)])

@@ -19,6 +19,7 @@ from tests.support.samplers import (
     ARMS,
     BATCH,
     CAPACITY,
+    LITERAL,
     Job,
     Line,
     generate,
@@ -49,7 +50,7 @@ def everywhere(regime: str) -> dict[str, Any]:
 def job_of(regime: str, budget: int = 20, **changes: Any) -> Job:
     settings = {**ENDLESS, **everywhere(regime)}
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
-    return Job([5, 6, 7], params_of("quadrants", settings), budget=budget)
+    return Job([5, 6, 7], params_of(LITERAL, settings), budget=budget)
 
 
 def run(jobs: Sequence[Job]) -> list[list[Line]]:
@@ -165,7 +166,7 @@ def test_a_hook_that_is_always_asked(folder: str, text: str, thought: str) -> No
         return text
 
     settings = {**ENDLESS, **everywhere("helv"), "inject.thought": thought}
-    sampler = load_sampler("quadrants").with_values({"thresholds.calibrated": False, **settings})
+    sampler = load_sampler(LITERAL).with_values({**settings})
     wanted = Spec([token_ids()["<|begin_of_text|>"], 60, 61], "0", 20)
     (row,) = run_specs(load(folder), [wanted], sampler, ignore_eos=True, retrieve=retrieve).run()
     assert (len(row.tokens), row.finish_reason) == (20, "length")

@@ -32,6 +32,7 @@ from tests.support.samplers import (
     BATCH,
     CAPACITY,
     EPSILON,
+    LITERAL,
     Job,
     Line,
     attn_stats,
@@ -50,10 +51,9 @@ PARAMS = replace(RANDOM, embedding=RANDOM.embedding.at[jnp.array(BROKEN)].set(jn
 MODEL = CONFIG, PARAMS
 ROWS = 6 * BATCH
 
-PRESET = load_sampler("quadrants")
+PRESET = load_sampler(LITERAL)
 # A row branches where the case's own bounds say so, and takes the likeliest token elsewhere.
 NOWHERE: Mapping[str, Any] = {
-    "thresholds.calibrated": False,
     **{f"regimes.{box}": ["entropy < -1"] for box in REGIMES[:-1]},
     "arms.lelv": "argmax",
     "arms.mid": "argmax",
@@ -84,7 +84,7 @@ def case_of(text: Sequence[int], changes: Mapping[str, Any], remaining: int, **f
 
 
 def job_of(case: Case) -> Job:
-    sampler = params_of("quadrants", case.values, epsilon=EPSILON)
+    sampler = params_of(LITERAL, case.values, epsilon=EPSILON)
     return Job(case.text, sampler, budget=case.remaining, seed=case.seed, row_id=case.row_id)
 
 
@@ -299,7 +299,7 @@ def test_forks_cost_no_more_than_their_share(share: float) -> None:
 
 def candidates_of(logits: np.ndarray, *changes: Mapping[str, Any]) -> Step:
     """A step of rows with the same logits and these settings."""
-    settings = [params_of("quadrants", {**EVERYWHERE, **values}) for values in changes]
+    settings = [params_of(LITERAL, {**EVERYWHERE, **values}) for values in changes]
     batch, vocab = len(settings), len(logits)
     rows = replace(rows_of(*[range(1, 5)] * batch), vocab_size=vocab)
     all_logits = jnp.asarray(np.tile(np.float32(logits), (batch, 1)))
@@ -335,7 +335,7 @@ def test_noise_of_one_row_is_nothing_to_another() -> None:
     """Also where a uniform number is as close to 1 as can be, whose Gumbel number would be infinite
     if it rounded to 1: this row's 712th is."""
     logits = np.random.default_rng(0).normal(size=1246)
-    settings = [params_of("quadrants", {**EVERYWHERE, "branch.noise": x}) for x in (0.0, 0.5)]
+    settings = [params_of(LITERAL, {**EVERYWHERE, "branch.noise": x}) for x in (0.0, 0.5)]
     cases = [case_of(range(1, 13), {**EVERYWHERE, "branch.noise": x}, 9) for x in (0.0, 0.5)]
     cases = [replace(case, row_id="41384") for case in cases]
     assert uniform_numbers(cases[0].key, 12, STREAM_NOISE, 1246)[712] == 1 - 2.0**-24
@@ -365,7 +365,7 @@ def test_branches_under_mirostat_are_surprised_as_a_text_is_that_begins() -> Non
     logits = jnp.tile(-jnp.log(jnp.arange(1.0, vocab + 1)), (batch, 1))
     state = fresh_state(batch)
     learnt = with_own(state, "mirostat", learnt=jnp.full(batch, -3.0))
-    settings = batch_of(*[params_of("quadrants", changes)] * batch)
+    settings = batch_of(*[params_of(LITERAL, changes)] * batch)
     choice, _, after = choose_jit(logits, attn_stats(batch), settings, learnt, rows)
     assert {*choice.token.tolist()} == {*range(5)}
     assert (np.asarray(after.tally.own["mirostat"].learnt) == -3.0).all()

@@ -17,7 +17,16 @@ from entropix_jax.sampler.metrics import MOST_LIKELIEST, measure_confidence
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.logit_strategies import VOCABULARIES, rows_of
 from tests.support.properties import examples
-from tests.support.samplers import PLAIN, Job, Line, encode, generate, params_of, tiny_model
+from tests.support.samplers import (
+    LITERAL,
+    PLAIN,
+    Job,
+    Line,
+    generate,
+    params_of,
+    tiny_model,
+    used_of,
+)
 
 MODEL = tiny_model()
 measured = jax.jit(
@@ -89,7 +98,7 @@ def groups(lines: list[Line], window: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("preset", ["temperature", "quadrants", "document-004"])
+@pytest.mark.parametrize("preset", ["temperature", LITERAL, "document-004"])
 @pytest.mark.parametrize("window", [1, 4, 9])
 def test_a_row_ends_with_the_first_low_group(preset: str, window: int) -> None:
     """At exactly that token, each row of a batch at its own, and as alone; what it wrote before is
@@ -127,7 +136,7 @@ def test_the_last_token_of_the_budget_ends_a_row_for_that_reason() -> None:
 def test_the_step_has_it_where_a_row_uses_it() -> None:
     def used(**values: Any) -> frozenset[str]:
         sampler = load_sampler("temperature").with_values(values)
-        return sampler.settings(num_layers=2, epsilon=0.0, encode=encode).used
+        return used_of(sampler)
 
     assert "confidence" not in used()
     assert "confidence" in used(**{"confidence.threshold": 1.0})

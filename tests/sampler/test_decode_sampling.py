@@ -10,7 +10,7 @@ import pytest
 from entropix_jax.engine.state import FINISHED_EOS, FINISHED_ERROR, FINISHED_LENGTH, RUNNING
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.params import Params
-from tests.support.samplers import Job, Line, generate, params_of, tiny_model, tokens_of
+from tests.support.samplers import LITERAL, Job, Line, generate, params_of, tiny_model, tokens_of
 
 MODEL = tiny_model()
 FORKED = {"branch.min_p": 0.0, "branch.depth": 3}
@@ -33,10 +33,10 @@ def jobs_of(branches: int) -> list[Job]:
     # At a high temperature each step draws from the whole vocabulary.
     hot = sampler("temperature", {"base.temperature": 3.0})
     return [
-        Job([5, 6, 7], sampler("quadrants", FORKED), budget=12, row_id="a"),
+        Job([5, 6, 7], sampler(LITERAL, FORKED), budget=12, row_id="a"),
         Job([9] * 6 + [200, 3], hot, budget=16, seed=7, row_id="b"),
         Job([250], sampler("document-001", {}), budget=9, row_id="c"),
-        Job([1, 2, 3, 4, 5], sampler("quadrants", THINKING), budget=14, row_id="d"),
+        Job([1, 2, 3, 4, 5], sampler(LITERAL, THINKING), budget=14, row_id="d"),
     ]
 
 

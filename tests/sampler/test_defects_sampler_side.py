@@ -15,6 +15,7 @@ from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.regimes import classify
 from tests.support.draw_oracles import nucleus_draw
 from tests.support.samplers import (
+    LITERAL,
     Job,
     Line,
     generate,
@@ -75,13 +76,13 @@ def test_defect_09_wrong_frequencies() -> None:
 def test_defect_11_no_match_reads_as_lelv() -> None:
     """A point in no box is MID, and is served by that arm."""
     middle = metrics_of(entropy=2.0, varentropy=2.0)
-    for preset in ("quadrants", "document-000", "document-001"):
+    for preset in (LITERAL, "document-000", "document-001"):
         assert REGIMES[int(classify(middle, params_of(preset)))] == "mid"
 
 
 def test_defect_12_rows_that_steer_each_other() -> None:
     """Each row's regime and arm follow from its own metrics, and stay when the others change."""
-    sampler = params_of("quadrants")
+    sampler = params_of(LITERAL)
 
     def first_steps(prompts: list[list[int]]) -> list[Line]:
         jobs = [Job(prompt, sampler, budget=1, row_id=str(i)) for i, prompt in enumerate(prompts)]
@@ -108,7 +109,7 @@ def test_defect_13_a_question_that_is_asked_once() -> None:
 def test_defect_17_host_round_trips() -> None:
     """Many steps are one program: traced without any value, one loop, and no call of the host."""
     config, params = tiny_model()
-    job = Job([5, 6, 7], params_of("quadrants"))
+    job = Job([5, 6, 7], params_of(LITERAL))
     state = jax.eval_shape(lambda state: state, start(config, params, [job], 64))
     recording = Recording(top=3, layers=True)
     static = {"config": config, "window": 64, "max_steps": 32, "recording": recording}
@@ -129,7 +130,7 @@ def test_defect_17_many_steps_in_one_call() -> None:
         "inject.thought": "ab",
         "branch.per_row": 1,
     }
-    sampler = params_of("quadrants", changes)
+    sampler = params_of(LITERAL, changes)
     calls: list[DecodeState] = []
     job = Job([5, 6, 7], sampler, budget=24)
     (lines,) = generate(tiny_model(), [job], chunks=(64,), look=calls.append)

@@ -17,9 +17,9 @@ from flax import struct
 
 import entropix_jax
 from entropix_jax.cli.generate import main
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.decode import decode
 from entropix_jax.engine.engine import Engine
+from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.results import Request
 from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
@@ -32,6 +32,7 @@ from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
+from tests.support.samplers import LITERAL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MIROSTAT_2 = runpy.run_path(str(EXAMPLES / "mirostat_2.py"))["MIROSTAT_2"]
@@ -174,9 +175,9 @@ def test_an_arm_that_learns(tiny: LanguageModel) -> None:
 
 def test_a_run_that_is_continued_knows_its_mechanisms() -> None:
     """By the source files that they are from; without any there is nothing to know."""
-    assert code_identity(load_sampler("quadrants").mechanisms) == {}
-    one = code_identity(load_sampler("quadrants").with_logits("no_echo", no_echo).mechanisms)
-    other = code_identity(load_sampler("quadrants").with_mechanism(Mechanism("x")).mechanisms)
+    assert code_identity(load_sampler(LITERAL).mechanisms) == {}
+    one = code_identity(load_sampler(LITERAL).with_logits("no_echo", no_echo).mechanisms)
+    other = code_identity(load_sampler(LITERAL).with_mechanism(Mechanism("x")).mechanisms)
     assert one.keys() == other.keys() == {"mechanisms"}
     assert one != other
 
@@ -184,7 +185,7 @@ def test_a_run_that_is_continued_knows_its_mechanisms() -> None:
 def test_names_that_are_taken() -> None:
     for name, problem in (("eta", "a mechanism 'eta'"), ("base", "a section 'base'")):
         with pytest.raises(UserError, match=f"there is {problem} already"):
-            load_sampler("quadrants").with_logits(name, no_echo)
+            load_sampler(LITERAL).with_logits(name, no_echo)
     with pytest.raises(UserError, match=r"truncation\.rule = 'no_echo': must be one of"):
         PLAIN.with_values({"truncation.rule": "no_echo"})
     with pytest.raises(UserError, match=r"arms\.mid = 'even': must be one of"):

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
-from entropix_jax.names import BOXES, QUANTITIES, REGIMES
-from entropix_jax.sampler.regimes import classify, count_rounds
+from entropix_jax.names import BOXES, QUANTITIES, REGIMES, THRESHOLDS
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.presets import load_sampler
+from entropix_jax.sampler.regimes import classify, count_rounds, update_drift
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_PERIOD, LoopSettings
+from entropix_jax.sampler.settings import (
+    LOOP_WINDOW,
+    MAX_PERIOD,
+    LoopSettings,
+    SamplerSettings,
+)
 from tests.support.chains import BOUNDS, CONFIG, TYPES, chain
 from tests.support.properties import examples
-from tests.support.sampler_strategies import around, numbers, samplers
+from tests.support.sampler_strategies import around, numbers, percent_of, samplers
 from tests.support.samplers import (
+    CALIBRATION,
+    HOST,
+    LITERAL,
+    LITERAL_THRESHOLDS,
+    USED,
     Job,
     Line,
     batch_of,
     generate,
     metrics_at,
+    metrics_of,
     params_of,
     settings_of,
     tokens_of,
@@ -36,8 +53,15 @@ rounds_each = jax.jit(jax.vmap(count_rounds, in_axes=(0, 0, 0, None)))
 
 
 def bound_of(sampler: Sampler, condition: str) -> np.float32:
-    bound = condition.split()[2]
-    return np.float32(sampler.values.get(f"thresholds.{bound}", bound))
+    """The number of a bound as written: a threshold, a percentile of `CALIBRATION`, or itself."""
+    quantity, _, bound = condition.split()
+    if bound in THRESHOLDS:
+        quantity = "entropy" if bound in ("h1", "h2") else "varentropy"
+        bound = sampler.written[f"thresholds.{bound}"]
+    if "%" in str(bound):
+        table = CALIBRATION.quantiles[quantity]
+        bound = f"{np.interp(percent_of(bound), np.arange(101), table):.5g}"
+    return np.float32(bound)
 
 
 def regime_by_hand(sampler: Sampler, point: Mapping[str, float]) -> str:
@@ -50,7 +74,7 @@ def regime_by_hand(sampler: Sampler, point: Mapping[str, float]) -> str:
         return bool(x < bound if sign == "<" else x > bound)
 
     finite = all(np.isfinite(x) for x in point.values())
-    inside = (box for box in BOXES if all(map(holds, sampler.values[f"regimes.{box}"])))
+    inside = (box for box in BOXES if all(map(holds, sampler.written[f"regimes.{box}"])))
     return next(inside, "mid") if finite else "mid"
 
 
@@ -60,7 +84,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Sampler], list[dict[str, float]]]:
     chosen = [draw(samplers()) for _ in range(2)] * (ROWS // 2)
     points = []
     for sampler in chosen:
-        conditions = [text for box in BOXES for text in sampler.values[f"regimes.{box}"]]
+        conditions = [text for box in BOXES for text in sampler.written[f"regimes.{box}"]]
         beside = [x for text in conditions for x in around(float(bound_of(sampler, text)))]
         beside = [x for x in beside if x == 0 or abs(x) >= TINY]
         values = numbers(-10, 20) | st.sampled_from((*beside, 0.0, np.inf, -np.inf, np.nan))
@@ -79,6 +103,111 @@ def test_the_first_box_that_holds_the_point(
     spread = jnp.asarray([point["sequence_varentropy"] for point in points], jnp.float32)
     found = [REGIMES[i] for i in classify_each(metrics_at(points), params, spread)]
     assert found == [regime_by_hand(*pair) for pair in zip(chosen, points, strict=True)]
+
+
+# Thresholds that follow the row's own tokens
+
+
+QUANTILES = (0.3, 0.7, 0.4, 0.6)  # of LITERAL's thresholds in CALIBRATION
+STREAMS = 4
+FORMS: Mapping[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "lognormal": lambda rng, n: rng.lognormal(0.5, 1.0, (n, 2, STREAMS)),
+    "far above": lambda rng, n: 30 + 10 * rng.random((n, 2, STREAMS)),
+    "often sure": lambda rng, n: rng.exponential(1.0, (n, 2, STREAMS)) ** 2,
+}
+
+
+@jax.jit
+def follow_each(values: jax.Array, settings: SamplerSettings) -> jax.Array:
+    """The drift before each token of streams, float32 [n, STREAMS, 4], from values [n, 2, STREAMS]
+    of entropy and varentropy."""
+
+    def step(drift: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+        blank = jnp.zeros(STREAMS, jnp.float32)
+        fields = dict.fromkeys(Metrics.__dataclass_fields__, blank)
+        metrics = Metrics(**{**fields, "entropy": now[0], "varentropy": now[1]})
+        return jax.vmap(update_drift)(metrics, settings, drift), drift
+
+    return lax.scan(step, jnp.zeros((STREAMS, 4), jnp.float32), values)[1]
+
+
+def following(number: int, **changes: Any) -> SamplerSettings:
+    """LITERAL's thresholds, which follow."""
+    values = {"thresholds.dynamic": True, "thresholds.rate": 0.02}
+    values |= {f"thresholds.{name}": value for name, value in changes.items()}
+    return batch_of(*[params_of(LITERAL, values)] * number)
+
+
+def thresholds_by_hand(values: np.ndarray, quantiles: Sequence[float], rate: float) -> np.ndarray:
+    """One stream's thresholds before each token, float64 [n, 4], from values [n, 2]."""
+    drift, found = np.zeros(4), []
+    for h, u in values.astype(np.float64):
+        found.append(LITERAL_THRESHOLDS * np.exp(drift))
+        below = np.array([h, h, u, u]) < found[-1]
+        drift = np.clip(drift + rate * (np.array(quantiles) - below), -5, 5)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_thresholds_follow_the_rows_quantiles(form: str) -> None:
+    """As in float64; each comes to the quantile of the row's own tokens."""
+    values = FORMS[form](np.random.default_rng(3), 4000).astype(np.float32)
+    drifts = np.asarray(follow_each(values, following(STREAMS)), np.float64)
+    thresholds = LITERAL_THRESHOLDS * np.exp(drifts)
+    for stream in range(STREAMS):
+        own = values[:, :, stream]
+        expected = thresholds_by_hand(own[:300], QUANTILES, 0.02)
+        np.testing.assert_allclose(thresholds[:300, stream], expected, rtol=1e-3)
+        for i, quantile in enumerate(QUANTILES):
+            late = own[2000:, i // 2]
+            final = np.exp(np.mean(np.log(thresholds[2000:, stream, i])))
+            assert np.mean(late < final) == pytest.approx(quantile, abs=0.03)
+            assert final == pytest.approx(np.quantile(late, quantile), rel=0.1)
+
+
+def test_thresholds_that_do_not_follow() -> None:
+    """Switched off, at a rate of 0, or where the model has no tables and they are numbers."""
+    values = FORMS["lognormal"](np.random.default_rng(4), 50).astype(np.float32)
+    fixed = load_sampler(LITERAL).with_values({"thresholds.dynamic": True}).settings(**HOST)
+    for settings in (
+        following(STREAMS, dynamic=False),
+        following(STREAMS, rate=0.0),
+        batch_of(*[replace(fixed, used=USED)] * STREAMS),
+    ):
+        assert not np.any(follow_each(values, settings))
+    assert np.all(np.asarray(follow_each(values, following(STREAMS)))[1:])
+
+
+def test_thresholds_stop_at_a_factor_of_148() -> None:
+    values = np.full((3000, 2, STREAMS), 1e9, np.float32)
+    values[:, :, 1] = 0
+    drifts = np.asarray(follow_each(values, following(STREAMS)))
+    np.testing.assert_allclose(drifts[-1, :2], [[5.0] * 4, [-5.0] * 4], atol=0.02)
+
+
+def test_a_regime_is_that_of_the_rows_own_thresholds() -> None:
+    """Of the pairs h2 is never below h1, nor u2 below u1; numbers in conditions stay."""
+    changes = {"regimes.hehv": ["entropy > h2", "varentropy > u2", "entropy < 9"]}
+    params = params_of(LITERAL, changes)
+    up, down, crossed = [1.0] * 4, [-1.0] * 4, [2.0, -2.0, 2.0, -2.0]
+    for h, u, drift, regime in (
+        (0.5, 1.0, [0.0] * 4, "mid"),
+        (0.5, 1.0, up, "lelv"),  # below 0.3 e and 1.2 e
+        (0.2, 0.5, down, "mid"),
+        (0.2, 1.0, down, "lehv"),
+        (3.0, 1.0, [0.0] * 4, "helv"),
+        (3.0, 1.0, up, "mid"),
+        (3.0, 5.0, [0.0] * 4, "hehv"),
+        (3.0, 5.0, up, "mid"),
+        (9.5, 9.0, down, "mid"),
+        (1.0, 5.0, crossed, "lelv"),  # h1 and h2 are 0.3 e^2, u1 and u2 1.2 e^2
+        (1.0, 9.0, crossed, "lehv"),
+        (2.5, 9.0, crossed, "hehv"),
+        (2.5, 5.0, crossed, "helv"),
+    ):
+        point = metrics_of(entropy=h, varentropy=u)
+        found = classify(point, params, 0.0, jnp.array(drift))
+        assert REGIMES[int(found)] == regime, (h, u, drift)
 
 
 # The loop guard
@@ -115,7 +244,7 @@ def rounds_of(
         row[: len(tokens)] = tokens
     length = jnp.asarray([len(tokens) for tokens, _ in rows], jnp.int32)
     generated = jnp.asarray([number for _, number in rows], jnp.int32)
-    settings = LoopSettings(*map(jnp.asarray, (*limit, 1.0)))
+    settings = LoopSettings(*map(jnp.asarray, (*limit, 1.0, 100.0)))
     found: list[int] = rounds_each(jnp.asarray(history), length, generated, settings).tolist()
     return found
 
@@ -158,7 +287,7 @@ def test_rows_that_loop_leave_the_loop() -> None:
 
     def run(**changes: int) -> list[list[Line]]:
         values = {f"loop.{key}": value for key, value in changes.items()}
-        sampler = params_of("quadrants", {**BOUNDS, **likeliest, **values})
+        sampler = params_of(LITERAL, {**BOUNDS, **likeliest, **values})
         jobs = [Job([i], sampler, budget=60, row_id=str(i)) for i in range(8)]
         return generate((CONFIG, chain(kinds).params), jobs)
 

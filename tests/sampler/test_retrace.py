@@ -13,6 +13,7 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import scalars
 from tests.support.samplers import (
     ARMS,
+    LITERAL,
     RULES,
     Job,
     generate,
@@ -23,7 +24,7 @@ from tests.support.samplers import (
 )
 
 MODEL = tiny_model()
-BASE = Job([5, 6, 7], params_of("quadrants"), budget=12)
+BASE = Job([5, 6, 7], params_of(LITERAL), budget=12)
 
 
 def programs(*functions: Any) -> list[int]:
@@ -43,10 +44,13 @@ def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
     """Nor for another preset, other chunks and end tokens. What is static does compile."""
     deep = {"branch.depth": 32, "branch.noise": 1.0}
     ends = {"confidence.threshold": 5.0, "confidence.window": 3, "confidence.likeliest": 7}
+    follows = {"thresholds.dynamic": True, "thresholds.rate": 0.1, "thresholds.h1": "5%"}
     for job in (
         *(replace(BASE, sampler=params_of(name)) for name in ("document-001", "mirostat")),
-        replace(BASE, sampler=params_of("quadrants", deep)),
-        replace(BASE, sampler=params_of("quadrants", ends)),
+        replace(BASE, sampler=params_of("entropix")),
+        replace(BASE, sampler=params_of("entropix", follows)),
+        replace(BASE, sampler=params_of(LITERAL, deep)),
+        replace(BASE, sampler=params_of(LITERAL, ends)),
         replace(BASE, sampler=params_of("temperature", {"base.temperature": 9.0})),
         replace(BASE, seed=99, row_id="a longer name", prompt=[1] * 20, budget=3),
     ):
@@ -56,7 +60,7 @@ def test_nothing_is_compiled_for_another_row(compiled: list[int]) -> None:
     assert programs() == [compiled[0], compiled[1] + 1]
 
 
-QUADRANTS = load_sampler("quadrants").values
+QUADRANTS = load_sampler(LITERAL).values
 
 TEXTS = ("think_end.text", "budget_forcing.end", "budget_forcing.wait")
 
@@ -65,17 +69,27 @@ OTHER: dict[str, list[Any]] = {
     **{key: [other_value(key, QUADRANTS[key])] for key in scalars()},
     **{f"arms.{served}": [*ARMS] for served in SERVED},
     **{
-        f"regimes.{box}": [[], [f"{quantity} > 0.5" for quantity in QUANTITIES]]
+        f"regimes.{box}": [
+            *([], [f"{quantity} > 0.5" for quantity in QUANTITIES]),
+            [f"{quantity} > {bound}" for quantity in QUANTITIES[:-1] for bound in ("40%", "h1")],
+        ]
         for box in REGIMES[:-1]
     },
-    **{f"thresholds.{name}": [x] for name, x in (("h1", 0.01), ("h2", 3), ("u1", 0.5), ("u2", 5))},
-    "thresholds.calibrated": [False],
+    **{
+        f"thresholds.{name}": [number, percentile]
+        for name, number, percentile in (
+            *(("h1", 0.01, "0.5%"), ("h2", 3, "99%")),
+            *(("u1", 0.5, "10%"), ("u2", 5, "80%")),
+        )
+    },
+    "metrics.units": ["thresholds"],
     "metrics.attn_entropy": ["raw"],
     "metrics.agreement": ["published"],
     "metrics.layers": ["last", [0, 2.5]],
     "metrics.noise_floor": [True],
     "truncation.rule": [*RULES],
     "inject.thought": ["", "x" * 64, ["a", "bc", "def", "ghij"]],
+    "inject.after": [".", [".", "?", "!", "\n"]],
     **{key: ["", "x" * 32] for key in TEXTS},
     "draw.bans": [[*range(16)]],
     "draw.bias": [[[5, 2]], [[i, -0.5] for i in range(64)]],
@@ -93,7 +107,7 @@ def test_no_setting_has_a_shape_or_type_of_its_own() -> None:
     assert set(OTHER) == set(QUADRANTS)
     for key, values in OTHER.items():
         for value in values:
-            sampler = params_of("quadrants", {key: value})
+            sampler = params_of(LITERAL, {key: value})
             assert kinds_of(sampler) == kinds_of(BASE.sampler), (key, value)
 
 

@@ -17,6 +17,7 @@ from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Rows, SamplerState, Step
 from entropix_jax.sampler.step import Choice
 from tests.support.samplers import (
+    LITERAL,
     attn_stats,
     batch_of,
     fresh_state,
@@ -49,7 +50,7 @@ def test_a_regime_is_served_by_its_arm() -> None:
     sampling = {f"arms.{regime}": "sample" for regime in REGIMES}
     arms = ["argmax", "inject", "branch", "adaptive", "adaptive"]
     for changes, expected in (({}, arms), (sampling, ["sample"] * len(REGIMES))):
-        params = params_of("quadrants", {**BOUNDS, **changes})
+        params = params_of(LITERAL, {**BOUNDS, **changes})
         choice, _, _ = choose(logits, params, rows_of(*[TEXT] * len(REGIMES)))
         assert tuple(REGIMES[i] for i in choice.observation.regime) == REGIMES
         assert actions_of(choice) == expected
@@ -60,21 +61,25 @@ def test_a_row_that_loops_is_served_by_an_arm_of_its_own() -> None:
     texts = [(1, 2, 3, 7, 7, 7), (1, 2, 7, 7, 7, 7), (1, 7, 7, 7, 7, 7), (1, 2) * 3]
     logits = np.tile(logits_for("lelv"), (4, 1))
     loop = {"arms.loop": "sample", "loop.heating": 0.5, "loop.similarity": 1.0}
-    params = params_of("quadrants", {**BOUNDS, **loop})
+    params = params_of(LITERAL, {**BOUNDS, **loop})
     choice, _, _ = choose(logits, params, rows_of(*texts, generated=6))
     assert choice.observation.rounds.tolist() == [0, 1, 2, 0]
     assert {REGIMES[i] for i in choice.observation.regime} == {"lelv"}
     assert actions_of(choice) == ["argmax", "sample", "sample", "argmax"]
     heats = np.array([0, 1, 1.5, 0])
     np.testing.assert_allclose(choice.proposal.temperature, 0.666 * heats, rtol=1e-6)
+    # At most `hottest`, which binds nobody else.
+    params = params_of(LITERAL, {**BOUNDS, **loop, "loop.hottest": 0.75, "arms.lelv": "resample"})
+    choice, _, _ = choose(logits, params, rows_of(*texts, generated=6))
+    np.testing.assert_allclose(choice.proposal.temperature, [2.0, 0.666, 0.75, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
     logits, rows = np.tile(logits_for("mid"), (4, 1)), rows_of(*[TEXT] * 4)
-    clean, _, _ = choose(logits, params_of("quadrants"), rows)
+    clean, _, _ = choose(logits, params_of(LITERAL), rows)
     logits[1, 77] = bad
-    choice, _, _ = choose(logits, params_of("quadrants"), rows)
+    choice, _, _ = choose(logits, params_of(LITERAL), rows)
     assert choice.finite.tolist() == [True, False, True, True]
     others = np.array([0, 2, 3])
     np.testing.assert_array_equal(choice.token[others], clean.token[others])
@@ -89,7 +94,7 @@ def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
     def eager(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
         return draw(action, settings)
 
-    sampler = load_sampler("quadrants").with_arm("eager", eager)
+    sampler = load_sampler(LITERAL).with_arm("eager", eager)
     sampler = sampler.with_values({f"arms.{regime}": "eager" for regime in REGIMES})
     logits = jnp.asarray(np.tile(logits_for("mid"), (2, 1)))
     free = {"inject.thought": "a", "backspace.max_prob": 1.0}
@@ -144,7 +149,7 @@ def test_a_row_that_has_just_asked_does_not_ask_again() -> None:
         ("\5\5", {b"\5": True, b"\5\5": False, b"\5\6": True}),
         ("a" * 40, {b"a": True, b"a" * 39: True, b"a" * 40: False, b"a" * 41: False}),
     ):
-        params = params_of("quadrants", {**BOUNDS, "inject.thought": thoughts})
+        params = params_of(LITERAL, {**BOUNDS, "inject.thought": thoughts})
         logits = np.tile(logits_for("helv"), (len(rows), 1))
         _, step, _ = choose(logits, params, rows_of(*rows))
         assert (step.tally.own["inject"].begun > 0).tolist() == [*rows.values()], thoughts
@@ -222,7 +227,7 @@ def test_where_the_text_is_asked_for_no_thought_need_be_configured() -> None:
     logits = logits_for("helv")[None]
 
     def waits(thought: str, *, asks: bool, history: Sequence[int] = (1, 2), **own: int) -> bool:
-        params = params_of("quadrants", {**BOUNDS, "inject.thought": thought, "inject.per_row": 2})
+        params = params_of(LITERAL, {**BOUNDS, "inject.thought": thought, "inject.per_row": 2})
         counts = {name: jnp.asarray([value]) for name, value in own.items()}
         state = with_own(fresh_state(1), "inject", **counts)
         rows = rows_of(history, remaining=2, asks=asks)

@@ -12,7 +12,10 @@ import pytest
 
 from entropix_jax.engine.state import FINISHED_EOS, DecodeState
 from entropix_jax.model.cache import init_cache
+from entropix_jax.names import QUANTITIES, REGIMES
 from entropix_jax.sampler.mechanisms import ACTIONS
+from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.settings import SamplerSettings
 from tests.support.models import fill_unused, logits_of, run
 from tests.support.samplers import BATCH, CAPACITY, Job, Line, generate
 from tests.support.schedules import CONFIG, MODEL, PARAMS, random_job
@@ -81,6 +84,46 @@ def test_a_row_is_itself_whatever_runs_beside_it(number: int) -> None:
     any row hangs on rounding."""
     assert differing(number) <= 1
     assert sum(map(differing, range(number + 1))) <= 2
+
+
+def regime_of(metrics: Metrics, sampler: SamplerSettings, drift: np.ndarray) -> tuple[str, bool]:
+    """The regime under a row's thresholds, in float64, and whether rounding may change it."""
+    h1, h2, u1, u2 = np.asarray(sampler.thresholds.values, np.float64) * np.exp(drift)
+    thresholds = np.array([h1, max(h1, h2), u1, max(u1, u2)])
+    point = np.array([[float(getattr(metrics, name)) for name in QUANTITIES[:-1]]])
+    low, high = (
+        np.where(named < 0, bounds, thresholds[named])[:, :-1]
+        for bounds, named in (
+            (sampler.low, sampler.low_thresholds),
+            (sampler.high, sampler.high_thresholds),
+        )
+    )
+    close = np.any(np.abs(np.concatenate([low - point, high - point])) < 1e-3)
+    inside = [*np.all((low < point) & (point < high), axis=1), True]
+    return REGIMES[inside.index(True)], bool(close)
+
+
+@pytest.mark.parametrize("number", range(ROWS // BATCH))
+def test_regimes_follow_the_rows_own_tokens(number: int) -> None:
+    """Those that it keeps: neither the ones that it took back, nor other branches'."""
+    jobs, _, many = batch(number)
+    moved = 0
+    for job, lines in zip(jobs, many, strict=True):
+        own = job.sampler.thresholds
+        kept: list[np.ndarray] = []  # what each token was compared with
+        for line in lines:
+            del kept[line.position - len(job.prompt) :]
+            for record in line.records:
+                drift = np.zeros(4)
+                for seen in kept if own.dynamic else []:
+                    below = seen < np.asarray(own.values, np.float64) * np.exp(drift)
+                    drift = drift + float(own.rate) * (own.quantiles - below)
+                metrics = record.choice.observation.metrics
+                regime, close = regime_of(metrics, job.sampler, drift)
+                assert close or REGIMES[record.choice.observation.regime] == regime
+                moved += regime != regime_of(metrics, job.sampler, np.zeros(4))[0]
+                kept.append(np.array([metrics.entropy] * 2 + [metrics.varentropy] * 2, float))
+    assert moved >= 5, "the thresholds move too little to show"
 
 
 def test_everything_happens_often() -> None:

@@ -11,7 +11,7 @@ from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain
 from tests.support.reference import entropy_bits
-from tests.support.samplers import BATCH, Job, generate, params_of
+from tests.support.samplers import BATCH, LITERAL, Job, generate, params_of
 
 BUDGET = 24
 # Texts are bytes, of which "b" is an end token.
@@ -24,7 +24,11 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "budget_forcing.min_tokens": [0, 14, 20],
     "budget_forcing.max_tokens": [0, 0, 0, 5, 15],
     "budget_forcing.times": [1, 2, 100],
+    # A text with a token that is never drawn is not written.
+    "draw.bans": [[], [], [], [ord("y")], [ord("a"), ord("e")]],
+    "draw.bias": [[], [], [[ord("d"), -100]], [[ord("x"), -99], [ord("c"), 3]]],
 }
+TEXTS = ("think_end.text", "budget_forcing.end", "budget_forcing.wait")
 
 
 def random_values(rng: np.random.Generator) -> dict[str, Any]:
@@ -43,27 +47,37 @@ def expected(model: Chain, prompt: int, v: Mapping[str, Any]) -> tuple[list[int]
     queue: list[int] = []
     told = why = ""
     calm, waited, ends = 0, 0, ends_of(model)
+    never = {*v["draw.bans"], *(token for token, bias in v["draw.bias"] if bias == -100)}
+
+    def likeliest(last: int) -> int:
+        logits = model.logits(last).copy()
+        for token, bias in v["draw.bias"]:
+            logits[token] += bias
+        logits[v["draw.bans"]] = -np.inf
+        return int(np.argmax(logits))
+
+    def may(text: list[int]) -> bool:
+        return bool(text) and not never & {*text}
 
     def has(text: list[int]) -> bool:
         return any(row[i : i + len(text)] == text for i in range(len(row) - len(text) + 1))
 
-    texts = [[*v[key].encode()] for key in CHOICES if isinstance(v[key], str)]
-    over, end, wait = texts
+    over, end, wait = ([*v[key].encode()] for key in TEXTS)
     while len(row) < BUDGET and not (row and row[-1] in ends):
         last = row[-1] if row else prompt
-        token = int(np.argmax(model.logits(last)))
+        token = likeliest(last)
         if not queue:
             stops = token in ends or [token] == end[:1]
             early = stops and len(row) < v["budget_forcing.min_tokens"]
             late = 0 < v["budget_forcing.max_tokens"] <= len(row)
             why = "a"
-            if 0 < v["think_end.patience"] <= calm and over and not has(over):
+            if 0 < v["think_end.patience"] <= calm and may(over) and not has(over):
                 queue, why = [*over], "t"
             elif end and has(end):
                 pass
-            elif late and end:
+            elif late and may(end):
                 queue, why = [*end], "e"
-            elif early and not late and wait and waited < v["budget_forcing.times"]:
+            elif early and not late and may(wait) and waited < v["budget_forcing.times"]:
                 queue, why = [*wait], "w"
                 waited += 1
         quiet = entropy_bits(np.exp(model.heard(last, 0))) < v["think_end.entropy"]
@@ -76,9 +90,9 @@ def expected(model: Chain, prompt: int, v: Mapping[str, Any]) -> tuple[list[int]
 def test_any_row() -> None:
     """Each row of a batch by its own texts and limits."""
     reached = dict.fromkeys("atew", 0)
-    ended = 0
+    ended = banned = 0
     rng = np.random.default_rng(0)
-    for seed in range(6):
+    for seed in range(8):
         model = chain(rng.choice(["lelv", "lelv", "helv", "lehv", "mid"], TYPES).tolist(), seed)
         values = [random_values(rng) for _ in range(BATCH)]
         prompts = rng.integers(0, TYPES, BATCH).tolist()
@@ -94,10 +108,17 @@ def test_any_row() -> None:
             assert [line.action for line in lines] == [names[why] for why in told]
             assert lines[-1].finish == (FINISHED_EOS if stopped else FINISHED_LENGTH)
             ended += stopped
+            allowed = {
+                **v,
+                "draw.bans": [],
+                "draw.bias": [[t, max(b, -99)] for t, b in v["draw.bias"]],
+            }
+            banned += told != expected(model, prompt, allowed)[1]
             for why in told:
                 reached[why] += 1
     assert min(reached.values()) > 15
-    assert 10 < ended < 50
+    assert 10 < ended < 60
+    assert banned >= 5
 
 
 def test_beside_branches_and_retractions() -> None:
@@ -110,7 +131,7 @@ def test_beside_branches_and_retractions() -> None:
         "think_end.text": "xyz",
         "think_end.patience": 1,
     }
-    sampler = params_of("quadrants", {**BOUNDS, "loop.max_period": 0, **changes})
+    sampler = params_of(LITERAL, {**BOUNDS, "loop.max_period": 0, **changes})
     jobs = [Job([i], sampler, budget=BUDGET, row_id=str(i)) for i in range(BATCH)]
     found = generate((CONFIG, model.params), jobs, eos_ids=ends_of(model))
     actions = [line.action for lines in found for line in lines]

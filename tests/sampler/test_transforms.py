@@ -24,11 +24,11 @@ from entropix_jax.sampler.state import DrawnToken
 from tests.support import transform_oracles as oracles
 from tests.support.draw_oracles import random_logits
 from tests.support.samplers import (
+    LITERAL,
     PLAIN,
     Job,
     Line,
     batch_of,
-    encode,
     fresh_state,
     generate,
     metrics_of,
@@ -36,6 +36,7 @@ from tests.support.samplers import (
     proposal_of,
     tiny_model,
     tokens_of,
+    used_of,
     view,
     with_own,
 )
@@ -267,22 +268,23 @@ def test_the_coldest_temperature_beside_a_transform() -> None:
 
 
 def test_only_what_is_used_is_compiled() -> None:
+    arms = {"inject"}  # which arm serves a regime is traced: it is part of every step
     for preset, used in (
         ("min-p", set()),
-        ("quadrants", set()),
+        (LITERAL, set()),
+        ("entropix", {"dry"}),
         ("xtc", {"xtc"}),
         ("dry", {"dry"}),
         ("adaptive-p", {"adaptive_p"}),
     ):
-        sampler = load_sampler(preset)
-        settings = sampler.settings(num_layers=2, epsilon=0.0, encode=encode)
-        assert settings.used == used
-        rows = replace(batch_of(params_of(preset)), used=settings.used)
+        own = used_of(load_sampler(preset))
+        assert own == used | arms
+        rows = replace(batch_of(params_of(preset)), used=own)
         jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]])))
         # A choice by platform is settled by lowering, and no branch of the program.
         assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used)
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
-    assert phrases.settings(num_layers=2, epsilon=0.0, encode=encode).used == {"phrases"}
+    assert used_of(phrases) == {"phrases"} | arms
 
 
 # In a batch
@@ -396,6 +398,7 @@ def test_a_phrase_stays_where_it_may() -> None:
     assert tokens_of(generate(MODEL, [spent])[0]) == written
     thought: dict[str, Any] = {f"arms.{regime}": "inject" for regime in ("mid", "loop")}
     thought |= {"inject.thought": "abcd", "inject.cooldown": 4}
+    thought |= {"inject.after": "", "inject.earliest": 0}
     (lines,) = generate(MODEL, [job(thought, "0", [[97, 98], [99, 100]])])
     assert holds_phrase(tokens_of(lines), [97, 98, 99, 100])
 

@@ -101,18 +101,26 @@ def test_random_rows(rule: str) -> None:
         assert decided > rows / 4
 
 
-@pytest.mark.parametrize("rule", NUMBERS)
-def test_frequencies(rule: str) -> None:
-    """100,000 draws are distributed as p renormalised over the rule's tokens."""
-    rng, draws, number = np.random.default_rng(8), 100_000, NUMBERS[rule][len(NUMBERS[rule]) // 2]
-    logits = rng.normal(size=50).astype(np.float32)
+@pytest.mark.parametrize(("rule", "vocab"), [*((rule, 50) for rule in NUMBERS), ("eta", 200)])
+def test_frequencies(rule: str, vocab: int) -> None:
+    """100,000 draws are distributed as p renormalised over the rule's tokens, in the head and
+    beyond it."""
+    rng, rows, number = np.random.default_rng(8), 250, NUMBERS[rule][len(NUMBERS[rule]) // 2]
+    logits = np.full(256, -np.inf, np.float32)
+    logits[:vocab] = rng.normal(size=vocab)
     oracle = oracle_of(rule, logits, 0.8, number)
-    drawn = drawn_by(rule, number, logits, below_one(rng.random(draws)), 0.8)
+    draws = truncated_draw(
+        jnp.asarray(np.tile(logits, (rows, 1))),
+        proposal_of([0.8] * rows, rule=rule),
+        jnp.asarray(below_one(rng.random((rows, 400)))),
+        settings_of([rule] * rows, number),
+    ).ids
     left = oracle.rank < oracle.most
     assert oracle.decided
-    found = np.bincount(drawn, minlength=50)
-    assert found[left].sum() == draws
-    expected = softmax(logits[left].astype(np.float64), 0.8) * draws
+    found = np.bincount(np.ravel(draws), minlength=256)
+    assert found[left].sum() == draws.size
+    assert (oracle.most > draw.HEAD) == (vocab == 200)
+    expected = softmax(logits[left].astype(np.float64), 0.8) * draws.size
     assert oracle.most == 1 or stats.chisquare(found[left], expected).pvalue > 1e-4
 
 
@@ -205,16 +213,24 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
         np.testing.assert_array_equal(alone.ids[0], together.ids[row])
 
 
-def test_both_paths_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length of the head is a matter of speed alone."""
-    batch = mixed_batch(150, 1000)
-    outcomes = []
-    for head in (2, 64, 1000):
+def test_the_length_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes no set, and no draw that lies within the head."""
+    logits, proposal, uniforms, settings = mixed_batch(150, 1000)
+    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (150, *jnp.shape(x))), view())
+    metrics = metrics_of(entropy=[0.0] * 150)
+    order = np.asarray(jax.jit(truncate)(logits, proposal, metrics, settings, views).order)
+    ranks = np.argsort(np.argsort(-order, axis=1, kind="stable"), axis=1)
+    whole: Any = None  # the head is the vocabulary
+    for head in (1000, 64, 2):
         monkeypatch.setattr(draw, "HEAD", head)
-        outcomes.append(jax.jit(lambda *rows: draw_rows(*rows))(*batch))
-    for other in outcomes[1:]:
-        np.testing.assert_array_equal(outcomes[0].kept, other.kept)
-        np.testing.assert_array_equal(outcomes[0].ids, other.ids)
+        drawn = jax.jit(lambda *rows: draw_rows(*rows))(logits, proposal, uniforms, settings)
+        whole = whole or drawn
+        np.testing.assert_array_equal(drawn.kept, whole.kept)
+        np.testing.assert_array_equal(drawn.last, whole.last)
+        near, own = (np.take_along_axis(ranks, np.asarray(x.ids), 1) for x in (whole, drawn))
+        np.testing.assert_array_equal(own < head, near < head)
+        np.testing.assert_array_equal(own[near < head], near[near < head])
+        assert np.sum(near >= head) > 50 or head == 1000
 
 
 @pytest.mark.parametrize("rule", NUMBERS)
@@ -341,14 +357,15 @@ def test_a_run_of_mirostat(target: float, exponent: float) -> None:
     mus, kept, surprises = (np.asarray(x) for x in record)
 
     exact = logits.astype(np.float64)
-    descending = np.sort(softmax(exact, 1.0))[::-1]
+    probabilities, oracle = softmax(exact, 1.0), Kept.of("mirostat", logits, 1.0, 0.0)
 
     def after(mu: float, uniform: float) -> tuple[int, int, float]:
         """The fewest and the most that `mu` keeps, and the next `mu`."""
         _, fewest, most = mirostat(exact, 1.0, mu)
-        cumulated = np.cumsum(descending[:most])
+        p = probabilities[oracle.in_draw_order(most)]
+        cumulated = np.cumsum(p)
         place = min(int(np.sum(cumulated <= uniform * cumulated[-1])), most - 1)
-        return fewest, most, mu - rate * (-np.log2(descending[place]) - target)
+        return fewest, most, mu - rate * (-np.log2(p[place]) - target)
 
     path = float(mus[0])
     for i, uniform in enumerate(uniforms.astype(np.float64)):

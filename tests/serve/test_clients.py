@@ -110,8 +110,78 @@ def test_a_text_goes_on_as_in_mikupad(web: httpx.Client, chat: bool) -> None:
     assert 3 < seen <= 12
 
 
-def test_what_mikupad_asks_of_other_servers_is_refused_by_name(web: httpx.Client) -> None:
-    body = {"model": "tiny", "prompt": "Once", "repetition_penalty": 1.1, "max_tokens": 1}
-    answer = web.post("/v1/completions", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "repetition_penalty"
+MIKUPAD = {
+    "prompt": "Once",
+    "stream": False,
+    "n_predict": 2,
+    "max_tokens": 2,
+    "temperature": 0.7,
+    "repetition_penalty": 1.1,
+    "repeat_last_n": 256,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "typical_p": 1,
+    "tfs_z": 1,
+    "mirostat_mode": 0,
+    "ignore_eos": False,
+    "logprobs": 10,
+    "seed": -1,
+}
+SILLY_TAVERN_TEXT = {
+    "prompt": "Once",
+    "model": "tiny",
+    "max_new_tokens": 2,
+    "max_tokens": 2,
+    "temperature": 1,
+    "top_p": 1,
+    "typical_p": 1,
+    "min_p": 0.02,
+    "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_k": -1,
+    "min_tokens": 0,
+    "length_penalty": 1,
+    "add_bos_token": True,
+    "ban_eos_token": False,
+    "skip_special_tokens": True,
+    "stop": ["\nYou:", ""],
+    "stopping_strings": ["\nYou:"],
+    "custom_token_bans": "",
+    "guided_json": None,
+    "grammar_string": "",
+    "seed": -1,
+    "n": 1,
+    "include_reasoning": True,
+}
+SILLY_TAVERN_CHAT = {
+    "messages": [
+        {"role": "system", "content": "Write the next reply."},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Hi"},
+    ],
+    "model": "tiny",
+    "temperature": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_p": 1,
+    "max_tokens": 2,
+    "stream": False,
+    "logit_bias": {},
+    "stop": [],
+    "chat_completion_source": "custom",
+    "n": 1,
+}
+
+
+@pytest.mark.parametrize("body", [MIKUPAD, SILLY_TAVERN_TEXT, SILLY_TAVERN_CHAT])
+def test_what_pages_for_local_servers_send_is_answered(
+    web: httpx.Client, body: dict[str, Any]
+) -> None:
+    kind = "chat/completions" if "messages" in body else "completions"
+    answer = web.post(f"/v1/{kind}", json={"model": "tiny"} | body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] in ("stop", "length")
+    assert all("changes nothing" in told for told in answer.json()["warnings"])

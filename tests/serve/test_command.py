@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
+from entropix_jax.cli.options import EXIT_OK
 from entropix_jax.engine.memory import plan_memory
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.command import main
+from entropix_jax.serve.http import HttpServer
 from tests.support.commands import one_error, run_command
+from tests.support.model_folders import write_model
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -30,13 +33,15 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
         [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        lines = [process.stderr.readline() for _ in range(2)]
+        lines = [process.stderr.readline() for _ in range(3)]
         assert lines[0].startswith("memory of each device: at least")
         # Two slots, and seven rows for forks.
         plan = plan_memory(tiny.config, tiny.precision, slots=9, capacity=256, mesh=None)
         assert str(plan) in lines[0]
-        assert lines[1].startswith("tiny: listening on http://127.0.0.1:")
-        url = lines[1].split()[-1]
+        assert lines[1] == "compiling the usual programs (minutes, once) ...\n"
+        assert lines[2].startswith("tiny: page at http://127.0.0.1:")
+        url = lines[2].split()[-1]
+        assert lines[2] == f"tiny: page at {url[:-2]}, API listening on {url}\n"
         body: dict[str, Any] = {"model": "tiny", "prompt": "Guests:", "max_tokens": 200}
         body |= {"stream": True, "seed": 1}
         body["entropix"] = {"sampler": {"extends": "temperature", "base.temperature": 20.0}}
@@ -51,6 +56,27 @@ def test_it_drains_at_a_signal(tiny: LanguageModel) -> None:
         assert process.stderr.read() == ""
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/models")
+
+
+@pytest.mark.parametrize(("sampler", "number"), [("entropix", 1), ("min-p", 0)])
+def test_a_model_without_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str, number: int
+) -> None:
+    """One note says so, where the server's sampler has percentiles that matter."""
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr("entropix_jax.serve.warm_up.warm_up", nothing)
+    monkeypatch.setattr(HttpServer, "serve", nothing)
+    # It closes the handlers of other libraries, whose stream is pytest's.
+    monkeypatch.setattr("uvicorn.Config.configure_logging", lambda config: None)
+    bare = write_model(tmp_path / "bare", calibrated=False)
+    result = run_command(main, "--model", bare, "--port", 0, "--sampler", sampler)
+    note = "note: the model has no calibration: the generic table is used; "
+    note += f"`entropix-jax calibrate --model {bare}` measures its own\n"
+    assert (result.status, result.err.count(note)) == (EXIT_OK, number)
+    assert "bare: page at http://127.0.0.1:" in result.err
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -69,6 +95,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     refused("--api-key-file", tmp_path / "none", message="none")
     refused("--allow-origin", "friend.org", message="expected SCHEME://HOST")
     refused("--sampler", "entropic", message="did you mean 'entropix'?")
+    refused("--warm", "mirostatt", message="--warm: no sampler preset 'mirostatt', did you mean")
     refused("--port", 0, "--context", 9999, message="the model has 4096 positions")
     one_error(run_command(main, "--port", 0, "--model", "./none"), "none")
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.names import REGIMES
+from entropix_jax.names import MEANINGS, REGIMES
 from entropix_jax.report.page import regime_rule
-from tests.support.browser import Watched, each
+from tests.support.browser import Watched, each, frames
+from tests.support.reports import SAMPLER
+from tests.support.samplers import CALIBRATION
 from tests.support.servers import Running, listening, standing_in
 
 READY, IDLE = "html[data-ready]", "html[data-state=idle]"
@@ -52,9 +53,9 @@ def page(shown: Watched, running: Running) -> Any:
     return shown.page
 
 
-def generate(page: Any, prompt: str = "Guests:") -> None:
+def generate(page: Any, prompt: str = "Guests:", **changes: Any) -> None:
     page.fill("#prompt", prompt)
-    page.fill("#own", " ".join(f"{key}={value}" for key, value in OWN.items()))
+    page.fill("#own", " ".join(f"{key}={value}" for key, value in (OWN | changes).items()))
     page.fill("#tokens", "60")
     page.fill("#seed", "3")
     page.keyboard.press("Control+Enter")
@@ -84,7 +85,11 @@ def complete(running: Running, **changes: Any) -> list[dict[str, Any]]:
 
 
 def texts_of(records: list[dict[str, Any]]) -> list[str]:
-    return [one["text"] or f"⟨{one['token_id']}⟩" for one in records]
+    names = [{number: name for number, name, _ in one["top"]} for one in records]
+    return [
+        one["text"] or name.get(one["token_id"], f"⟨{one['token_id']}⟩")
+        for one, name in zip(records, names, strict=True)
+    ]
 
 
 def test_the_text_is_the_servers_and_a_token_tells_what_else(page: Any, running: Running) -> None:
@@ -94,11 +99,32 @@ def test_the_text_is_the_servers_and_a_token_tells_what_else(page: Any, running:
         one["regime"] for one in expected
     ]
     page.hover("#text-0 .token >> nth=5")
-    top = each(page, ".alternatives tr", "[Number(node.querySelector('button').dataset.token),"
-               " Number(node.querySelector('data').value)]")  # fmt: skip
+    row = "[Number(node.querySelector('button').dataset.token),"
+    row += " Number(node.querySelector('data').value)]"
+    top = each(page, ".alternatives tr", row)
     assert top == [[number, share] for number, _, share in expected[5]["top"]]
     assert page.locator("#details-body canvas").count() == 1
     assert page.locator("#share-mid").text_content().endswith("%")
+    legend = each(page, "#legend li", "node.textContent.replace(/ [0-9.]+ %$/, '')")
+    assert legend == [f"{name} ({regime.upper()})" for regime, name in MEANINGS.items()]
+    assert page.locator("#work .marks li").count() == 5
+
+
+def test_an_example_is_generated(running: Running, browser: Any) -> None:
+    one = Watched(browser)
+    page = one.page
+    page.goto(running.url)
+    page.wait_for_selector(READY, state="attached")
+    assert page.locator("#examples button").count() == 3
+    example = page.locator("#examples button").first.text_content()
+    page.fill("#tokens", "5")
+    page.locator("#examples button").first.click()
+    settled(page, 1)
+    assert page.locator("#asked").text_content() == page.input_value("#prompt") == example
+    assert page.locator("#examples").is_hidden()
+    page.check("#chat")
+    assert "message" in page.get_attribute("#prompt", "placeholder")
+    one.context.close()
 
 
 def test_a_chat_comes_first_where_the_model_is_made_for_it(running: Running, browser: Any) -> None:
@@ -117,6 +143,38 @@ def test_a_chat_comes_first_where_the_model_is_made_for_it(running: Running, bro
     one.page.wait_for_selector(READY, state="attached")
     assert one.page.is_checked("#chat")
     one.context.close()
+
+
+def test_an_error_lasts_until_something_succeeds(page: Any) -> None:
+    """And is in view, wherever the page is scrolled to."""
+    page.fill("#prompt", "")
+    page.click("#go")
+    banner = page.locator("#failure")
+    assert banner.text_content().startswith("Type a prompt first.")
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    page.wait_for_function("document.querySelector('#failure').getBoundingClientRect().top >= 0")
+    page.fill("#prompt", "Guests:")
+    page.click("#go")
+    settled(page, 2)
+    assert banner.is_hidden()
+
+
+def test_the_newest_message_is_in_view(page: Any) -> None:
+    page.click("#chat")
+    for number in range(1, 5):
+        generate_next(page, f"Question {number}? " + "What did Nina say to Rita? " * 4, number)
+    shown = "[node.scrollHeight, node.scrollTop + node.clientHeight]"
+    ((height, seen),) = each(page, "#asked", shown)
+    assert height > 96
+    assert abs(height - seen) <= 1
+    assert "next turn" in page.locator("#tree-list li >> nth=-1").text_content()
+
+
+def generate_next(page: Any, text: str, number: int) -> None:
+    page.fill("#prompt", text)
+    page.fill("#tokens", "4")
+    page.click("#go")
+    settled(page, 1 + number)
 
 
 def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
@@ -145,6 +203,27 @@ def test_an_alternative_goes_on_and_is_undone(page: Any) -> None:
     assert tokens(page) == after
 
 
+def test_the_token_of_the_text_is_no_choice(page: Any) -> None:
+    words = tokens(page)
+    for at in (5, 8):
+        page.click(f"#text-0 .token:not(.retracted) >> nth={at}")
+        disabled = page.locator("#details-body .choice:disabled").all_text_contents()
+        assert disabled in ([], [f"“{words[at]}”"])
+        page.click(HELD)
+
+
+def test_an_end_token_has_its_name(page: Any) -> None:
+    token = {"text": "", "token_id": 7, "top": [[7, "<|im_end|>", 0.5], [8, "\ufffd", 0.25]]}
+    shown = page.evaluate(
+        """async (token) => {
+            const { quotedToken } = await import("/static/format.js");
+            return [token, { ...token, token_id: 8 }, { ...token, top: null }].map(quotedToken);
+        }""",
+        token,
+    )
+    assert shown == ["<|im_end|>", "⟨8⟩", "⟨7⟩"]
+
+
 def test_a_box_within_one_before_it_is_not_drawn(page: Any) -> None:
     """No token is ever in it. One that only overlaps stays, as does one that comes first."""
     kept = page.evaluate("""async () => {
@@ -162,36 +241,71 @@ def test_a_box_within_one_before_it_is_not_drawn(page: Any) -> None:
     assert kept == [["lelv", "helv", "lehv"], ["lelv", "lehv", "hehv"]]
 
 
+def thresholds(page: Any) -> list[float]:
+    """The values of the sliders: h1, h2, u1, u2."""
+    return each(page, "#knobs input[type=number]", "Number(node.value)")
+
+
+def take(page: Any, axis: str) -> tuple[float, float]:
+    """Finds the first threshold along an axis of the plane, takes it, and returns its pixel."""
+    plane = page.locator("#plane")
+    plane.scroll_into_view_if_needed()
+    box = plane.bounding_box()
+    x, y, width, height = (box[name] for name in ("x", "y", "width", "height"))
+    along = [(x + i, y + 60) for i in range(56, int(width) - 52)]
+    if axis == "y":  # upwards
+        along = [(x + 0.6 * width, y + height - i) for i in range(34, int(height) - 24)]
+    cursor = {"x": "ew-resize", "y": "ns-resize"}[axis]
+    near: list[tuple[float, float]] = []
+    for point in along:
+        page.mouse.move(*point)
+        if page.locator("#plane canvas").last.evaluate("(node) => node.style.cursor") == cursor:
+            near.append(point)
+        elif near:
+            break
+    line = near[len(near) // 2]
+    page.mouse.move(*line)
+    page.mouse.down()
+    return line
+
+
 def test_a_dragged_threshold_regenerates_the_text(page: Any, running: Running) -> None:
     """As if the text had been made with the new threshold."""
     before = complete(running)
-    box = page.locator("#plane").bounding_box()
-    facts = page.locator("#knobs input[type=number]")
-    assert facts.count() == 4
-    h1 = float(facts.nth(0).input_value())
-    top = max(*(1.1 * one["entropy"] for one in before), 1.15 * float(facts.nth(1).input_value()))
-    width = box["width"] - 50
-    page.locator("#plane").scroll_into_view_if_needed()
-    box = page.locator("#plane").bounding_box()
-    x, y = box["x"] + 40 + width * h1 / np.ceil(top), box["y"] + 60
-    page.mouse.move(x, y)
-    page.mouse.down()
-    page.mouse.move(x + 60, y)
-    page.mouse.move(x + 140, y)
+    h1, *others = thresholds(page)
+    told = each(page, "#knobs output", "node.textContent")
+    assert all(text.endswith(" % of this model's answers") for text in told)
+    x, y = take(page, "x")
+    page.mouse.move(x - 60, y)
+    page.mouse.move(x - 140, y)
     page.wait_for_selector("#first:not(:empty)")
     page.mouse.up()
     settled(page, 2)
-    moved = float(page.locator("#knobs input[type=number]").nth(0).input_value())
-    assert moved > h1 + 0.5
+    moved = thresholds(page)[0]
+    assert moved < h1
+    assert thresholds(page)[1:] == others
     assert tokens(page) == texts_of(complete(running, **{"thresholds.h1": moved}))
     assert tokens(page, 1) == texts_of(before)
     assert "with the same seed" in page.locator("#first").text_content()
 
 
+def test_thresholds_as_units_regenerate_the_text(page: Any, running: Running) -> None:
+    """Tokens that keep their regime change, too."""
+    units = {"metrics.units": "thresholds"}
+    generate(page, **units)
+    settled(page, 2)
+    assert tokens(page) == texts_of(complete(running, **units))
+    page.locator("#knob-u2 + input").fill("3.5")
+    page.locator("#knob-u2 + input").blur()
+    settled(page, 3)
+    expected = complete(running, **units, **{"thresholds.u2": 3.5})
+    assert tokens(page) == texts_of(expected)
+
+
 def test_a_slider_by_keys_and_another_setting(page: Any, running: Running) -> None:
     page.locator("#knob-h1").focus()
     for _ in range(3):
-        page.keyboard.press("PageUp")
+        page.keyboard.press("PageDown")
     settled(page, 2)
     moved = float(page.locator("#knobs input[type=number]").nth(0).input_value())
     assert tokens(page) == texts_of(complete(running, **{"thresholds.h1": moved}))
@@ -201,15 +315,78 @@ def test_a_slider_by_keys_and_another_setting(page: Any, running: Running) -> No
     settled(page, 3)
     changes = {"thresholds.h1": moved, "inject.thought": " Hm,"}
     assert tokens(page) == texts_of(complete(running, **changes))
+    page.fill("#setting", "thresholds.h1")
+    page.fill("#value", "30%")
+    page.press("#value", "Enter")
+    settled(page, 4)
+    assert tokens(page) == texts_of(complete(running, **changes | {"thresholds.h1": "30%"}))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "back"),
+    [
+        ({"arms.hehv": "resample"}, 0),
+        ({"arms.hehv": "backspace", "backspace.reach": 1}, 1),
+        ({"arms.hehv": "backspace", "backspace.reach": 3}, 3),
+        ({"arms.hehv": "resample", "phrases.banned": ["x"]}, 8),
+    ],
+)
+def test_regeneration_starts_where_a_decision_can_change(
+    page: Any, sampler: dict[str, Any], back: int
+) -> None:
+    """That is before the first changed decision if the row may step back from there."""
+    found = page.evaluate(
+        """async (sampler) => {
+            const { firstChange } = await import("/static/decisions.js");
+            const items = [...Array(20).keys()].map((i) =>
+                ({ position: 5 + i, index: i, type: "token", regime: i < 12 ? "lelv" : "mid" }));
+            const facts = { boxes: [], thresholds: {}, sampler };
+            return firstChange({ items, facts }, { "arms.mid": "argmax" });
+        }""",
+        {"arms.mid": "sample"} | sampler,
+    )
+    assert found == {"index": 12, "position": 12 - back}
+
+
+def saved(page: Any, folder: Path, kind: str) -> Path:
+    with page.expect_download() as saving:
+        page.click(f"#save-{kind}")
+    path = folder / str(saving.value.suggested_filename)
+    saving.value.save_as(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["report", "trace"])
+def test_choices_and_messages_are_saved(page: Any, tmp_path: Path, kind: str) -> None:
+    page.check("#chat")
+    page.fill("#prompt", "What is 1 + 1?")
+    page.click("#go")
+    settled(page, 2)
+    page.click("#text-0 .token >> nth=0")
+    page.locator("#details-body .choice[data-token]:enabled").first.click()
+    settled(page, 3)
+    marked = "node.className.replace(' parts', '')"
+    before = (tokens(page), each(page, "#text-0 .token", marked))
+    assert page.locator("#text-0 .token.chosen:not(.injected)").count() == 1
+    asked = page.locator("#asked").text_content()
+    path = saved(page, tmp_path, kind)
+    page.reload()
+    page.wait_for_selector(READY, state="attached")
+    page.set_input_files("#file", path)
+    settled(page, 1)
+    assert (tokens(page), each(page, "#text-0 .token", marked)) == before
+    assert page.locator("#asked").text_content() == asked == "user: What is 1 + 1?"
+    assert page.locator("#afresh").is_visible()
+    page.fill("#prompt", "And then?")
+    page.click("#go")
+    settled(page, 2)
+    assert page.locator("#asked").text_content().startswith(f"{asked}\nassistant: ")
 
 
 @pytest.mark.parametrize("kind", ["report", "trace"])
 def test_a_saved_text_is_opened_and_goes_on(page: Any, tmp_path: Path, kind: str) -> None:
     before = tokens(page)
-    with page.expect_download() as saving:
-        page.click(f"#save-{kind}")
-    path = tmp_path / saving.value.suggested_filename
-    saving.value.save_as(path)
+    path = saved(page, tmp_path, kind)
     page.set_input_files("#file", path)
     page.wait_for_selector("#tree-list li:nth-child(2)")
     assert tokens(page) == before
@@ -241,12 +418,15 @@ def test_a_chat_goes_on(page: Any) -> None:
     page.fill("#prompt", "What is 1 + 1?")
     page.click("#go")
     settled(page, 2)
-    page.fill("#prompt", "And then?")
+    page.fill("#prompt", "And then?\n" * 6 + "And then?")
     page.click("#go")
     settled(page, 3)
     asked = page.locator("#asked").text_content()
     assert asked.startswith("user: What is 1 + 1?\nassistant: ")
-    assert asked.endswith("user: And then?")
+    assert asked.endswith("\nAnd then?")
+    hidden = "(node) => node.scrollHeight - node.clientHeight - node.scrollTop"
+    assert page.locator("#asked").evaluate(hidden) < 1, "the end of the newest message is shown"
+    assert page.locator("[aria-current]").text_content().endswith(" next turn")
     page.click("#afresh")
     page.keyboard.type("Another")
     page.click("#go")
@@ -266,6 +446,13 @@ def test_errors_are_one_line(shown: Watched, page: Any) -> None:
     page.click("#go")
     words = 'key=value, not “base.top_p 0.9 inject.thought="x"y”'
     page.wait_for_selector(f"#failure-text:has-text('{words}')")
+    page.locator("#tree").scroll_into_view_if_needed()
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    top = page.locator("#failure").bounding_box()["y"]
+    assert 0 <= top < 100, "it stays in view"
+    generate(page)
+    settled(page, 2)
+    assert page.locator("#failure").is_hidden()
 
 
 def refused(message: str) -> dict[str, Any]:
@@ -357,7 +544,7 @@ def test_a_key_that_would_type_a_sign_stops_the_text(running: Running, browser: 
     page = one.page
     page.goto(running.url)
     page.wait_for_selector(READY, state="attached")
-    events = {"stream": [*stream(complete(running)[0], 2000)], "about": about_row(running)}
+    events = {"stream": [*stream(complete(running)[0], 2000)], "about": about_row()}
     page.evaluate(PLAYED, events)
     page.fill("#prompt", "x")
     page.click("#go")
@@ -502,10 +689,11 @@ def stream(template: dict[str, Any], count: int) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def about_row(running: Running) -> str:
-    values = dict(running.served.sampler.values)
+def about_row() -> str:
+    values = dict(SAMPLER.values)
     about = {"row": "R", "prompt": "x", "seed": 1, "sampler": values, **regime_rule(values, "")}
-    return json.dumps(about)
+    own = {"percentiles": dict(SAMPLER.percentiles), "calibration": CALIBRATION.to_json()}
+    return json.dumps(about | own)
 
 
 def test_two_thousand_tokens_take_no_long_task(running: Running, browser: Any) -> None:
@@ -515,7 +703,7 @@ def test_two_thousand_tokens_take_no_long_task(running: Running, browser: Any) -
     page = one.page
     page.goto(running.url)
     page.wait_for_selector(READY, state="attached")
-    events = {"stream": [*stream(template, 2000)], "about": about_row(running)}
+    events = {"stream": [*stream(template, 2000)], "about": about_row()}
     page.evaluate(PLAYED, events)
     page.fill("#prompt", "x")
     browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
@@ -546,7 +734,7 @@ def test_a_slider_that_moves_as_a_text_ends_counts(running: Running, browser: An
     page = one.page
     page.goto(running.url)
     page.wait_for_selector(READY, state="attached")
-    events = {"stream": [*stream(complete(running)[0], 200)], "about": about_row(running)}
+    events = {"stream": [*stream(complete(running)[0], 200)], "about": about_row()}
     page.evaluate(PLAYED, events)
     page.fill("#prompt", "x")
     page.evaluate(
@@ -565,6 +753,53 @@ def test_a_slider_that_moves_as_a_text_ends_counts(running: Running, browser: An
     page.wait_for_selector("#tree-list li:nth-child(2)")
     page.wait_for_selector(IDLE, state="attached")
     one.context.close()
+
+
+def test_equal_thresholds_are_dragged_apart(running: Running, browser: Any) -> None:
+    """By the direction of the pointer; the labels have values and percentiles."""
+    one = Watched(browser, viewport={"width": 1440, "height": 900})
+    page = one.page
+    page.goto(running.url)
+    page.wait_for_selector(READY, state="attached")
+    events = {"stream": [*stream(complete(running)[0], 40)], "about": about_row()}
+    page.evaluate(PLAYED, events)
+    page.fill("#prompt", "x")
+    page.click("#go")
+    settled(page, 1)
+    h1, h2, u1, u2 = thresholds(page)
+    assert u1 == u2
+    assert shown_percentiles(page) == ["30 %", "70 %", "60 %", "60 %"]
+    x, y = take(page, "y")
+    page.mouse.move(x, y - 30)
+    frames(page)
+    higher = thresholds(page)
+    assert higher[:3] == [h1, h2, u1]
+    assert higher[3] > u2
+    assert shown_percentiles(page)[3] == percent_of("varentropy", higher[3])
+    page.mouse.move(x, y + 30)  # it stops at the lower one
+    frames(page)
+    assert thresholds(page) == [h1, h2, u1, u2]
+    page.mouse.up()
+    x, y = take(page, "y")
+    page.mouse.move(x, y + 30)
+    frames(page)
+    lower = thresholds(page)
+    assert lower[2] < u1
+    assert shown_percentiles(page)[2] == percent_of("varentropy", lower[2])
+    page.mouse.up()
+    settled(page, 2)
+    assert one.messages == []
+    one.context.close()
+
+
+def shown_percentiles(page: Any) -> list[str]:
+    """Without whose answers they are of."""
+    found = each(page, "#knobs output", "node.textContent")
+    return [text.removesuffix(" of the generic table") for text in found]
+
+
+def percent_of(quantity: str, value: float) -> str:
+    return f"{round(CALIBRATION.rank(quantity, value), 1):g} %"
 
 
 # Without a browser.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.serve.guard import read_keys, read_origin
+from entropix_jax.serve.responses import Responses
 from entropix_jax.serve.schema import ApiError, Body, Chat, Completion, Score, parse
 from entropix_jax.serve.wire import MOST_BYTES
 from tests.support.servers import CONTEXT, TOP, standing_in
@@ -27,7 +28,12 @@ SCORE: dict[str, Any] = {"model": "tiny", "input": "Guests: Nina."}
 ECHO: dict[str, Any] = {"echo": True, "max_tokens": 0}
 BANS = {str(token): -100 for token in range(17)}  # one too many
 BIASES = {str(token): -99.5 for token in range(65)}
-PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/score": SCORE}
+PATHS = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/score": SCORE,
+    "/v1/responses": {"model": "tiny", "input": "Guests?"},
+}
 
 
 def asking(model: LanguageModel, **options: Any) -> Iterator[Ask]:
@@ -75,24 +81,101 @@ def test_each_body_is_taken(ask: Ask) -> None:
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "suffix": "!",
-        "tools": [],
         "best_of": 2,
-        "top_k": 3,
-        "messages": [],
+        "prompt_logprobs": 1,
+        "guided_json": {},
+        "grammar": "root ::= x",
     },
     "/v1/chat/completions": {
         "tools": [{"type": "function"}],
-        "tool_choice": "auto",
-        "functions": [],
+        "tool_choice": "required",
+        "functions": [{}],
         "audio": {},
         "modalities": ["audio"],
         "prediction": {},
-        "reasoning_effort": "low",
-        "store": True,
-        "echo": True,
+        "min_tokens": 3,
     },
-    "/v1/score": {"n": 1, "stream": False},
+    "/v1/responses": {
+        "tools": [{"type": "function"}],
+        "previous_response_id": "resp_1",
+        "background": True,
+    },
 }
+# Accepted: without effect on the text, or mapped to settings.
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "suffix": "",
+        "best_of": 1,
+        "prompt_logprobs": 0,
+        "stop": "",
+        "seed": -7,
+        "max_tokens": -1,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "n": 1.0,
+        "user": "me",
+    },
+    "/v1/chat/completions": {
+        "tools": [],
+        "tool_choice": "none",
+        "functions": [],
+        "parallel_tool_calls": False,
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "stop": ["", "a", *map(str, range(40))],
+        "max_completion_tokens": -1,
+        "max_tokens": 4.0,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Is it"}, {"text": " wet?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            {"role": "tool", "content": "yes", "tool_call_id": "1"},
+        ],
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "developer", "content": "Be brief."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        ],
+        "instructions": "Be kind.",
+        "max_output_tokens": 3,
+        "text": {"format": {"type": "text"}},
+        "store": False,
+        "tools": [],
+        "previous_response_id": None,
+        "include": [],
+        "reasoning": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [(path, *case) for path, cases in ACCEPTED.items() for case in cases.items()],
+)
+def test_what_clients_send_is_accepted(ask: Ask, path: str, name: str, value: Any) -> None:
+    answer = ask("POST", path, json=PATHS[path] | {name: value})
+    assert answer.status_code == 200, answer.text
+    assert "warnings" not in answer.json()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_unknown_keys_are_told(tiny: LanguageModel, ask: Ask, path: str) -> None:
+    body = PATHS[path] | {"mirostat_tau": 5, "cache_prompt": True}
+    told = ask("POST", path, json=body).json()["warnings"]
+    known = "is not known to this server and changes nothing"
+    assert told == [f"'cache_prompt' {known}", f"'mirostat_tau' {known}"]
+    for strict in asking(tiny, strict=True):
+        error = refused(strict("POST", path, json=body))
+        assert error["message"] == "'cache_prompt' is not supported by this server"
+        assert strict("POST", path, json=PATHS[path] | {"user": "me"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -115,7 +198,9 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"prompt": []}, "prompt: it must not be empty"),
         ("/v1/completions", {"prompt": [[]]}, "the prompt is empty"),
         ("/v1/completions", {"prompt": [5000]}, "the prompt holds 5000, which is no token"),
-        ("/v1/completions", {"prompt": [-1]}, "prompt."),
+        ("/v1/completions", {"prompt": [-1]}, "prompt: must be a text or a list of token ids, or"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "prompt: entry 1 must be a text or a list of"),
+        ("/v1/completions", {"prompt": ["a", [1]]}, "prompt: texts and lists of token ids do not"),
         ("/v1/completions", {"prompt": [1] * CONTEXT}, f"a row has room for {CONTEXT}"),
         # Too many rows, before any of their prompts is read.
         ("/v1/completions", {"prompt": [[5000]] * 9, "n": 128}, "1152 rows are asked for"),
@@ -125,8 +210,17 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"max_tokens": 0}, "max_tokens: 0 is for a prompt that is echoed"),
         ("/v1/completions", {"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
         ("/v1/completions", {"n": 0}, "n: "),
-        ("/v1/completions", {"stop": ["a"] * 5}, "stop"),
-        ("/v1/completions", {"stop": ""}, "stop"),
+        ("/v1/completions", {"stop": ["a"] * 65}, "stop: at most 64 texts, not 65"),
+        ("/v1/completions", {"stop": 5}, "stop: must be a text or a list of texts"),
+        ("/v1/completions", {"top_k": 0.5}, "top_k: Input should be a valid integer"),
+        ("/v1/completions", {"min_p": 2}, "min_p: "),
+        ("/v1/completions", {"repetition_penalty": 0}, "repetition_penalty: "),
+        ("/v1/completions", {"entropix": {"sampler": 5}}, "entropix.sampler: must be the name of"),
+        (
+            "/v1/completions",
+            {"entropix": {"from": {"row": "x", "position": 0, "token": "a"}}},
+            "entropix.from.token: must be a token id or a list of 1 to 256",
+        ),
         ("/v1/completions", {"temperature": 3}, "temperature: "),
         ("/v1/completions", {"top_p": -0.1}, "top_p: "),
         ("/v1/completions", {"presence_penalty": 2.5}, "presence_penalty: "),
@@ -152,15 +246,54 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"entropix": {"sampler": {"extends": 3}}}, "no sampler preset"),
         ("/v1/completions", {"entropix": {"sampler": {"base.heat": 1}}}, "no sampler key"),
         ("/v1/completions", {"entropix": {"sampler": {"base.top_p": 7}}}, "must be a number in"),
+        (
+            "/v1/completions",
+            {"entropix": {"sampler": {"regimes.lelv": ["sequence_varentropy < 40%"]}}},
+            "sequence_varentropy has no percentiles",
+        ),
+        (
+            "/v1/completions",
+            {"entropix": {"sampler": {"extends": "entropix", "thresholds.u1": 1000000}}},
+            "calibration.json: thresholds.u1 = 1000000 is above thresholds.u2 = ",
+        ),
         ("/v1/completions", {"entropix": {"report": True}}, "'entropix.report' is not supported"),
-        ("/v1/completions", {"response_format": {"type": "json_object"}}, "response_format.type"),
+        (
+            "/v1/completions",
+            {"response_format": {"type": "json_object"}},
+            "response_format: type 'json_obj",
+        ),
         ("/v1/completions", {"stream_options": {"x": 1}}, "'stream_options.x' is not supported"),
         ("/v1/chat/completions", {"messages": []}, "messages: "),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "tool", "content": ""}]},
-            "messages.0.role",
+            {"messages": [{"role": "user"}]},
+            "messages: message 1 must be an object with a text 'role' and a 'content'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages: message 1 has a part of type 'image_url': only 'text' is supported",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user<|eot_id|>", "content": "Hi"}]},
+            "messages: message 1: unknown role 'user<|eot_id|>', expected one of system, ",
+        ),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"messages": []}},
+            "the chat template's variable 'messages' cannot be set",
+        ),
+        ("/v1/responses", {"input": 5}, "input: must be a text or a list of messages"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call"}]},
+            "input: item 0 of type 'function_call' is not supported, only 'message'",
+        ),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema"}}},
+            "text.format: type 'json_schema' is not supported by this server, only 'text'",
         ),
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs: it needs logprobs"),
         ("/v1/completions", {"n": 2, "entropix": {"id": "a"}}, "entropix.id: it names one row"),
@@ -235,7 +368,8 @@ VALUES = st.recursive(
 NAMES = [
     *("model", "prompt", "messages", "input", "stream", "n", "stop", "seed", "max_tokens"),
     *("temperature", "top_p", "logprobs", "top_logprobs", "echo", "logit_bias", "entropix"),
-    *("best_of", "stream_options", "response_format", "top", "tools"),
+    *("best_of", "stream_options", "response_format", "top", "tools", "top_k", "min_p"),
+    *("instructions", "max_output_tokens", "text", "chat_template_kwargs", "metadata"),
 ]
 
 
@@ -252,6 +386,7 @@ def test_any_body(path: str, base: bool, change: dict[str, Any], cut: int) -> No
         "/v1/completions": Completion,
         "/v1/chat/completions": Chat,
         "/v1/score": Score,
+        "/v1/responses": Responses,
     }
     raw = json.dumps((PATHS[path] if base else {}) | change).encode()
     try:
@@ -281,7 +416,9 @@ def test_keys(tiny: LanguageModel, tmp_path: Path) -> None:
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         for path_ in ("/metrics", "/v1/models/tiny", "/nowhere"):
             refused(ask("GET", path_), 401)
-        refused(ask("POST", "/v1/completions", json=COMPLETION), 401)
+        answer = ask("POST", "/v1/completions", json=COMPLETION)
+        refused(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
         assert ask("GET", "/health").status_code == 200
 
 
@@ -306,7 +443,11 @@ def test_pages_of_others(tiny: LanguageModel) -> None:
             "friend.org",
         ):
             assert ask("GET", "/health", headers={"host": host}).status_code == 200
-        for host in ("evil.org", "localhost.evil.org:8000", "", "[::1"):
+        for host in (
+            *("evil.org", "localhost.evil.org:8000", "", "[::1"),
+            *("127.0.0.1/evil", "user@localhost", "127.0.0.1?x", "127.0.0.1#x"),
+            *("[::1]evil", "localhost:evil", "[localhost]"),
+        ):
             error = refused(ask("GET", "/health", headers={"host": host}), 403)
             assert error["code"] == "foreign_host"
         for origin in (own, friend):
@@ -326,6 +467,16 @@ def test_pages_of_others(tiny: LanguageModel) -> None:
         asked = {"access-control-request-method": "POST"}
         preflight = ask("OPTIONS", "/v1/completions", headers={"origin": friend, **asked})
         assert (preflight.status_code, preflight.headers[allowed]) == (200, friend)
+
+
+def test_parts_of_the_page_are_sent_once(ask: Ask) -> None:
+    for path in ("/", "/static/live.js"):
+        answer = ask("GET", path)
+        tag = answer.headers["etag"]
+        again = ask("GET", path, headers={"if-none-match": tag})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+        assert ask("GET", path, headers={"if-none-match": '"other"'}).content == answer.content
+    assert ask("GET", "/favicon.ico").status_code == 204
 
 
 def test_no_cross_origin_requests_unless_asked_for(ask: Ask) -> None:

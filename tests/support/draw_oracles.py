@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.sampler import draw
-from entropix_jax.sampler.draw import Drawn
+from entropix_jax.sampler.draw import HEAD, Drawn
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.modify import cut_and_reweigh
 from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.truncation import truncate
-from tests.support.samplers import metrics_of, params_of, view
+from tests.support.samplers import LITERAL, metrics_of, params_of, view
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
 SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
@@ -30,7 +30,7 @@ def draw_rows(
 ) -> Drawn:
     """What rows draw that have written nothing yet."""
     cut = truncate(logits, proposal, *_blank(logits.shape[0], settings))
-    return draw.truncated_draw(cut, logits, uniforms, proposal.draws)
+    return draw.truncated_draw(cut, logits, uniforms)
 
 
 truncated_draw = jax.jit(draw_rows)
@@ -42,7 +42,7 @@ def draw_from_scores(
 ) -> tuple[Drawn, jax.Array]:
     """The same where the temperature may come last, and the logits that are left, -inf the rest."""
     cut, scores, _ = cut_and_reweigh(logits, proposal, *_blank(logits.shape[0], settings))
-    return draw.truncated_draw(cut, scores, uniforms, proposal.draws), scores
+    return draw.truncated_draw(cut, scores, uniforms), scores
 
 
 def _blank(rows: int, settings: SamplerSettings) -> tuple[Metrics, SamplerSettings, RowView]:
@@ -88,7 +88,7 @@ def settings_of(rules: Any, numbers: Any) -> SamplerSettings:
     rules, numbers = np.broadcast_arrays(np.atleast_1d(rules), np.atleast_1d(numbers))
 
     settings = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (rules.size, *np.shape(x))), params_of("quadrants")
+        lambda x: jnp.broadcast_to(x, (rules.size, *np.shape(x))), params_of(LITERAL)
     )
     own = dict(settings.own)
     for rule, field in NUMBER.items():
@@ -314,6 +314,12 @@ class Kept:
             temperature, top_k = 1.0, 1
         return cls.of("nucleus", logits, temperature, top_k, top_p, min_p)
 
+    def in_draw_order(self, number: int) -> np.ndarray:
+        """The ids of the first `number` tokens in the order in which a draw cumulates their mass:
+        the head's in the rule's order, then by id."""
+        ids = np.argsort(self.rank, kind="stable")[:number]
+        return np.concatenate([ids[:HEAD], np.sort(ids[HEAD:])])
+
     @property
     def decided(self) -> bool:
         """Whether rounding has no say in which tokens are kept."""
@@ -330,6 +336,12 @@ class Kept:
                 return False
         drawn = self.rank[ids]
         assert drawn.max() < kept
+        far = drawn >= HEAD
+        if np.any(far):
+            if self.key[HEAD] - self.key[HEAD - 1] <= self.slack > 0:
+                return False
+            self._check_far(kept, ids[far], uniforms[far])
+            drawn, uniforms = drawn[~far], uniforms[~far]
         cumulated = np.concatenate([[0.0], np.cumsum(self.mass)])
         key = self.key[drawn]
         # Certainly before a token: clearly lower keys, and of equal logits the lower ids.
@@ -343,3 +355,15 @@ class Kept:
         assert np.all(before / cumulated[kept] <= uniforms + TOLERANCE)
         assert np.all(through / cumulated[kept] >= uniforms - TOLERANCE)
         return True
+
+    def _check_far(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> None:
+        """Raises where a draw beyond the head is not the token at which the mass, cumulated over
+        the head and then by id, crosses its uniform number."""
+        tail = np.flatnonzero((self.rank >= HEAD) & (self.rank < kept))
+        head = self.mass[:HEAD].sum()
+        through = head + np.cumsum(self.mass[self.rank[tail]])
+        place = np.searchsorted(tail, ids)
+        total = self.mass[:kept].sum()
+        before = through[place] - self.mass[self.rank[ids]]
+        assert np.all(before / total <= uniforms + TOLERANCE)
+        assert np.all(through[place] / total >= uniforms - TOLERANCE)

@@ -28,12 +28,13 @@ from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
 from tests.support.models import random_params, tiny_config
-from tests.support.samplers import ARMS, LANES, Line, Told, batch_of, params_of
+from tests.support.samplers import ARMS, LANES, LITERAL, Line, Told, batch_of, params_of
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
 PROMPTS = 9  # are read at a time: the last call has room for nobody, too
-PRESETS = ("quadrants", "greedy", "document-000", "quadrants")
+PRESETS = (LITERAL, "greedy", "document-000", "entropix")
+OFTEN = {"backspace.max_prob": 0.5, "inject.earliest": 0}
 CONFIG = tiny_config(
     vocab_size=304, num_layers=2, num_heads=16, num_kv_heads=8, mlp_width=48, tied_head=False
 )
@@ -65,7 +66,7 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
         np.stack([row_key(0, str(i)) for i in range(BATCH)]),
         batch_of(
             *(
-                params_of(PRESETS[i % len(PRESETS)], {"branch.width": 1 + i % 5})
+                params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5})
                 for i in range(BATCH)
             )
         ),

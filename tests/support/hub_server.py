@@ -22,7 +22,11 @@ class Hub:
     """A repository and the requests for it."""
 
     def __init__(self, folder: Path) -> None:
-        self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        self.files = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         self.lost: set[str] = set()  # files that are listed but missing
         self.gated = False  # it needs the token
         self.asked: list[tuple[str, str]] = []  # method, path
@@ -37,11 +41,11 @@ class Hub:
             names = [{"rfilename": name} for name in self.files]
             about = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": names}
             return _send(handler, 200, json.dumps(about).encode())
-        if path == f"/api/models/{REPO}/tree/{COMMIT}":
+        if path in (f"/api/models/{REPO}/tree/{place}" for place in (COMMIT, "main")):
             sizes = {name: {"size": len(x), "oid": _oid(x)} for name, x in self.files.items()}
             tree = [{"type": "file", "path": name, **about} for name, about in sizes.items()]
             return _send(handler, 200, json.dumps(tree).encode())
-        found = re.fullmatch(rf"/{REPO}/resolve/{COMMIT}/([\w.]+)", path)
+        found = re.fullmatch(rf"/{REPO}/resolve/(?:main|{COMMIT})/([\w./-]+)", path)
         if found is None or found[1] not in self.files.keys() - self.lost:
             code = "EntryNotFound" if found else "RepoNotFound"
             return _send(handler, 404, b"{}", {"X-Error-Code": code})

@@ -12,14 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 from tiny.tokenizer import tokenizer_config, tokenizer_json
 
-from entropix_jax.engine.calibrated import calibration_text
 from entropix_jax.model.checkpoint import save_params
 from entropix_jax.model.config import ModelConfig, parse_model_config
 from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.model.params import Params
 from tests.support.models import random_params
+from tests.support.samplers import CALIBRATION
 
-PUBLISHED = {"h1": 0.3, "h2": 2.5, "u1": 1.2, "u2": 2.5}  # thresholds of `entropix` itself
 MAX_POSITIONS = 120  # one window, so that few programs are compiled
 
 
@@ -74,8 +73,8 @@ def write_model(
     *,
     calibrated: bool = True,
 ) -> Path:
-    """Writes a whole model folder, its weights changed at will. Where it is not calibrated, what
-    first draws by its regimes makes thresholds for it."""
+    """Writes a whole model folder, its weights changed at will. Where it is calibrated, presets
+    have the thresholds of `LITERAL`."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = raw_config()
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
@@ -84,7 +83,9 @@ def write_model(
     (folder / "tokenizer.json").write_text(tokenizer_text(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(MAX_POSITIONS)))
     if calibrated:
-        (folder / CALIBRATION_FILE).write_text(calibration_text(PUBLISHED, "the sampler's file"))
+        shape = {"layers": raw["num_hidden_layers"], "width": raw["hidden_size"]}
+        shape["heads"] = raw["num_attention_heads"]
+        (folder / CALIBRATION_FILE).write_text(replace(CALIBRATION, model=shape).to_text())
     save_params(folder, change(sharp_params()), config_of_folder())
     return folder
 

@@ -16,6 +16,7 @@ from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig, RopeScaling
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params, ParamSpec, param_specs
+from entropix_jax.sampler.calibration import generic_calibration
 from entropix_jax.sampler.metrics import Metrics, measure
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import SamplerSettings
@@ -104,8 +105,13 @@ def all_metrics(config: ModelConfig, logits: jax.Array | np.ndarray, stats: Attn
 
 def sampler_params(config: ModelConfig, batch: int, preset: str = "greedy") -> SamplerSettings:
     """A preset for every row of a batch."""
-    params = load_sampler(preset).settings(
-        num_layers=config.num_layers, epsilon=2.0**-23, encode=lambda text: list(text.encode())
+    sampler = load_sampler(preset).resolve(generic_calibration())
+    params = sampler.settings(
+        num_layers=config.num_layers,
+        epsilon=2.0**-23,
+        encode=lambda text: list(text.encode()),
+        token_texts=lambda: list(map(chr, range(min(128, config.vocab_size)))),
+        vocab_size=config.vocab_size,
     )
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * batch), params)
 

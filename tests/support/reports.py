@@ -13,10 +13,12 @@ from typing import Any
 from entropix_jax.names import REGIMES, TRACE_FORMAT
 from entropix_jax.report import page, reading
 from entropix_jax.sampler.presets import load_sampler
+from tests.support.samplers import CALIBRATION
 from tests.support.traces import Trace, record
 
 Json = dict[str, Any]
 NASTY = "<script>alert('1')</script>\"'&\u2028\u2029\x1b[31m</style>\n]]>{{ 7 * 7 }}\u202e🙂"
+SAMPLER = load_sampler("entropix").resolve(CALIBRATION)
 CONFIDENCES = ("token_confidence", "self_certainty")
 STATIC = Path(page.__file__).parent / "static"
 
@@ -27,8 +29,10 @@ def header(**changes: Any) -> Json:
         "format_version": TRACE_FORMAT,
         "model": "weights/tiny",
         "seed": 0,
-        "sampler": "quadrants",
-        "sampler_parameters": dict(load_sampler("quadrants").values),
+        "sampler": "entropix",
+        "sampler_parameters": dict(SAMPLER.values),
+        "percentiles": dict(SAMPLER.percentiles),
+        "calibration": CALIBRATION.to_json(),
         "versions": {"entropix_jax": "0.1.0", "jax": "0.10.2"},
         "backend": "cpu",
         "prompt": "Once",
@@ -91,6 +95,7 @@ def run_of(count: int = 12, row: int = 0) -> list[Json]:
     records[2] = branching(5, row=row)
     records[3] |= {"action": "branch", "regime": "lelv"}
     records[4] |= {"action": "inject"}
+    records[5] |= {"action": "inject", "chosen": True}
     records[6] |= {"loop": True, "regime": "lehv"}
     records[7] |= {"text": NASTY}
     records.insert(8, token(11, retracted=True, row=row, regime="hehv"))

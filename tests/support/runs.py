@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from entropix_jax.engine.calibrated import calibrate_sampler
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.generation import Generation
-from entropix_jax.engine.preparation import CalibratedSampler
+from entropix_jax.engine.preparation import CalibratedSampler, calibrate_sampler
 from entropix_jax.engine.results import Request
 from entropix_jax.engine.state import Recording
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
+from tests.support.samplers import LITERAL
 
 
 class Spec(NamedTuple):
@@ -27,7 +27,7 @@ class Spec(NamedTuple):
     max_new_tokens: int = 1
 
 
-def calibrated(model: LanguageModel, sampler: Sampler | str = "quadrants") -> CalibratedSampler:
+def calibrated(model: LanguageModel, sampler: Sampler | str = LITERAL) -> CalibratedSampler:
     loaded = load_sampler(sampler) if isinstance(sampler, str) else sampler
     return calibrate_sampler(loaded, model)
 
@@ -35,7 +35,7 @@ def calibrated(model: LanguageModel, sampler: Sampler | str = "quadrants") -> Ca
 def requests(
     model: LanguageModel,
     specs: Sequence[Spec],
-    sampler: Sampler | str = "quadrants",
+    sampler: Sampler | str = LITERAL,
     *,
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
@@ -60,7 +60,7 @@ def requests(
 def run_specs(
     model: LanguageModel,
     specs: Sequence[Spec],
-    sampler: Sampler | str = "quadrants",
+    sampler: Sampler | str = LITERAL,
     *,
     recording: Recording | None = None,
     **options: Any,

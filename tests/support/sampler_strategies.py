@@ -12,8 +12,9 @@ from entropix_jax.errors import UserError
 from entropix_jax.names import BOXES, QUANTITIES
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
+from tests.support.samplers import CALIBRATION, LITERAL
 
-QUADRANTS = load_sampler("quadrants").with_values({"thresholds.calibrated": False})
+QUADRANTS = load_sampler(LITERAL)
 
 
 def numbers(low: float, high: float) -> st.SearchStrategy[float]:
@@ -27,18 +28,28 @@ def around(bound: float) -> list[float]:
     return [float(x) for x in (np.nextafter(middle, -inf), middle, np.nextafter(middle, inf))]
 
 
+percentiles = st.integers(0, 1600).map(lambda sixteenths: f"{sixteenths / 16:g}%")
 bounds = st.sampled_from(("h1", "h2", "u1", "u2", "0", "1", "2.5")) | numbers(-1e6, 1e6).map(repr)
 conditions = st.builds(
-    "{} {} {}".format, st.sampled_from(QUANTITIES), st.sampled_from("<>"), bounds
+    "{} {} {}".format, st.sampled_from(QUANTITIES), st.sampled_from("<>"), bounds | percentiles
 )
+
+
+def percent_of(value: object) -> float:
+    """The number of a percentile."""
+    return float(str(value).removesuffix("%"))
 
 
 @st.composite
 def samplers(draw: st.DrawFn) -> Sampler:
-    """Boxes with any conditions, which something may lie between."""
+    """Boxes with any conditions, which something may lie between once `CALIBRATION` resolves
+    them."""
     changes: dict[str, Any] = {}
     for low, high in (("h1", "h2"), ("u1", "u2")):
-        values = sorted(draw(st.tuples(numbers(0, 16), numbers(0, 16))))
+        if draw(st.booleans()):
+            values: list[Any] = sorted(draw(st.tuples(numbers(0, 16), numbers(0, 16))))
+        else:
+            values = sorted(draw(st.tuples(percentiles, percentiles)), key=percent_of)
         changes |= {f"thresholds.{low}": values[0], f"thresholds.{high}": values[1]}
     sampler = QUADRANTS.with_values({**changes, **{f"regimes.{box}": [] for box in BOXES}})
     for box in BOXES:
@@ -46,5 +57,7 @@ def samplers(draw: st.DrawFn) -> Sampler:
             # What would leave nothing between two bounds is refused.
             with contextlib.suppress(UserError):
                 wider = [*sampler.values[f"regimes.{box}"], condition]
-                sampler = sampler.with_values({f"regimes.{box}": wider})
+                changed = sampler.with_values({f"regimes.{box}": wider})
+                changed.resolve(CALIBRATION)
+                sampler = changed
     return sampler

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entropix_jax.engine.calibrated import fit_thresholds
 from entropix_jax.engine.decode import decode, prefill
 from entropix_jax.engine.state import (
     BRANCH_ENDED,
@@ -22,9 +20,9 @@ from entropix_jax.engine.state import (
     init_state,
 )
 from entropix_jax.model.config import ModelConfig
-from entropix_jax.model.loading import CALIBRATION_FILE
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.calibration import PERCENTS, Calibration
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics
@@ -36,6 +34,8 @@ from entropix_jax.sampler.state import SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config
 
+# A sampler's file with the documents' numbers as thresholds, and an arm in each regime.
+LITERAL = str(Path(__file__).with_name("literal.toml"))
 NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
 RULES = [m.name for m in MECHANISMS if m.cut is not None]
@@ -49,7 +49,6 @@ NUM_LAYERS = 2
 NUM_HEADS = 4
 # On `tiny` rows draw, think with a cooldown, go back, and follow branches of several tokens.
 EVERYTHING: dict[str, Any] = {
-    "thresholds.calibrated": False,
     "thresholds.h1": 0.2,
     "thresholds.h2": 0.6,
     "regimes.lelv": ["entropy < h1"],
@@ -83,21 +82,55 @@ PLAIN: Mapping[str, Any] = {
 }
 
 
-def calibrated(sampler: Sampler, folder: Path) -> Sampler:
-    """The sampler as it is for a model of that folder, with the thresholds that lie there alone."""
-    model: Any = SimpleNamespace(calibration_file=folder / CALIBRATION_FILE)
-    return fit_thresholds(sampler, model, "read")
-
-
 def encode(text: str) -> list[int]:
     """A tokenizer of bytes."""
     return list(text.encode())
 
 
+def token_texts() -> list[str]:
+    """The text of each of its tokens."""
+    return [chr(i) if i < 128 else "\ufffd" for i in range(256)]
+
+
+# What a sampler needs of a model.
+HOST: Mapping[str, Any] = {
+    "num_layers": NUM_LAYERS,
+    "epsilon": EPSILON,
+    "encode": encode,
+    "token_texts": token_texts,
+    "vocab_size": VOCAB_SIZE,
+}
+
+
+def calibration_of(
+    entropy: Mapping[float, float], varentropy: Mapping[float, float]
+) -> Calibration:
+    """Quantile tables through these points: the value at a percent."""
+    points = {"entropy": entropy, "varentropy": varentropy}
+    points |= {"attn_entropy_norm": {0: 0.0, 50: 0.44, 100: 1.0}}
+    points |= {"agreement": {0: 0.0, 50: 0.65, 100: 1.0}}
+    tables = {
+        name: np.interp(PERCENTS, [*given], [*given.values()]) for name, given in points.items()
+    }
+    return Calibration(tables, "made up", 1000, {})
+
+
+LITERAL_THRESHOLDS = np.array([0.3, 2.5, 1.2, 2.5])
+# Percentiles of presets that are the numbers of `LITERAL`: 30% and 70%, 40% and 60%.
+CALIBRATION = calibration_of({0: 0, 30: 0.3, 70: 2.5, 100: 10}, {0: 0, 40: 1.2, 60: 2.5, 100: 25})
+
+
 def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
     """The parameters of one row, for a step that contains everything."""
-    options = {"num_layers": NUM_LAYERS, "epsilon": EPSILON, "encode": encode, **options}
+    options = {**HOST, **options}
+    if sampler.calibration is None:
+        sampler = sampler.resolve(CALIBRATION)
     return replace(sampler.settings(**options), used=USED)
+
+
+def used_of(sampler: Sampler) -> frozenset[str]:
+    """What the step of a sampler contains; see `SamplerSettings.used`."""
+    return sampler.resolve(CALIBRATION).settings(**HOST).used
 
 
 def params_of(
@@ -125,12 +158,13 @@ def metrics_at(points: Sequence[Mapping[str, float]]) -> Metrics:
     return metrics_of(**{name: [point.get(name, 0.0) for point in points] for name in names})
 
 
-def view(may: bool = True, **changes: bool) -> RowView:
+def view(may: bool = True, thresholds: Sequence[float] = (1.0,) * 4, **changes: bool) -> RowView:
     """A row that may take every action, or none, but for the changes."""
     actions = {"inject": may, "branch": may, "backspace": may} | changes
     return RowView(
         may={name: jnp.asarray(may) for name, may in actions.items()},
         own={m.name: m.init() for m in MECHANISMS if m.init is not None},
+        thresholds=jnp.asarray(thresholds, jnp.float32),
         history=jnp.zeros(8, jnp.int32),
         length=jnp.int32(1),
         generated=jnp.int32(0),

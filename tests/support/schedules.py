@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from entropix_jax.names import SERVED
-from tests.support.samplers import ARMS, CAPACITY, RULES, Job, params_of, tiny_model
+from entropix_jax.names import SERVED, THRESHOLDS
+from tests.support.samplers import ARMS, CAPACITY, LITERAL, RULES, Job, params_of, tiny_model
 
 CONFIG, PARAMS = MODEL = tiny_model()
 
@@ -21,8 +21,14 @@ def random_job(rng: np.random.Generator, row_id: str) -> Job:
     longest = CAPACITY - len(prompt)
     budget = longest if rng.random() < 0.1 else int(rng.integers(1, min(longest, 32) + 1))
     changes = {**random_bounds(rng), **random_settings(rng)}
-    sampler = params_of("quadrants", changes, encode=encode_numbers)
+    host = {"encode": encode_numbers, "token_texts": token_texts}
+    sampler = params_of(LITERAL, changes, **host)
     return Job(prompt, sampler, budget=budget, seed=int(rng.integers(3)), row_id=row_id)
+
+
+def token_texts() -> list[str]:
+    """A third of the tokens are words, a third end sentences, and the rest are parts of words."""
+    return [(" word", ".", "s", "\n", " a", "x")[i % 6] for i in range(CONFIG.vocab_size)]
 
 
 def encode_numbers(text: str) -> list[int]:
@@ -34,11 +40,12 @@ def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
     h1, h2 = np.sort(rng.uniform(0.5, 3.5, 2)).round(3)
     u1, u2 = np.sort(rng.uniform(1.0, 4.5, 2)).round(3)
     bounds = {
-        "lelv": [f"entropy < {h1}", f"varentropy < {u1}"],
-        "helv": [f"entropy > {h1}", f"varentropy < {u2}"],
-        "lehv": [f"entropy < {h2}", f"varentropy > {u2}"],
-        "hehv": [f"entropy > {h2}", f"varentropy > {u1}"],
+        "lelv": ["entropy < h1", "varentropy < u1"],
+        "helv": ["entropy > h1", "varentropy < u2"],
+        "lehv": ["entropy < h2", "varentropy > u2"],
+        "hehv": ["entropy > h2", "varentropy > u1"],
     }
+    thresholds = dict(zip(THRESHOLDS, map(float, (h1, h2, u1, u2)), strict=True))
     if rng.random() < 0.3:
         quantity = str(rng.choice(["agreement", "attn_entropy_norm"]))
         bounds[str(rng.choice([*bounds]))].append(f"{quantity} > {rng.uniform(0.3, 0.7):.3f}")
@@ -46,7 +53,11 @@ def random_bounds(rng: np.random.Generator) -> dict[str, Any]:
         f"arms.{regime}": arm if rng.random() < 0.7 else str(rng.choice(ARMS))
         for regime, arm in zip(SERVED, NATURAL, strict=True)
     }
-    return {f"regimes.{box}": bound for box, bound in bounds.items()} | arms
+    return {
+        **{f"regimes.{box}": bound for box, bound in bounds.items()},
+        **{f"thresholds.{name}": value for name, value in thresholds.items()},
+        **arms,
+    }
 
 
 def random_settings(rng: np.random.Generator) -> dict[str, Any]:
@@ -61,11 +72,14 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
 
     thoughts, end = [text() for _ in range(number(0, 3))], text()
     return {
+        "thresholds.dynamic": often(True, False),
+        "thresholds.rate": often(0.05, 0.3),
         "base.temperature": often(0.8, rng.choice([0.0, 0.4, 1.5, 4.0]).item()),
         "base.top_k": often(27, rng.choice([0, 3, 299]).item()),
         "base.top_p": often(0.9, rng.choice([0.3, 1.0]).item()),
         "base.min_p": often(0.03, rng.choice([0.0, 0.2]).item()),
         "truncation.rule": often("nucleus", str(rng.choice(RULES))),
+        "metrics.units": often("bits", "thresholds"),
         "metrics.layers": often("all", "last"),
         "metrics.noise_floor": often(False, True),
         "metrics.attn_entropy": often("normalised", "raw"),
@@ -78,6 +92,8 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "loop.similarity": often(0.8, 1.0),
         "adaptive.draws": number(1, 16),
         "inject.thought": thoughts,
+        "inject.after": often("", [".", "\n"]),
+        "inject.earliest": often(0, number(1, 8)),
         "inject.cooldown": number(0, 6),
         "inject.per_row": often(1000, number(0, 3)),
         "inject.until_confident": often(False, True),

@@ -23,6 +23,7 @@ from entropix_jax.serve.http import HttpServer
 from entropix_jax.serve.wanted import Served
 from entropix_jax.serve.warm_up import warm_up
 from entropix_jax.serve.worker import Worker
+from tests.support.samplers import LITERAL
 from tests.support.waiting import PATIENCE
 
 SLOTS, QUEUE, CONTEXT, TOP = 4, 12, 256, 10
@@ -38,7 +39,7 @@ class Running:
 
 
 def serve(model: LanguageModel, top: int = TOP) -> Served:
-    return Served("tiny", model, load_sampler("quadrants"), CONTEXT, top)
+    return Served("tiny", model, load_sampler(LITERAL), CONTEXT, top)
 
 
 def make_engine(model: LanguageModel) -> Engine:
@@ -52,7 +53,7 @@ def listening(model: LanguageModel, limit: float = PATIENCE) -> Iterator[Running
     served = serve(model)
     worker = Worker(make_engine(model), slots=SLOTS, queue=QUEUE)
     worker.start()
-    asyncio.run(warm_up(served, worker))
+    asyncio.run(warm_up(served, worker, (), lambda program: None))
     assert not worker.tokens  # nothing was counted
     server = HttpServer(make_app(served, worker, limit=limit), worker.idle)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -77,6 +78,7 @@ class StandIn:
     many slots as rows come. A row whose prompt is `[DEFECT]` ends the run."""
 
     DEFECT = 666
+    compiling = None
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

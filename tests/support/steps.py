@@ -14,7 +14,7 @@ from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.state import Rows
 from entropix_jax.sampler.step import choose
-from tests.support.samplers import attn_stats, batch_of, fresh_state, params_of
+from tests.support.samplers import LITERAL, attn_stats, batch_of, fresh_state, params_of
 
 VOCAB = 128
 SLOTS = 96
@@ -81,7 +81,7 @@ class Play:
         settings = {key.replace("__", "."): value for key, value in changes.items()}
         # The arms of documents 000 and 001: it is about thoughts.
         drawing = {"arms.lehv": "explore", "arms.hehv": "resample", "loop.max_period": 0}
-        self.sampler = batch_of(params_of("quadrants", {**BOUNDS, **drawing, **settings}))
+        self.sampler = batch_of(params_of(LITERAL, {**BOUNDS, **drawing, **settings}))
         self.budget = budget
         self.tokens = list(range(1, 1 + PROMPT))
         self.ahead: list[int] = []  # what stands in the history past the tokens

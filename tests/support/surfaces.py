@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from entropix_jax.batch.records import BadRecord, read_records
 from entropix_jax.batch.sidecar import check_same_run, read_sidecar
 from entropix_jax.cli.generate import Arguments, _read_prompt
-from entropix_jax.engine.calibrated import calibration_text
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.lab.sweep import read_sweep
 from entropix_jax.model.checkpoint import load_params
 from entropix_jax.model.config import load_generation_config, load_model_config, parse_model_config
 from entropix_jax.model.params import param_specs
 from entropix_jax.report.page import comparison_page, run_page
+from entropix_jax.sampler.calibration import read_calibration
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.sampler import Sampler, read_thresholds
+from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.text.tokenizer import load_tokenizer
 from tests.support.reports import footer, header, lines_of, run_of
+from tests.support.samplers import CALIBRATION, token_texts
 from tests.support.tokenizers import byte_fallback
 
 Reader = Callable[[bytes], object]
@@ -172,7 +174,12 @@ def read_chat(path: Path) -> object:
 
 CONFIGS = resource_folder("configs")
 PRESETS = [path.read_bytes() for path in sorted(CONFIGS.glob("*.toml"))]
-THRESHOLDS = calibration_text({"h1": 0.334, "h2": 3.8, "u1": 2.15, "u2": 2.344}, "some text")
+SHAPE = {"layers": 2, "width": 8, "heads": 2}
+CALIBRATIONS = [
+    replace(CALIBRATION, model=SHAPE).to_text().encode(),
+    *encoded({**CALIBRATION.to_json(), "model": SHAPE, "source": "", "tokens": 0}),
+    (resource_folder("weights") / "generic" / "calibration.json").read_bytes(),
+]
 SWEEPS = [
     *(path.read_bytes() for path in sorted(CONFIGS.glob("ablations/[!r]*.toml"))),
     b"""tasks = ["sums"]
@@ -192,18 +199,23 @@ sampler = "greedy"
 def check_settings(sampler: Sampler) -> None:
     """None of the sampler's parameters is NaN."""
     params = sampler.settings(
-        num_layers=4, epsilon=1e-7, encode=lambda text: text.encode("utf-8", "replace")
+        num_layers=4,
+        epsilon=1e-7,
+        encode=lambda text: text.encode("utf-8", "replace"),
+        token_texts=token_texts,
+        vocab_size=300,
     )
     assert not any(np.isnan(np.asarray(leaf, np.float64)).any() for leaf in jax.tree.leaves(params))
 
 
 def read_preset(path: Path) -> None:
-    check_settings(load_sampler(str(path)).with_thresholds({}))
+    check_settings(load_sampler(str(path)).resolve(CALIBRATION, "made up"))
 
 
-def read_calibration(path: Path) -> None:
-    thresholds = read_thresholds(path)
-    check_settings(load_sampler("quadrants").with_thresholds(thresholds, str(path)))
+def read_tables(path: Path) -> None:
+    calibration = read_calibration(path)
+    for preset in ("entropix", "document-002", "document-004"):
+        check_settings(load_sampler(preset).resolve(calibration, str(path)))
 
 
 # Batches
@@ -293,8 +305,8 @@ ALL = (
         {**LEVEL, "chat_template.jinja": TEMPLATES[1].encode()},
     ),
     Surface("preset.toml", read_preset, PRESETS),
-    Surface("calibration.json", read_calibration, [THRESHOLDS.encode()]),
-    Surface("sweep.toml", read_sweep, SWEEPS),
+    Surface("calibration.json", read_tables, CALIBRATIONS),
+    Surface("sweep.toml", partial(read_sweep, data="data"), SWEEPS),
     Surface("batch.jsonl", read_batch, [LINES]),
     Surface("batch.csv", read_batch, [CSV]),
     Surface("batch.jsonl.run.json", read_run, encoded(SIDECAR, {"identity": RUN})),

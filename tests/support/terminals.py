@@ -19,7 +19,8 @@ class Screen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
         for name, value in {"TERM": "xterm-256color", **environment}.items():
             monkeypatch.setenv(name, value)
-        Style.parse.cache_clear()  # a style keeps the codes of the first terminal it was for
+        for cached in (Style.parse, Style._add):  # a style keeps its first terminal's codes
+            cached.cache_clear()
         self._far, near = pty.openpty()
         self.file = os.fdopen(near, "w", encoding="utf-8")
         monkeypatch.setattr(sys, "stdout", self.file)

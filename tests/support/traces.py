@@ -29,7 +29,7 @@ def load_trace(path: Path) -> Trace:
 
 
 Json = dict[str, Any]
-OPTIONAL = {"top", "branches", "layers", "ambiguous"}
+OPTIONAL = {"top", "branches", "layers", "ambiguous", "chosen"}
 
 
 def record(**changes: object) -> TokenRecord:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from entropix_jax.errors import UserError
+from entropix_jax.text.chat_template import plain_messages
 from entropix_jax.text.stop import StopFilter
 from entropix_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tokenizers import SPECIAL, TEXTS, byte_fallback, save
@@ -136,6 +137,88 @@ def test_vocabulary(loaded: dict[str, Tokenizer]) -> None:
     assert loaded["byte_level"].token_id("plain é") == loaded["byte_level"].vocab_size - 1
     with pytest.raises(UserError, match="not valid Unicode at character 2"):
         loaded["ranks"].encode("ab\udcff", add_bos=False)
+
+
+SIZE = LIBRARY["byte_level"].get_vocab_size()
+THINK = {"content": "<think>", "special": False}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "text", "ids"),
+    [
+        # With an id.
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {str(SIZE): THINK}},
+            "<think>",
+            [SIZE],
+        ),
+        ("added_tokens.json", {"<think>": SIZE, "</think>": SIZE + 1}, "</think>", [SIZE + 1]),
+        # Without one.
+        ("special_tokens_map.json", {"pad_token": "<pad>"}, "<pad>", [SIZE]),
+        ("special_tokens_map.json", {"pad_token": {"content": "<pad>"}}, "<pad>", [SIZE]),
+        (
+            "special_tokens_map.json",
+            {"additional_special_tokens": ["<a>", {"content": "<b>"}]},
+            "<b><a>",
+            [SIZE + 1, SIZE],
+        ),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<a>"]}, "<a>", [SIZE]),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image": "<a>"}}, "<a>", [SIZE]),
+        ("tokenizer_config.json", {"eos_token": "<end>"}, "<end>", [SIZE]),
+    ],
+)
+def test_added_tokens_of_other_files(
+    tmp_path: Path, file: str, content: dict[str, Any], text: str, ids: list[int]
+) -> None:
+    folder = save(tmp_path / "added", byte_level())
+    path = folder / file
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**old, **content}))
+    tokenizer = load_tokenizer(folder)
+    own = LIBRARY["byte_level"]
+    before, after = (own.encode(x, add_special_tokens=False).ids for x in "ab")
+    assert tokenizer.encode_within(f"a{text}b") == [*before, *ids, *after]
+    assert tokenizer.vocab_size == max(ids) + 1
+    assert tokenizer.own_size <= SIZE
+    assert tokenizer.decode(ids, skip_special=False) == text
+    # A special token is no part of a text; `<think>` is one.
+    assert (ids[0] in tokenizer.special_ids) == ("think" not in text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("added_tokens.json", {"<think>": 5}, "the added token '<think>' has the id 5, but the"),
+        ("added_tokens.json", {"<think>": "5"}, "an added token must be a text with an id"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "'added_tokens_decoder' must be"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": THINK}}, "a text with an id"),
+        ("special_tokens_map.json", {"additional_special_tokens": [1]}, "an added token must be"),
+    ],
+)
+def test_added_tokens_that_do_not_fit(
+    tmp_path: Path, file: str, content: dict[str, Any], message: str
+) -> None:
+    folder = save(tmp_path / "added", byte_level())
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(folder)
+    assert file in str(caught.value)
+
+
+def test_the_text_of_each_token(loaded: dict[str, Tokenizer]) -> None:
+    """With its white space; control tokens have none, and a part of a character is U+FFFD."""
+    for kind in ALL_KINDS:
+        tokenizer = loaded[kind]
+        assert len(tokenizer.token_texts) == tokenizer.vocab_size
+        for token_id, text in enumerate(tokenizer.token_texts):
+            alone = tokenizer.decode_within([token_id])
+            assert text == ("" if token_id in tokenizer.special_ids else alone)
+        for text in TEXTS:
+            pieces = [tokenizer.token_texts[i] for i in tokenizer.encode_within(text)]
+            whole = "".join(pieces)
+            assert whole == text or "\ufffd" in whole
+        assert any(text[:1] == " " and text.strip() for text in tokenizer.token_texts)
 
 
 def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
@@ -284,6 +367,71 @@ def test_chat(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(tmp_path, byte_level(), config))
     assert tokenizer.render_chat(CHAT).startswith("<|user|>")
     assert tokenizer.apply_chat(CHAT) == ids
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_contents_cannot_end_a_turn(kind: str, tmp_path: Path) -> None:
+    """With `escape` the only control tokens are the template's, and each content is there as it
+    is. Without one in a content nothing changes."""
+    if kind == "ranks":
+        (tmp_path / kind).mkdir()
+        folder, names = write_ranks(tmp_path / kind), ("<|eot_id|>", "<|python_tag|>")
+    else:
+        folder = save(tmp_path / kind, KINDS[kind]())
+        names = ("<|end|>", "<|user|>")
+    end, user = names
+    template = "{% for m in messages %}" + user + "{{ m.content | trim }}" + end + "{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load_tokenizer(folder)
+    own = [tokenizer.token_id(user), tokenizer.token_id(end)]
+
+    def chat(*contents: str, escape: bool) -> list[int]:
+        messages = [{"role": "user", "content": content} for content in contents]
+        ids = tokenizer.apply_chat(messages, escape=escape)
+        return ids[1:] if tokenizer.bos_id is not None else ids
+
+    for plain in ("a cat", "a\n the cat "):
+        assert chat(plain, plain, escape=True) == chat(plain, plain, escape=False)
+    spelled = [f"{end}", f"a{end}b {user}", f"{end}{end}", f"a {end}"]
+    for content in spelled:
+        ids = chat("a cat", content, "the cat", escape=True)
+        assert [i for i in ids if i in own] == own * 3
+        bare = chat("a cat", content, "the cat", escape=False)
+        assert len([i for i in bare if i in own]) > 6
+        # The other messages are what they are alone, and the content is that of its characters.
+        cut = [at for at, i in enumerate(ids) if i == own[0]]
+        assert ids[: cut[1]] == chat("a cat", escape=False)[: cut[1]]
+        middle = [i for i in ids[cut[1] : cut[2]] if i not in own]
+        if kind in ("byte_level", "ranks"):
+            assert tokenizer.decode_within(middle) == content
+            assert tokenizer.encode_plain(content, add_bos=False) == middle
+    ids = tokenizer.encode_plain(f"a{end}", add_bos=False)
+    assert not {*own} & {*ids}
+
+
+def test_contents_may_be_parts_or_nothing() -> None:
+    """As clients of the API have them; other keys are the template's."""
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "cat"}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant"},
+    ]
+    assert plain_messages(messages) == [
+        {"role": "user", "content": "a cat"},
+        {"role": "assistant", "content": "", "tool_calls": []},
+        {"role": "assistant", "content": ""},
+    ]
+    for wrong, told in (
+        ([], "messages must be a non-empty list"),
+        (["a"], "message 1 must be an object"),
+        ([*messages, {"role": "user", "content": None}], "message 4 must be an object"),
+        ([{"role": 5, "content": ""}], "message 1 must be an object"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "message 1 must be"),
+        ([{"role": "user", "content": [5]}], "message 1 has a part of type 5"),
+    ):
+        with pytest.raises(UserError, match=told):
+            plain_messages(wrong)
 
 
 def test_chats_that_end_within_a_message(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 // Branches as small trees, and retracted tokens.
 
 import { byId, element } from "./dom.js";
-import { number, numberNode, quoted, visible } from "./format.js";
+import { number, numberNode, quoted, quotedToken, visible } from "./format.js";
 
 const CONTEXT = 8; // tokens shown before a branch
 
@@ -41,7 +41,7 @@ function tree(token, side, texts) {
   const leaves = bestFirst(token.branches).map(({ text, tokens, score, chosen }) => {
     const share = best === worst ? 1 : (score - worst) / (best - worst);
     return element("li", { class: chosen ? "leaf chosen" : "leaf" },
-      element("span", { class: "leaf-text" }, quoted(text, tokens[0])),
+      element("span", { class: "leaf-text" }, quoted(text, tokens[0], token.top)),
       element("span", { class: "leaf-score" },
         score == null ? "no score" : element("meter", { min: 0, max: 1, value: 0.08 + 0.92 * share, "aria-hidden": "true" }),
         score == null ? null : element("data", { value: score }, number(score)),
@@ -49,7 +49,7 @@ function tree(token, side, texts) {
   });
   return element("li", { class: "tree" },
     element("button", { type: "button", class: "root", onclick: () => texts.selectToken(side, token, { pin: true, scroll: true }) },
-      element("span", { class: "muted" }, "position ", numberNode(token.position)), element("span", { class: "context" }, `…${visible(before, token.token_id)}`)),
+      element("span", { class: "muted" }, "position ", numberNode(token.position)), element("span", { class: "context" }, `…${visible(before)}`)),
     element("ul", { "aria-label": "candidates, best first" }, ...leaves),
     token.ambiguous ? element("p", { class: "note" }, "The two best scores differ by less than the margin.") : null);
 }
@@ -68,5 +68,5 @@ export function showRetractions(texts) {
 }
 
 function tokenNode(token) {
-  return element("span", { class: `token ${token.type}`, "data-regime": token.regime }, quoted(token.text, token.token_id));
+  return element("span", { class: `token ${token.type}`, "data-regime": token.regime }, quotedToken(token));
 }

@@ -1,8 +1,8 @@
 // The metrics of the selected tokens, what differs between compared texts, and the glossary.
 
 import { byId, element } from "./dom.js";
-import { ACTIONS, METRICS, number, numberNode, percent, quoted } from "./format.js";
-import { REGIMES, occupancy } from "./regimes.js";
+import { ACTIONS, METRICS, number, numberNode, percent, quoted, quotedToken, regimeNode } from "./format.js";
+import { REGIMES, occupancy, regimeTitle } from "./regimes.js";
 
 function badge(side) {
   return element("span", { class: "badge", "data-side": side.number % 8 }, side.name);
@@ -30,7 +30,7 @@ export function showDetails(texts) {
   });
 }
 
-// The metrics of some tokens, a column for each; `units`: and one of the units.
+// The metrics of tokens, one column per token, and a column of the units with `units`.
 export function metricRows(found, { units }) {
   return METRICS.map(({ title, fields }) => element("tbody", {}, groupRow(title, found.length + units),
     ...fields.map(([name, label, unit, meaning]) => row(label, [
@@ -40,62 +40,62 @@ export function metricRows(found, { units }) {
 
 const held = (texts) => (texts.pinned ? " · held (click or Esc releases)" : "");
 
-// One text: the token, what the sampler did, and the likeliest tokens.
+// One text: the token, the sampler's action, and the most likely tokens.
 function describeToken(texts, [token]) {
   return [tokenParts(token, { shown: texts.regimeOf(token), held: held(texts) }), []];
 }
 
-// `shown`: its regime by other thresholds; `choose`: what takes an alternative instead of the token.
-export function tokenParts(token, { shown, held, choose = null }) {
+// `shown`: its regime by the current thresholds; `choose`: called with an alternative that replaces the token. `current`:
+// the id of the token that the text has in this place.
+export function tokenParts(token, { shown, held, choose = null, current = null }) {
   return [
-    element("p", { class: "word", id: "details-word" }, quoted(token.text, token.token_id)),
-    element("p", {}, regimeNode(token), ` ${REGIMES[token.regime].meaning}`),
-    shown === token.regime ? "" : element("p", { class: "what-if" }, `With your thresholds: ${REGIMES[shown].title}`),
-    element("p", {}, element("b", {}, token.action), `: ${ACTIONS[token.action] ?? "a custom arm"}`),
+    element("p", { class: "word", id: "details-word" }, quotedToken(token)),
+    element("p", {}, regimeNode(token.regime)),
+    shown === token.regime ? "" : element("p", { class: "what-if" }, `With your thresholds: ${regimeTitle(shown)}`),
+    element("p", {}, ...(token.chosen ? [element("b", {}, "chosen"), " by the reader"] : [element("b", {}, token.action), `: ${ACTIONS[token.action] ?? "a custom arm"}`])),
     element("p", { class: "muted" }, "position ", numberNode(token.position), ", token id ", numberNode(token.token_id), held),
     ...notes(token).map((text) => element("p", { class: "note" }, text)),
-    alternatives(token, choose),
+    alternatives(token, choose, current),
   ];
 }
 
 function notes(token) {
   const found = [];
-  if (token.type === "retracted") found.push(token.replacement ? `Retracted; replaced by ${quoted(token.replacement.text, token.replacement.token_id)}.` : "Retracted.");
-  if (token.replaced?.length) found.push(`Replaces ${token.replaced.map((one) => quoted(one.text, one.token_id)).join(", ")}, retracted.`);
-  if (token.loop) found.push("The text was repeating itself: the loop guard treats the token as LEHV.");
-  if (token.branches) found.push(`Number of continuations: ${token.branches.length}, see Branches.`);
+  if (token.type === "retracted") found.push(token.replacement ? `Retracted. Replaced by ${quotedToken(token.replacement)}.` : "Retracted.");
+  if (token.replaced?.length) found.push(`Replaces ${token.replaced.map(quotedToken).join(", ")}, retracted.`);
+  if (token.loop) found.push("The text was repeating itself. The loop guard chose the arm.");
+  if (token.branches) found.push(`Candidates of the fork: ${token.branches.length}, see Branches.`);
   return found;
 }
 
-function alternatives(token, choose) {
+function alternatives(token, choose, current) {
   if (!token.top?.length) return "";
-  return element("table", { class: "alternatives" }, element("caption", {}, "Likeliest tokens"), element("tbody", {}, ...token.top.map(([id, text, probability]) =>
-    row([choose ? element("button", { type: "button", class: "choice", "data-token": id, title: "Go on with this token", onclick: () => choose([id], text) }, quoted(text, id)) : quoted(text, id), id === token.token_id ? element("span", { class: "tag" }, "drawn") : ""], [
+  const option = (id, text) => element("button", { type: "button", class: "choice", "data-token": id, disabled: id === current, title: id === current ? "The text has this token" : "Continue with this token", onclick: () => choose([id], text) }, quoted(text, id));
+  const caption = element("caption", {}, "Most likely tokens", choose ? element("span", { class: "muted" }, " · click one to continue with it") : "");
+  return element("table", { class: "alternatives" }, caption, element("tbody", {}, ...token.top.map(([id, text, probability]) =>
+    row([choose ? option(id, text) : quoted(text, id), id === token.token_id ? element("span", { class: "tag" }, token.chosen ? "chosen" : "drawn") : ""], [
       element("meter", { min: 0, max: 1, value: probability, "aria-hidden": "true" }),
       element("td", { class: "value" }, element("data", { value: probability }, percent(probability)))], { class: id === token.token_id ? "drawn" : "" }))));
 }
 
-// Several texts: what each has at the place.
+// Several texts: their tokens at the same place.
 function describePlace(texts, found) {
   const cells = (of) => found.map((token) => (token ? of(token) : "–"));
   return [[element("p", { id: "place" }, `Token ${texts.place + 1}`, element("span", { class: "muted" }, held(texts)))], [
     head(texts),
     element("tbody", {},
-      row("token", cells((token) => element("td", { class: "word" }, quoted(token.text, token.token_id).replace("“ ", "“\u00a0")))), // does not wrap after the quotation mark
-      row("regime", cells(regimeNode)),
+      row("token", cells((token) => element("td", { class: "word" }, quotedToken(token).replace("“ ", "“\u00a0")))), // does not wrap after the quotation mark
+      row("regime", cells((token) => regimeNode(token.regime))),
       row("action", cells((token) => (token.type === "retracted" ? `${token.action}, retracted` : token.action))),
       row("position", cells((token) => numberNode(token.position))))]];
 }
 
-const regimeNode = (token) => element("span", { class: "token", "data-regime": token.regime }, REGIMES[token.regime].title);
-
-// For screen readers, when someone walks to a token.
+// The selected tokens, for screen readers.
 function announcement(texts, found) {
   const words = (token) => {
     if (!token) return "ended";
-    const { title, meaning } = REGIMES[token.regime];
     const retracted = token.type === "retracted" ? "retracted, " : "";
-    return `${quoted(token.text, token.token_id)}: ${retracted}${title}, ${meaning}, ${token.action}, entropy ${number(token.entropy)} bits`;
+    return `${quotedToken(token)}: ${retracted}${regimeTitle(token.regime)}, ${token.action}, entropy ${number(token.entropy)} bits`;
   };
   return texts.single ? words(found[0]) : `Token ${texts.place + 1}. ${texts.shown.map((side, i) => `${side.name}: ${words(found[i])}`).join(". ")}`;
 }
@@ -120,8 +120,8 @@ function factsOf({ shown, regimeOf }) {
     ["backend", (side) => side.facts.backend],
     ["versions", (side) => Object.entries(side.facts.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
   ];
-  const shares = Object.entries(REGIMES).map(([regime, { title, meaning }]) =>
-    [`${title} ${meaning}`, (side) => occupancy(side.tokens, regimeOf)[regime] / Math.max(side.tokens.length, 1), percent]);
+  const shares = Object.keys(REGIMES).map((regime) =>
+    [regimeTitle(regime), (side) => occupancy(side.tokens, regimeOf)[regime] / Math.max(side.tokens.length, 1), percent]);
   const keys = [...new Set(shown.flatMap((side) => Object.keys(side.facts.parameters)))].sort();
   const setting = (key) => (side) => JSON.stringify(side.facts.parameters[key]);
   const settings = keys.map((key) => [key, setting(key)]).filter(([, of]) => new Set(shown.map(of)).size > 1);

@@ -1,6 +1,7 @@
-// Numbers and texts as they are shown. A <data> element's value is the number as the trace has it.
+// Numbers, texts and regimes as they are shown. A <data> element's value is the number as the trace has it.
 
 import { element } from "./dom.js";
+import { REGIMES } from "./regimes.js";
 
 // Groups of fields: name in the trace, label, unit, meaning.
 export const METRICS = [
@@ -9,7 +10,7 @@ export const METRICS = [
     ["varentropy", "varentropy", "bits²", "variance of the surprisal"],
     ["sequence_varentropy", "sequence varentropy", "bits²", "variance of the entropy over the text so far"],
     ["logprob", "log-probability", "nats", "of the token that was drawn"],
-    ["token_confidence", "token confidence", "nats", "−mean of ln p of the likeliest tokens: higher is surer"],
+    ["token_confidence", "token confidence", "nats", "−mean of ln p of the most likely tokens: higher is surer"],
     ["self_certainty", "self-certainty", "nats", "divergence from the uniform distribution: higher is surer"],
   ] },
   { title: "Attention at the last position", fields: [
@@ -21,27 +22,27 @@ export const METRICS = [
     ["interaction_strength", "interaction strength", "", "mean absolute attention score"],
   ] },
   { title: "Sampling", fields: [
-    ["temperature", "temperature", "", "0: the likeliest token"],
-    ["top_k", "top-k", "tokens", "at most so many candidates; 0: no limit"],
+    ["temperature", "temperature", "", "0: the most likely token"],
+    ["top_k", "top-k", "tokens", "maximum number of candidates; 0: no limit"],
     ["top_p", "top-p", "", "candidates up to this probability mass"],
-    ["min_p", "min-p", "", "candidates at least this likely, relative to the likeliest"],
+    ["min_p", "min-p", "", "minimum probability of a candidate, relative to the most likely one"],
     ["confidence", "confidence", "", "weighted sum of the metrics; reported only"],
-    ["forwards", "positions evaluated", "", "token positions evaluated so far, without the prompt, with branches"],
+    ["forwards", "positions evaluated", "", "token positions evaluated so far, including branches, excluding the prompt"],
   ] },
 ];
 
 export const ACTIONS = {
-  argmax: "took the likeliest token",
-  inject: "inserted a thought into the text",
-  explore: "drew once, at a raised temperature",
+  argmax: "took the most likely token",
+  inject: "injected a thought into the text",
+  explore: "sampled once, at a raised temperature",
   branch: "rolled out several continuations and kept the best",
-  resample: "drew once, at a high temperature",
-  backspace: "retracted the previous token and drew again",
-  adaptive: "drew several candidates and kept the likeliest",
-  sample: "drew once",
-  think_end: "ended the thinking, which had been sure for a while",
-  phrases: "took a banned phrase back and drew again",
-  budget_forcing: "made the thinking longer, or ended it",
+  resample: "sampled once, at a high temperature",
+  backspace: "stepped back: retracted a token and sampled again",
+  adaptive: "sampled several candidates and kept the most likely one",
+  sample: "sampled once",
+  think_end: "ended the thinking section, because the model was certain for several tokens",
+  phrases: "retracted a banned phrase and sampled again",
+  budget_forcing: "extended or ended the thinking section",
 };
 
 export function number(value) {
@@ -63,12 +64,28 @@ export function percent(share) {
 }
 
 // Text with signs for invisible characters.
-export function visible(text, id) {
-  if (text === "") return id == null ? "∅" : `⟨${id}⟩`;
+export function visible(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]/g, "\ufffd");
 }
 
-// The same in quotation marks.
-export function quoted(text, id) {
-  return text === "" ? visible(text, id) : `“${visible(text, id)}”`;
+// A regime's name in its style, and its acronym.
+export function regimeNode(regime) {
+  const { name, acronym } = REGIMES[regime];
+  return element("span", {}, element("span", { class: "token", "data-regime": regime }, name), element("span", { class: "muted" }, ` (${acronym})`));
+}
+
+// A text in quotation marks, with signs for invisible characters. `id` and `top` name a token without text.
+export function quoted(text, id, top) {
+  return text === "" ? nameOf(id, top) : `“${visible(text)}”`;
+}
+
+export function quotedToken({ text, token_id, top }) {
+  return quoted(text, token_id, top);
+}
+
+// The name of a token without text, such as <|im_end|>, or its id in brackets. Only the most likely tokens, `top`, have
+// names, and a part of a character has none.
+export function nameOf(id, top) {
+  const name = top?.find(([other]) => other === id)?.[1];
+  return name && !name.includes("\ufffd") ? visible(name) : `⟨${id}⟩`;
 }

@@ -1,8 +1,10 @@
 // The plots: metrics along the text, the plane of entropy and varentropy, and attention.
 
 import { byId, onceAFrame, themeColours } from "./dom.js";
-import { visible } from "./format.js";
-import { REGIMES, REGIME_COLOURS } from "./regimes.js";
+import { number, quotedToken } from "./format.js";
+import { axisOf, drawnRegions, labelledBefore, tickText } from "./quadrants.js";
+import { REGIMES, REGIME_COLOURS, regimeTitle } from "./regimes.js";
+import { knobsOf, percentileText } from "./whatif.js";
 
 const SERIES = [["entropy", "bits"], ["varentropy", "bits²"], ["agreement", "0–1"], ["temperature", ""]];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
@@ -50,7 +52,7 @@ function escapeMarkup(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
 
-const hoverText = (token) => escapeMarkup(`${token.position} “${visible(token.text, token.token_id)}”`);
+const hoverText = (token) => escapeMarkup(`${token.position} ${quotedToken(token)}`);
 const titleOf = (side) => escapeMarkup(`${side.name} ${side.facts.sampler}`);
 const colourOf = (side, look) => look.colour(`side-${side.number % 8}`);
 
@@ -100,11 +102,11 @@ export function showSeries(texts) {
   texts.on("token", onceAFrame(() => Plotly.relayout(box, { shapes: shapes(theme()) })));
 }
 
-// The plane of entropy and varentropy. Points are grouped by regime, or by text where several are compared.
+// The plane of entropy and varentropy. Points are grouped by regime, or by text on the page that compares texts.
 
 export function showPlane(texts) {
   const box = byId("plane");
-  let groups = [];
+  let [groups, axes] = [[], null];
 
   function groupsOf(look) {
     if (!texts.single) return texts.shown.map((side) => ({
@@ -112,38 +114,45 @@ export function showPlane(texts) {
       marker: { symbol: SYMBOLS[side.number % SYMBOLS.length], size: 7, color: colourOf(side, look), opacity: 0.65 },
     }));
     const [side] = texts.shown;
-    const regimes = Object.entries(REGIMES).map(([regime, { title, symbol }]) => ({
-      side, name: title, tokens: side.tokens.filter((token) => texts.regimeOf(token) === regime), visible: !texts.hidden.has(regime),
+    const regimes = Object.entries(REGIMES).map(([regime, { symbol }]) => ({
+      side, name: regimeTitle(regime), tokens: side.tokens.filter((token) => texts.regimeOf(token) === regime), visible: !texts.hidden.has(regime),
       marker: { symbol, size: 7, color: look.colour(regime), opacity: 0.75 },
     }));
     const retracted = side.items.filter((token) => token.type === "retracted");
     return [...regimes, { side, name: "retracted", tokens: retracted, marker: { symbol: "circle-open", size: 10, color: look.colour("muted"), line: { width: 1.5 } } }];
   }
 
-  const cursors = () => texts.shown.map(({ token }) => (token ? [[token.entropy], [token.varentropy]] : [[], []]));
+  const pointsOf = (tokens) => ({
+    x: tokens.map((token) => axes.x.at(token.entropy)), y: tokens.map((token) => axes.y.at(token.varentropy)),
+    customdata: tokens.map((token) => [token.entropy, token.varentropy]),
+  });
+  const cursors = () => texts.shown.map(({ token }) => pointsOf(token ? [token] : []));
 
   function draw() {
     const look = theme();
     groups = groupsOf(look);
+    const lines = linesOf(texts);
+    axes = axesOf(texts.shown, lines);
     const dots = groups.map(({ name, tokens, marker, visible: seen = true }) => ({
-      type: "scatter", mode: "markers", name, marker, visible: seen,
-      x: tokens.map((token) => token.entropy), y: tokens.map((token) => token.varentropy),
-      text: tokens.map(hoverText), hovertemplate: "%{text}<br>entropy %{x:.3f}, varentropy %{y:.3f}<extra>%{fullData.name}</extra>",
+      type: "scatter", mode: "markers", name, marker, visible: seen, ...pointsOf(tokens),
+      text: tokens.map(hoverText), hovertemplate: "%{text}<br>entropy %{customdata[0]:.3f}, varentropy %{customdata[1]:.3f}<extra>%{fullData.name}</extra>",
     }));
-    const rings = cursors().map(([x, y], i) => ({
-      type: "scatter", mode: "markers", x, y, hoverinfo: "skip", showlegend: false,
+    const rings = cursors().map((point, i) => ({
+      type: "scatter", mode: "markers", ...point, hoverinfo: "skip", showlegend: false,
       marker: { symbol: SYMBOLS[texts.shown[i].number % SYMBOLS.length], size: 17, color: "rgba(0,0,0,0)", line: { width: 3, color: look.colour("text") } },
     }));
     const alike = texts.shown.every((side) => JSON.stringify(side.bounds) === JSON.stringify(texts.shown[0].bounds));
-    if (byId("plane-note")) byId("plane-note").textContent = alike ? "" : `The boxes are those of ${texts.shown[0].name}; the others differ.`;
-    const ranges = rangesOf(texts.shown.flatMap((side) => side.items), texts.bounds);
+    if (byId("plane-note")) byId("plane-note").textContent = alike ? "" : `The regions are those of ${texts.shown[0].name}. The other texts have different ones.`;
+    const room = { x: box.clientWidth - 104, y: look.narrow ? 270 : 360 };
     Plotly.react(box, [...dots, ...rings], layout(look, texts, {
-      margin: { l: 52, r: 12, t: texts.single ? 30 : 46, b: 46 },
-      height: look.narrow ? 360 : 450,
+      margin: { l: 60, r: 44, t: texts.single ? 48 : 70, b: 46 },
+      height: look.narrow ? 364 : 454,
       hovermode: "closest",
-      xaxis: axis(look, "entropy, bits", { range: ranges.x }),
-      yaxis: axis(look, "varentropy, bits²", { range: ranges.y }),
-      shapes: texts.bounds.flatMap((one) => boxShape(one, look, ranges)),
+      legend: { orientation: "h", x: 0, y: 1.07, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
+      xaxis: planeAxis(look, "entropy, bits", axes.x),
+      yaxis: planeAxis(look, "varentropy, bits²", axes.y),
+      shapes: [...drawnRegions(texts.bounds, axes).map((one) => regionShape(one, look, axes, room)), ...lines.map((one) => lineShape(one, look, axes))],
+      annotations: lines.map((one) => lineLabel(one, labelledBefore(one, lines, axes), look, axes)),
     }), texts.single ? config("select2d", "lasso2d") : config());
   }
 
@@ -157,34 +166,62 @@ export function showPlane(texts) {
   texts.on("sides bounds hidden theme", onceAFrame(draw));
   texts.on("token", onceAFrame(() => {
     const found = cursors();
-    if (box.data.length === groups.length + found.length) Plotly.restyle(box, { x: found.map(([x]) => x), y: found.map(([, y]) => y) }, found.map((_, i) => groups.length + i));
+    const points = Object.fromEntries(["x", "y", "customdata"].map((name) => [name, found.map((point) => point[name])]));
+    if (box.data.length === groups.length + found.length) Plotly.restyle(box, points, found.map((_, i) => groups.length + i));
   }));
 }
 
-// Ends of the axes, so that all tokens and all bounds lie between them.
-function rangesOf(items, bounds) {
-  const most = (name) => {
-    const limits = bounds.flatMap(({ bounds: box }) => box[name] ?? []).filter(Number.isFinite).map((limit) => 1.2 * limit);
-    return [...limits, 1].reduce((a, b) => Math.max(a, b), items.reduce((a, token) => Math.max(a, token[name]), 0));
-  };
-  const [x, y] = ["entropy", "varentropy"].map((name) => 1.04 * most(name));
-  return { x: [-0.02 * x, x], y: [-0.02 * y, y] };
+const PLANE = { entropy: "x", varentropy: "y" };
+
+// The thresholds that are lines of the plane, at their current values.
+function linesOf(texts) {
+  const { facts } = texts.shown[0];
+  const values = texts.single ? texts.values : {};
+  return knobsOf(facts).filter(({ quantity }) => PLANE[quantity]).map((knob) => ({ ...knob, axis: PLANE[knob.quantity], now: values[knob.key] ?? knob.value }));
 }
 
-// A regime's box; conditions on other quantities cannot be drawn.
-function boxShape({ regime, bounds }, look, ranges) {
-  const within = ([low, high] = [-Infinity, Infinity], [first, last]) => [Math.max(low, first), Math.min(high, last)];
-  const [x0, x1] = within(bounds.entropy, ranges.x);
-  const [y0, y1] = within(bounds.varentropy, ranges.y);
-  if (x0 >= x1 || y0 >= y1) return [];
-  const { title, meaning } = REGIMES[regime];
-  const slim = look.narrow || (x1 - x0) / (ranges.x[1] - ranges.x[0]) < 0.2;
-  return [{
-    type: "rect", layer: "below", x0, x1, y0, y1,
-    fillcolor: look.colour(`${regime}-fill`),
-    line: { color: look.colour(regime), width: 1 },
-    label: { text: slim ? title : `${title} ${meaning}`, textposition: "top left", font: { color: look.colour(`${regime}-text`), size: 12 } },
-  }];
+function axesOf(sides, lines) {
+  const tokens = sides.flatMap(({ items }) => items);
+  return Object.fromEntries(Object.entries(PLANE).map(([quantity, axis]) => [axis, axisOf(
+    sides[0].facts.calibration?.quantiles[quantity],
+    tokens.map((token) => token[quantity]),
+    lines.filter((line) => line.axis === axis).map(({ now }) => now),
+  )]));
+}
+
+function planeAxis(look, title, { end, ticks }) {
+  const places = { showgrid: false, tickvals: ticks.map(([place]) => place), ticktext: ticks.map(([, value]) => tickText(value)) };
+  return axis(look, title, { range: [-0.015 * end, 1.015 * end], ...places });
+}
+
+function regionShape({ regime, x, y, side, labelled }, look, axes, room) {
+  const { name, acronym } = REGIMES[regime];
+  const width = ((x[1] - x[0]) / axes.x.end) * room.x;
+  const fits = labelled && width > 70 && ((y[1] - y[0]) / axes.y.end) * room.y > 24;
+  const [row, column] = [["middle", "top", "bottom"].at(side.y), ["center", "right", "left"].at(side.x)];
+  const widened = (range, { end }) => range.map((edge) => (edge === 0 ? -0.015 * end : edge === end ? 1.015 * end : edge));
+  const [[x0, x1], [y0, y1]] = [widened(x, axes.x), widened(y, axes.y)];
+  return {
+    type: "rect", layer: "below", x0, x1, y0, y1, fillcolor: look.colour(`${regime}-fill`), line: { width: 0 },
+    label: { text: fits ? `<b>${name}</b>${width > 130 ? ` <span style="font-size:10px">${acronym}</span>` : ""}` : "", textposition: `${row} ${column}`, padding: 6, font: { color: look.colour(`${regime}-text`), size: look.narrow ? 11 : 13 } },
+  };
+}
+
+function lineShape({ axis: name, now }, look, axes) {
+  const at = axes[name].at(now);
+  const ends = name === "x" ? { x0: at, x1: at, yref: "paper", y0: 0, y1: 1 } : { y0: at, y1: at, xref: "paper", x0: 0, x1: 1 };
+  return { type: "line", layer: "below", ...ends, line: { color: look.colour("muted"), width: 1.5, dash: "dash" } };
+}
+
+// A threshold's name and percentile.
+function lineLabel(line, before, look, axes) {
+  const { axis: name, now } = line;
+  const at = axes[name].at(now);
+  const parts = [`<b>${line.name ?? number(now)}</b>`, percentileText(line, now)].filter(Boolean);
+  const place = name === "x"
+    ? { x: at, xanchor: before ? "right" : "left", yref: "paper", y: 1, yanchor: "bottom", text: parts.join(" ") }
+    : { xref: "paper", x: 1, xanchor: "left", y: at, yanchor: before ? "top" : "bottom", text: parts.join("<br>"), align: "left" };
+  return { ...place, showarrow: false, font: { color: look.colour("text"), size: 12 } };
 }
 
 // Attention entropy of each layer and head along the text.

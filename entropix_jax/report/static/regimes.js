@@ -1,18 +1,20 @@
 // The regimes: names, plot symbols, and the sampler's rule that classifies a token.
 
 export const REGIMES = {
-  lelv: { title: "LELV", meaning: "certain", symbol: "circle" },
-  helv: { title: "HELV", meaning: "undecided", symbol: "square" },
-  lehv: { title: "LEHV", meaning: "forked", symbol: "diamond" },
-  hehv: { title: "HEHV", meaning: "scattered", symbol: "x" },
-  mid: { title: "MID", meaning: "between", symbol: "triangle-up" },
+  lelv: { name: "certain", acronym: "LELV", symbol: "circle" },
+  helv: { name: "undecided", acronym: "HELV", symbol: "square" },
+  lehv: { name: "forked", acronym: "LEHV", symbol: "diamond" },
+  hehv: { name: "scattered", acronym: "HEHV", symbol: "x" },
+  mid: { name: "between", acronym: "MID", symbol: "triangle-up" },
 };
 
-// The style sheet's names of their colours: signs, areas, words within an area.
+export const regimeTitle = (regime) => `${REGIMES[regime].name} (${REGIMES[regime].acronym})`;
+
+// The style sheet's names of their colours: symbols, regions, labels on a region.
 export const REGIME_COLOURS = Object.keys(REGIMES).flatMap((regime) => [regime, `${regime}-fill`, `${regime}-text`]);
 
-// Each box's open bounds: quantity to [low, high]. `values` has the thresholds by key. A box within one before it is
-// left out: no token is ever in it.
+// Each box's open bounds: quantity to [low, high]. `values` has the thresholds by key. A box inside an earlier one is
+// skipped, because no token can be in it.
 export function boundsOf(boxes, values) {
   const all = boxes.map(({ regime, conditions }) => {
     const bounds = {};
@@ -33,7 +35,7 @@ function contains(outer, inner) {
   });
 }
 
-// Conditions that share a key share a threshold: those of one name, and those of one quantity and number.
+// The key of a condition's threshold: its name, or the quantity and the number.
 export function keyOf(condition) {
   return condition.name ?? `${condition.quantity} ${condition.value}`;
 }
@@ -44,9 +46,8 @@ export function valuesOf({ boxes, thresholds }) {
   return Object.fromEntries(conditions.map((one) => [keyOf(one), one.name ? thresholds[one.name] : one.value]));
 }
 
-// The first box that contains the token, else MID; LEHV for tokens that the loop guard caught.
+// The first box that contains the token, else MID.
 export function classify(token, boxes) {
-  if (token.loop) return "lehv";
   for (const { regime, bounds } of boxes) {
     const inside = Object.entries(bounds).every(([quantity, [low, high]]) => {
       const value = Math.fround(token[quantity]);

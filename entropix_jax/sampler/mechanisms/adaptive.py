@@ -1,6 +1,7 @@
 """`adaptive`: several draws under parameters that follow all metrics; the likeliest is kept.
 
-With U = h + u and Ua = Ea + Va:
+With U = h + u, each at most `most`, and Ua = Ea + Va (`metrics.units` has h and u in bits and
+bits^2, or as multiples of the thresholds h2 and u2):
 
     T     = T0 * (1 + temperature_logits * U + temperature_attn * Ua - temperature_agreement * A)
     top_p = clip(p0 * (1 + top_p_attn_varentropy * Va), top_p_min, 1)
@@ -13,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.names import LARGEST
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
 from entropix_jax.sampler.settings import COEFFICIENT, MAX_DRAWS, SamplerSettings, number
+
+_SMALLEST = 1e-6  # a threshold of 0 is no unit
 
 
 @struct.dataclass
@@ -25,6 +29,7 @@ class AdaptiveSettings:
     confidence."""
 
     draws: jax.Array = number(1, MAX_DRAWS, integer=True)
+    most: jax.Array = number(0.0, LARGEST)  # of h and of u, in `metrics.units`
     temperature_logits: jax.Array = number(*COEFFICIENT)
     temperature_attn: jax.Array = number(*COEFFICIENT)
     temperature_agreement: jax.Array = number(*COEFFICIENT)
@@ -49,7 +54,7 @@ def adaptive(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propo
     """Several draws; the candidate that is likeliest under the unmodified logits is kept."""
     own: AdaptiveSettings = settings.own["adaptive"]
     base = settings.base
-    logits_uncertainty = metrics.entropy + metrics.varentropy
+    logits_uncertainty = sum(_uncertainty(metrics, settings, row.thresholds))
     attn_uncertainty = metrics.attn_entropy + metrics.attn_varentropy
     warming = (
         1.0
@@ -76,14 +81,27 @@ def adaptive(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propo
     )
 
 
-def confidence(metrics: Metrics, settings: SamplerSettings) -> jax.Array:
-    """The documents' confidence score of one row's step, from the metrics that its arm sees. It is
-    the same for every candidate, so it cannot change which one is kept: it is reported."""
+def _uncertainty(
+    metrics: Metrics, settings: SamplerSettings, thresholds: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns one row's entropy and varentropy in the sampler's units, each at most `most`."""
     own: AdaptiveSettings = settings.own["adaptive"]
+    _, h2, _, u2 = jnp.where(settings.in_thresholds, jnp.maximum(thresholds, _SMALLEST), 1.0)
     return (
-        own.confidence_entropy * (1.0 - metrics.entropy)
+        jnp.minimum(metrics.entropy / h2, own.most),
+        jnp.minimum(metrics.varentropy / u2, own.most),
+    )
+
+
+def confidence(metrics: Metrics, settings: SamplerSettings, thresholds: jax.Array) -> jax.Array:
+    """Returns the documents' confidence score of one row's step, from the metrics that its arm
+    sees. It is the same for every candidate, so it only is reported."""
+    own: AdaptiveSettings = settings.own["adaptive"]
+    entropy, varentropy = _uncertainty(metrics, settings, thresholds)
+    return (
+        own.confidence_entropy * (1.0 - entropy)
         + own.confidence_attn_entropy * (1.0 - metrics.attn_entropy)
-        + own.confidence_varentropy * (1.0 - metrics.varentropy)
+        + own.confidence_varentropy * (1.0 - varentropy)
         + own.confidence_attn_varentropy * (1.0 - metrics.attn_varentropy)
         + own.confidence_agreement * metrics.agreement
         + own.confidence_interaction * metrics.interaction_strength

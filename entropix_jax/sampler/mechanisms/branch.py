@@ -26,7 +26,7 @@ from entropix_jax.sampler.mechanisms.plain import explore
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.modify import modify
 from entropix_jax.sampler.proposal import Proposal, RowView, as_seen, draw, either
-from entropix_jax.sampler.regimes import HEHV, LEHV
+from entropix_jax.sampler.regimes import HEHV, LEHV, current_thresholds
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
@@ -125,7 +125,8 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
     rows, logits = step.rows, step.logits
     none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
     seen = jax.vmap(as_seen)(step.observation.metrics, settings)
-    views = rows.view(step.tally.own, {}, jnp.zeros_like(rows.length))
+    thresholds = jax.vmap(current_thresholds)(settings, step.tally.drift)
+    views = rows.view(step.tally.own, {}, jnp.zeros_like(rows.length), thresholds)
     logits = modify(logits, step.floored, seen, settings, views, none)
 
     def noised() -> jax.Array:

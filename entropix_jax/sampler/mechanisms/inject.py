@@ -1,29 +1,35 @@
 """`inject`: writes a configured thought into the row, then waits out a cooldown.
 
-The first token of the thought is committed by the step that injects, the rest follow as forced
-tokens. The cooldown begins after the last one; until it is over, and wherever a thought does not
-fit, the arm draws instead, warmer than the base:
+A thought is written where a sentence has ended (`after`, see `sampler.sentences`), in place of a
+drawn token that begins a new word. Its first token is committed by the step that injects, the rest
+follow as forced tokens. The cooldown begins after the last one. Wherever no thought may be written,
+the arm draws, warmer than the base:
 
     T = min(temperature_max, T0 * (temperature_scale + temperature_attn_entropy * Ea))
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.metrics import Metrics
+from entropix_jax.sampler.modify import holds_banned
 from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.regimes import LELV
+from entropix_jax.sampler.sentences import SentenceFlags, begins_word, sentence_ended
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
     TEMPERATURE,
     SamplerSettings,
     flag,
+    marks,
     number,
     texts,
 )
@@ -38,6 +44,8 @@ class InjectSettings:
     """The thoughts, how often they are written, and the draw during a cooldown."""
 
     thought: jax.Array = texts(MAX_THOUGHTS, MAX_THOUGHT)
+    after: SentenceFlags = marks()  # what ends a sentence; none: a thought may be written anywhere
+    earliest: jax.Array = number(*COUNT, integer=True)  # tokens before the first thought
     per_row: jax.Array = number(*COUNT, integer=True)  # thoughts of a row, asked for ones too
     cooldown: jax.Array = number(*COUNT, integer=True)  # tokens after a thought's last one
     until_confident: jax.Array = flag()  # the first LELV token ends the cooldown
@@ -55,15 +63,25 @@ class InjectState:
 
 
 def may_inject(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
-    """Whether a thought is configured or asked for, fits, and neither cools down nor was the last
-    thing written (documents 000 and 001 ask no question right after one)."""
+    """Whether a thought may come next: bool [B].
+
+    One is configured or asked for, fits, holds no banned token, a sentence has ended, and the row
+    neither cools down nor ends in a thought (documents 000 and 001 ask no question right after
+    one).
+    """
     own: InjectSettings = settings.own["inject"]
     row: InjectState = state.tally.own["inject"]
-    length = _turn(own, row.begun)[1]
-    fits = rows.asks | ((length > 0) & (length <= rows.remaining))
+    tokens, length = _turn(own, row.begun)
+    fits = (length > 0) & (length <= rows.remaining) & ~holds_banned(settings, tokens)
     ends = jax.vmap(ends_in)(rows.history, rows.length, own.thought)  # injected or not
     just_asked = jnp.any(ends, axis=-1)
-    return fits & ~just_asked & (row.cooldown == 0) & (row.begun < own.per_row)
+    budget = (row.begun < own.per_row) & (rows.generated >= own.earliest)
+    free = (fits | rows.asks) & ~just_asked & (row.cooldown == 0) & budget
+    # The look back reads the whole history, so only where it decides anything.
+    look = partial(jax.vmap(sentence_ended), own.after, rows.history, rows.length)
+    ended = lax.cond(jnp.any(free & own.after.given), look, lambda: jnp.ones_like(free))
+    may: jax.Array = free & ended
+    return may
 
 
 def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
@@ -76,6 +94,19 @@ def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propos
         draw("inject", settings, temperature=temperature),
         draw("sample", settings, temperature=temperature),
     )
+
+
+def replaces(settings: SamplerSettings, step: Step, drawn: jax.Array) -> jax.Array:
+    """Whether each row's arm proposes a thought and the drawn token, int32 [B], lets it be written:
+    bool [B]. An end token does not."""
+    own: InjectSettings = settings.own["inject"]
+    rows = step.rows
+    begins = jax.vmap(begins_word)(own.after, rows.history, rows.length, drawn)
+    ends = jnp.any(drawn[:, None] == rows.eos_ids, axis=-1)
+    anywhere = ~own.after.given
+    proposed = step.proposal.action == settings.action("inject")
+    writes: jax.Array = proposed & (anywhere | (begins & ~ends))
+    return writes
 
 
 def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
@@ -114,6 +145,7 @@ INJECT = Mechanism(
     settings=InjectSettings,
     init=lambda: InjectState(cooldown=jnp.int32(0), begun=jnp.int32(0)),
     may=may_inject,
+    replaces=replaces,
     apply=apply,
     advance=advance,
     keep=("begun",),

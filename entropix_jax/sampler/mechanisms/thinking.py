@@ -18,6 +18,7 @@ from jax import lax
 
 from entropix_jax.names import LARGEST
 from entropix_jax.sampler.mechanism import Mechanism
+from entropix_jax.sampler.modify import holds_banned
 from entropix_jax.sampler.settings import COUNT, SamplerSettings, number, texts
 from entropix_jax.sampler.state import Observation, Rows, Step, Tally
 
@@ -64,6 +65,7 @@ def ends_thinking(settings: SamplerSettings, step: Step, token: jax.Array) -> ja
     own: ThinkEndSettings = settings.own["think_end"]
     row: ThinkEndState = step.tally.own["think_end"]
     calm = (own.patience > 0) & (row.calm >= own.patience) & (own.text[:, 0, 0] >= 0)
+    calm &= ~holds_banned(settings, own.text[:, 0])
     return _unless_written(calm, step.rows, own.text[:, 0])
 
 
@@ -89,8 +91,9 @@ def forces_budget(settings: SamplerSettings, step: Step, token: jax.Array) -> ja
     stops = jnp.any(token[:, None] == rows.eos_ids, axis=-1) | (token == end[:, 0])
     early = stops & (rows.generated < own.min_tokens) & (row.waited < own.times)
     late = _is_late(own, rows)
-    text = jnp.where(late, end[:, 0], own.wait[:, 0, 0])
-    return _unless_written((early | late) & (text >= 0), rows, end)
+    text = jnp.where(late[:, None], end, own.wait[:, 0])
+    allowed = (text[:, 0] >= 0) & ~holds_banned(settings, text)
+    return _unless_written((early | late) & allowed, rows, end)
 
 
 def force_budget(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:

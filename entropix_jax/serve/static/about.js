@@ -1,11 +1,11 @@
-// What is told of the token that someone points at: what else it could have been, its branches, heads and layers.
+// The details of the selected token: alternatives, branches, attention heads and layers.
 
 import { bestFirst } from "./branches.js";
 import { byId, element, themeColours } from "./dom.js";
 import { metricRows, tokenParts } from "./details.js";
 import { number, quoted } from "./format.js";
 
-// In place of what is shown, which may have had the focus.
+// Replaces the shown details. The focus stays in the panel.
 export function showDetails(...nodes) {
   const body = byId("details-body");
   const focused = body !== document.activeElement && body.contains(document.activeElement);
@@ -13,12 +13,11 @@ export function showDetails(...nodes) {
   if (focused) body.focus({ preventScroll: true });
 }
 
-// `choose(tokens, text)`: goes on with these in the token's place; null: nothing can.
-export function showToken(token, { shown, held, choose }) {
-  const own = token.chosen ? [element("p", { class: "note" }, "You chose this token.")] : [];
+// `choose(tokens, text)` regenerates the text with these tokens in the token's place; null without kept rows. `current`: the
+// id of the token that the text has there.
+export function showToken(token, { shown, held, choose, current }) {
   showDetails(
-    ...tokenParts(token, { shown, held: held ? " · held (click or Esc releases)" : "", choose }),
-    ...own,
+    ...tokenParts(token, { shown, held: held ? " · held (click or Esc releases)" : "", choose, current }),
     ...(token.branches ? [branches(token, choose)] : []),
     ...(token.layers ? [heads(token.layers)] : []),
     element("details", {}, element("summary", {}, "All metrics"), element("table", { class: "columns" }, ...metricRows([token], { units: true }))),
@@ -29,16 +28,17 @@ function branches(token, choose) {
   return element("div", { class: "lost" },
     element("h3", {}, "Branches, best first"),
     element("ul", {}, ...bestFirst(token.branches).map(({ text, tokens, score, chosen }) => element("li", { class: chosen ? "leaf chosen" : "leaf" },
-      chosen || !tokens.length || !choose ? element("span", { class: "leaf-text" }, quoted(text, tokens[0])) : element("button", { type: "button", class: "choice", "data-branch": "", title: "Go on with this branch", onclick: () => choose(tokens, text) }, quoted(text, tokens[0])),
+      chosen || !tokens.length || !choose ? element("span", { class: "leaf-text" }, quoted(text, tokens[0], token.top)) : element("button", { type: "button", class: "choice", "data-branch": "", title: "Continue with this branch", onclick: () => choose(tokens, text) }, quoted(text, tokens[0], token.top)),
       element("span", { class: "leaf-score" }, score == null ? "no score" : number(score), chosen ? element("b", { class: "tag" }, "kept") : null)))));
 }
 
-// A cell for each head, a line for each layer: the wider the attention, the taller its bar.
+// A bar for each head, a line for each layer. Taller bars attend more widely.
 function heads(layers) {
   const flat = layers.flat();
   const most = flat.reduce((a, b) => Math.max(a, b), 0.001);
   const least = flat.reduce((a, b) => Math.min(a, b), most);
-  const words = `Attention entropy of ${layers.length} layers' heads: ${number(least)} to ${number(most)} bits`;
+  const range = `${number(least < 0.001 ? 0 : least)} to ${number(most)} bits`;
+  const words = `Attention entropy of the heads of ${layers.length} layers: ${range}`;
   const [cell, gap] = [Math.max(5, Math.min(26, Math.floor(260 / layers[0].length))), layers.length > 12 ? 8 : 16];
   const canvas = element("canvas", { width: cell * layers[0].length * 2, height: gap * layers.length * 2, role: "img", "aria-label": words });
   const ink = canvas.getContext("2d");
@@ -50,5 +50,5 @@ function heads(layers) {
     ink.fillRect(head * cell, (layer + 1) * gap - 1 - height, cell - 2, height + 1);
   }));
   return element("figure", { class: "heads" },
-    element("figcaption", {}, element("b", {}, "Heads and layers"), element("span", { class: "muted" }, ` attention entropy, ${number(least)} to ${number(most)} bits; first layer on top`)), canvas);
+    element("figcaption", {}, element("b", {}, "Heads and layers"), element("span", { class: "muted" }, ` attention entropy, ${range}; first layer on top`)), canvas);
 }

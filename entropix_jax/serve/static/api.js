@@ -2,11 +2,11 @@
 
 const KEY = "entropix-jax-key";
 
-// A header holds nothing else.
+// The characters that an HTTP header can carry.
 export const isKey = (text) => /^[\x21-\x7e]+$/.test(text);
 
 export class Api {
-  // `askKey(problem)` resolves to a key that the reader types, and rejects if there is none.
+  // `askKey(problem)` resolves to a key that the reader types, and rejects if the reader cancels.
   constructor(askKey) {
     this.askKey = askKey;
   }
@@ -35,7 +35,7 @@ export class Api {
     return answer;
   }
 
-  // Asks once, whatever waits for the key.
+  // Opens one dialog for all requests that wait for the key.
   newKey(problem) {
     sessionStorage.removeItem(KEY);
     this.asking ??= this.askKey(problem).then((key) => sessionStorage.setItem(KEY, key)).finally(() => (this.asking = null));
@@ -46,7 +46,7 @@ export class Api {
     return (await this.ask(path, options)).json();
   }
 
-  // The values of a stream's events.
+  // The values of a stream's events. A comment says why nothing comes: `{ comment, choices: [] }`.
   async *stream(path, json, signal) {
     const answer = await this.ask(path, { method: "POST", json: { ...json, stream: true }, signal });
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -57,6 +57,10 @@ export class Api {
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
+        if (event.startsWith(": ")) {
+          yield { comment: event.slice(2), choices: [] };
+          continue;
+        }
         const data = event.slice("data: ".length);
         if (data === "[DONE]") return;
         const told = JSON.parse(data);

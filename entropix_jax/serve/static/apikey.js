@@ -1,9 +1,9 @@
-// Asks the reader for the server's key.
+// The dialog for the server's API key.
 
 import { isKey } from "./api.js";
 import { byId } from "./dom.js";
 
-// Resolves to the key; rejects if the reader has none. `problem`: why the last one was none.
+// Resolves to the key; rejects if the dialog is cancelled. `problem`: why the previous key was invalid.
 export function askKey(problem) {
   const [box, field] = [byId("key-box"), byId("key")];
   let found = null;
@@ -14,11 +14,11 @@ export function askKey(problem) {
     byId("key-form").onsubmit = (event) => {
       event.preventDefault();
       const text = field.value.trim();
-      if (!isKey(text)) return (byId("key-problem").textContent = "A key has letters, digits and signs of ASCII, without spaces.");
+      if (!isKey(text)) return (byId("key-problem").textContent = "API keys contain printable ASCII characters and no spaces.");
       found = text;
       box.close();
     };
     byId("key-cancel").onclick = () => box.close();
-    box.onclose = () => (found ? resolve(found) : reject(new Error("The server asks for a key.")));
+    box.onclose = () => (found ? resolve(found) : reject(new Error("The server requires an API key.")));
   });
 }

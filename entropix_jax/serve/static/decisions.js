@@ -1,40 +1,54 @@
-// Which decision of a text is the first that other settings change.
+// The first decision of a text that other settings change.
 
 import { boundsOf, classify, valuesOf } from "./regimes.js";
 import { placeOf } from "./texts.js";
 import { settingsOf } from "./whatif.js";
 
-const REACH = 8; // tokens that a row may go back
+const PHRASE = 8; // maximum number of tokens that are retracted for a banned phrase
 const RULE = new Set(["thresholds", "regimes"]);
 
-// The settings that moved thresholds stand for, by their keys.
+// The settings of moved thresholds, by their keys, as numbers.
 export function changesOf(facts, values) {
-  const [before, after] = [settingsOf(facts, valuesOf(facts)), settingsOf(facts, values)];
+  const numeric = { ...facts, percentiles: {} };
+  const [before, after] = [settingsOf(numeric, valuesOf(facts)), settingsOf(numeric, values)];
   return Object.fromEntries(Object.entries(after).filter(([key, text]) => text !== before[key]).map(([key, text]) => [key, JSON.parse(text)]));
 }
 
-// `thresholds` by their keys where those changed; `changes`: settings. Returns the index of the first token that may come
-// otherwise, and the place from which the text is to go on; null if there is none.
+// The index of the first token that may change, and the position from which the text is regenerated; null if no token
+// changes. `changes` are settings, `values` the thresholds by their keys if those moved.
 export function firstChange(node, changes, values = null) {
   const { items, facts } = node;
-  const bounds = values && boundsOf(facts.boxes, values);
-  const keys = Object.keys(changes).filter((key) => !bounds || !RULE.has(key.split(".")[0]));
-  const index = items.findIndex((token) => !token.chosen && ((bounds && classify(token, bounds) !== token.regime) || keys.some((key) => mayUse(token, key, facts.sampler))));
+  const original = valuesOf(facts);
+  const moved = values && Object.keys(values).some((key) => values[key] !== original[key]);
+  const bounds = moved && boundsOf(facts.boxes, values);
+  const keys = Object.keys(changes).filter((key) => !values || !RULE.has(key.split(".")[0]));
+  const changed = (token) => bounds && (classify(token, bounds) !== token.regime || mayUseThresholds(token, facts, values));
+  const index = items.findIndex((token) => !token.chosen && (changed(token) || keys.some((key) => mayUse(token, key, facts.sampler))));
   if (index < 0) return null;
-  // A token that was taken back later stood further left.
+  // A token that was retracted later was further left.
   const places = items.slice(index).filter((token, i) => i === 0 || token.type === "retracted").map((token) => placeOf(node, token));
   const place = Math.min(...places);
-  const back = goesBack({ ...facts.sampler, ...changes }) ? place - REACH : place;
-  // What the reader chose before it stays.
+  const back = place - reachOf({ ...facts.sampler, ...changes });
+  // Tokens that the reader chose stay.
   const chosen = items.slice(0, index).findLast((token) => token.chosen);
   return { index, position: Math.max(0, back, chosen ? placeOf(node, chosen) + 1 : 0) };
 }
 
-function goesBack(sampler) {
-  return Object.entries(sampler).some(([key, value]) => key.startsWith("arms.") && value === "backspace") || sampler["phrases.banned"]?.length > 0;
+// Whether moved thresholds may change a token that keeps its regime: branches end by the regimes of their own tokens,
+// and adaptive draws may be in units of h2 and u2.
+function mayUseThresholds(token, { sampler, thresholds }, values) {
+  const scaled = sampler["metrics.units"] === "thresholds" && ["h2", "u2"].some((name) => name in values && values[name] !== thresholds[name]);
+  return sampler["thresholds.dynamic"] || Boolean(token.branches) || (scaled && ["adaptive", "backspace"].includes(token.action));
 }
 
-// Whether a setting may play a part in how the token was drawn.
+// How many tokens before a decision it may retract.
+function reachOf(sampler) {
+  if (sampler["phrases.banned"]?.length) return PHRASE;
+  const arms = Object.entries(sampler).filter(([key]) => key.startsWith("arms.")).map(([, arm]) => arm);
+  return arms.includes("backspace") ? sampler["backspace.reach"] : 0;
+}
+
+// Whether a setting may affect the draw of a token.
 function mayUse(token, key, sampler) {
   const [section, name] = key.split(".");
   if (section === "arms") return name === "loop" ? token.loop : token.regime === name;

@@ -1,14 +1,15 @@
-// Files of texts: saved as a page or a trace, opened, dropped on the page.
+// Texts as files: saves a page or a trace, opens files that are chosen or dropped on the page.
 
 import { addItem } from "./data.js";
 import { byId, saveFile } from "./dom.js";
-import { fail } from "./failure.js";
+import { fail, succeed } from "./failure.js";
 
 export function offerFiles(session, api, start, stream) {
   const save = async (kind, name, type) => {
     try {
       const answer = await api.ask(`/v1/rows/${session.current.row}/${kind}`);
       saveFile(await answer.arrayBuffer(), name, type);
+      succeed();
     } catch (error) {
       fail(error);
     }
@@ -17,12 +18,14 @@ export function offerFiles(session, api, start, stream) {
     try {
       await start.offer();
       const { rows } = await api.get("/v1/rows", { method: "POST", body: await file.arrayBuffer() });
-      for (const [i, { row, prompt, tokens, finish_reason }] of rows.entries()) {
-        const node = session.add({ label: rows.length > 1 ? `${file.name} ${i + 1}` : file.name, prompt, row, ended: finish_reason ?? "interrupted" });
+      for (const [i, { row, prompt, messages, tokens, finish_reason }] of rows.entries()) {
+        const node = session.add({ label: rows.length > 1 ? `${file.name} ${i + 1}` : file.name, prompt, messages, row, ended: finish_reason ?? "interrupted" });
         for (const token of tokens) addItem(node, token);
         session.show(node);
+        if (messages) byId("chat").click();
         await stream.learn(node);
       }
+      succeed();
     } catch (error) {
       fail(error);
     }
@@ -40,7 +43,7 @@ export function offerFiles(session, api, start, stream) {
   });
 }
 
-// A text that runs is not yet saved.
+// Running texts cannot be saved.
 export function allowSaving(node) {
   for (const id of ["save-report", "save-trace"]) byId(id).disabled = !node?.row || !node.ended;
 }

@@ -1,8 +1,13 @@
-// Begins texts: a new one from what is typed, or one that goes on from a place of another.
+// Starts texts: a new one from the typed prompt, or a continuation of another one.
 
-import { byId } from "./dom.js";
+import { byId, element } from "./dom.js";
 import { fail } from "./failure.js";
 import { placeOf } from "./texts.js";
+
+const EXAMPLES = {
+  completion: ["Once upon a time", "The capital of France is", "12 + 7 ="],
+  chat: ["What is the capital of France?", "What is 12 + 7?", "Tell me a short story."],
+};
 
 export class Generator {
   constructor(session, start, stream) {
@@ -15,26 +20,31 @@ export class Generator {
       session.walk(null);
       byId("prompt").focus();
     });
-    for (const id of ["chat", "completion"]) byId(id).addEventListener("change", () => this.offerAfresh());
+    for (const id of ["chat", "completion"]) byId(id).addEventListener("change", () => this.offer());
   }
 
-  // A new conversation, where there is one to be left.
-  offerAfresh() {
-    byId("afresh").hidden = !this.start.chat || !this.session.current?.messages;
-  }
-
-  async generate() {
+  // Offers a new conversation if the current text is one, and examples if there is no text.
+  offer() {
     const { session, start } = this;
-    const text = byId("prompt").value;
+    byId("afresh").hidden = !start.chat || !session.current?.messages;
+    byId("prompt").placeholder = start.chat ? "Type a message…" : "Type a prompt…";
+    byId("examples").hidden = Boolean(session.current);
+    const examples = EXAMPLES[start.chat ? "chat" : "completion"];
+    byId("examples").replaceChildren("Examples: ", ...examples.map((text) => element("button", { type: "button", onclick: () => this.generate(text) }, text)));
+  }
+
+  // Starts a text from the typed prompt, or from another one.
+  async generate(text = byId("prompt").value) {
+    const { session, start } = this;
     if (!text) return fail(new Error("Type a prompt first."));
     const { current } = session;
     const talks = start.chat && current?.messages;
     const before = talks ? [...current.messages, { role: "assistant", content: current.tokens.map((token) => token.text).join("") }] : [];
     try {
       await start.offer();
-      const asked = start.request(before);
+      const asked = start.request(text, before);
       const node = session.add({ parent: talks ? current : null, label: short(text), prompt: asked.prompt, messages: asked.messages });
-      if (start.chat) byId("prompt").value = "";
+      byId("prompt").value = start.chat ? "" : text;
       session.show(node);
       if (!(await this.stream.run(node, asked)) && !byId("prompt").value) byId("prompt").value = text;
     } catch (error) {
@@ -42,16 +52,16 @@ export class Generator {
     }
   }
 
-  // Goes on from a place of a text: a sibling of what stood there.
+  // Continues a text from a place, as a sibling of its old continuation.
   goOn(node, place, label, { tokens = null, sampler = null, begun = null } = {}) {
     if (!node.row) return fail(new Error("This text is not on the server yet."));
     const asked = this.start.more(node, place, { tokens, sampler });
-    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages, given: tokens });
+    const next = this.session.add({ parent: node, at: place, label, prompt: node.prompt, messages: node.messages });
     this.session.show(next, node);
     this.stream.run(next, asked, begun);
   }
 
-  // With these tokens, whose text is given, in a token's place. A retracted one's is that of what replaced it.
+  // Continues with these tokens and their text in a token's place. A retracted token has the place of its replacement.
   choose(node, token, tokens, text) {
     this.goOn(node, placeOf(node, token), short(text) || "⟨token⟩", { tokens });
   }

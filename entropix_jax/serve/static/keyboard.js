@@ -1,4 +1,4 @@
-// The keys of the page.
+// Keyboard shortcuts.
 
 import { byId } from "./dom.js";
 import { walk } from "./tree.js";
@@ -7,7 +7,7 @@ export function listenToKeys(session, { generate, stop }) {
   const alt = {
     KeyS: stop,
     KeyT: () => byId("text-0").focus(),
-    KeyA: () => byId("details-body").querySelector(".choice")?.focus(),
+    KeyA: () => byId("details-body").querySelector(".choice:enabled")?.focus(),
     ArrowUp: () => walk(session, -1),
     ArrowDown: () => walk(session, 1),
     KeyN: () => byId("name").focus(),
@@ -19,7 +19,7 @@ export function listenToKeys(session, { generate, stop }) {
     if (byId("key-box").open) return;
     const control = event.ctrlKey || event.metaKey;
     const typing = event.target.closest("input:not([type=range], [type=radio]), textarea");
-    // Alt types a sign on some keyboards, and opens lists.
+    // Alt types a character on some keyboards, and opens lists.
     const types = event.target.closest("select") || (typing && (event.key === "Dead" || /^[^a-zA-Z]$/u.test(event.key)));
     if (control && event.key === "Enter") generate();
     else if (control && event.key.toLowerCase() === "z" && !typing) event.shiftKey ? session.redo() : session.undo();

@@ -1,23 +1,22 @@
 // The legend: the regimes, and the share of a text's tokens in each.
 
 import { element } from "./dom.js";
-import { percent } from "./format.js";
+import { percent, regimeNode } from "./format.js";
 import { REGIMES, occupancy } from "./regimes.js";
 
 export class Legend {
   constructor(list) {
     this.shares = new Map(Object.keys(REGIMES).map((regime) => [regime, element("span", { class: "share", id: `share-${regime}` })]));
-    list.append(...Object.entries(REGIMES).map(([regime, { title, meaning }]) =>
-      element("li", {}, element("span", { class: "token", "data-regime": regime }, meaning), element("span", { class: "muted" }, ` ${title} `), this.shares.get(regime))));
+    list.append(...[...this.shares].map(([regime, share]) => element("li", {}, regimeNode(regime), " ", share)));
   }
 
-  // Of another text.
+  // Counts the tokens of another text.
   show(tokens) {
     this.counts = occupancy([]);
     this.add(tokens);
   }
 
-  // Counts what came since.
+  // Counts new tokens.
   add(items) {
     for (const { type, regime } of items) if (type === "token") this.counts[regime] += 1;
     const all = Object.values(this.counts).reduce((sum, count) => sum + count, 0);

@@ -1,4 +1,4 @@
-// The live page: texts come from the server, and go on from wherever the reader says.
+// The live page: texts are streamed from the server, and can be continued from any token.
 
 import { Api } from "./api.js";
 import { askKey } from "./apikey.js";
@@ -29,7 +29,7 @@ const sides = new Sides(session, {
   chooserOf: (node, token) => (start.keeps ? (tokens, text) => generator.choose(node, token, tokens, text) : null),
 });
 
-// What the stream tells.
+// Events of the stream.
 
 function grow(node, items) {
   if (node === session.current) thresholds.grow();
@@ -46,7 +46,7 @@ function learn(node) {
   if (node === session.current) showFacts(node);
 }
 
-// What is shown.
+// The shown texts.
 
 function show() {
   const { current } = session;
@@ -56,7 +56,7 @@ function show() {
   stream.stopUnseen();
   if (current) showFacts(current);
   showStatus();
-  generator.offerAfresh();
+  generator.offer();
 }
 
 function showFacts(node) {

@@ -1,10 +1,11 @@
-// A text on the page: tokens are added as they come, pointed at, held and walked through.
+// A text on the page: adds tokens as they arrive, selects and holds them by pointer or keyboard.
 
 import { element } from "./dom.js";
+import { nameOf } from "./format.js";
 import { neighbour } from "./text.js";
 
 export class Reading {
-  // `tell(reading, token)`: one of its tokens was pointed at.
+  // `tell(reading, token)` is called when a token is selected.
   constructor(card, tell) {
     this.card = card;
     this.box = card.querySelector(".text");
@@ -53,7 +54,7 @@ export class Reading {
     if (node) this.grow();
   }
 
-  // Adds what came since.
+  // Adds the new tokens.
   grow() {
     const { items } = this.node;
     for (let i = this.spans.length; i < items.length; i++) {
@@ -68,13 +69,14 @@ export class Reading {
   }
 
   draw(token, before) {
-    const start = (action) => token.action === action && (action === "inject" ? before?.action !== "inject" : Boolean(token.branches));
-    const classes = { injected: token.action === "inject" && !token.chosen, "inject-start": start("inject") && !token.chosen, branched: token.action === "branch", "branch-start": start("branch"), loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
+    const thought = (one) => one?.action === "inject" && !one.chosen;
+    const branched = token.action === "branch";
+    const classes = { injected: thought(token), "inject-start": thought(token) && !thought(before), branched, "branch-start": branched && token.branches?.length > 1, loop: token.loop, retracted: token.type === "retracted", empty: !token.text, chosen: token.chosen };
     const span = element("span", {
       id: `${this.box.id}-${token.index}`, role: "option", "aria-selected": "false", "data-index": token.index, "data-regime": this.regimeOf(token),
       class: ["token", ...Object.keys(classes).filter((name) => classes[name])].join(" "), "aria-label": token.type === "retracted" ? `retracted: ${token.text}` : null,
     });
-    (token.text || `⟨${token.token_id}⟩`).split("\n").forEach((line, i) => span.append(...(i ? [element("i", { class: "sign" }, "↵"), "\n"] : []), line));
+    (token.text || nameOf(token.token_id, token.top)).split("\n").forEach((line, i) => span.append(...(i ? [element("i", { class: "sign" }, "↵"), "\n"] : []), line));
     return span;
   }
 
@@ -96,7 +98,7 @@ export class Reading {
     this.spans.forEach((span, i) => (span.dataset.regime = this.regimeOf(this.items[i])));
   }
 
-  // Marks the place from which the text is another one than that beside it.
+  // Marks the place where the text diverges from the other one.
   part(place) {
     const span = this.spans[this.node.tokens[place].index];
     span.classList.add("parts");

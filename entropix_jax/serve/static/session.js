@@ -1,4 +1,4 @@
-// The texts of a session: a tree in which a text goes on from a place of another one. What is seen of it can be undone.
+// The texts of a session: a tree in which a text continues another one from a place. Changes of the view can be undone.
 
 import { addItem } from "./data.js";
 
@@ -8,7 +8,7 @@ export class Session {
     this.state = { current: null, beside: null, seen: new Set(), names: new Map() };
     this.past = [];
     this.future = [];
-    this.shown = new Map(); // what was seen before a text was first shown
+    this.shown = new Map(); // the state before a text was first shown
     this.listeners = [];
   }
 
@@ -16,7 +16,7 @@ export class Session {
     this.listeners.push(listener);
   }
 
-  // A text. `at`: how many tokens it takes over from its parent; `own` says what it is, in the tree.
+  // Adds a text. `at`: number of tokens copied from its parent; `own`: its other fields.
   add({ parent = null, at = 0, label, ...own }) {
     const node = { parent, at, label, items: [], tokens: [], waiting: [], pending: [], ended: null, row: null, facts: null, ...own, id: this.nodes.length };
     this.nodes.push(node);
@@ -39,7 +39,7 @@ export class Session {
     return this.state.names.get(node.id) ?? node.label;
   }
 
-  // Changes what is seen; `silent`: not a step to undo.
+  // Changes the state; `silent` changes cannot be undone.
   change(changes, { silent = false } = {}) {
     if (!silent) {
       this.past.push(this.state);
@@ -59,7 +59,7 @@ export class Session {
     this.change({ seen, current: node.id, beside: beside?.id ?? null });
   }
 
-  // null: to none, for something new.
+  // Selects a text; null selects none, for a new one.
   walk(node) {
     const beside = node && this.state.beside !== node.id ? this.state.beside : null;
     this.change({ current: node?.id ?? null, beside }, { silent: true });
@@ -72,13 +72,13 @@ export class Session {
     this.change({ names });
   }
 
-  // The text that the current one went on from, beside it; or no longer any.
+  // Shows or hides the parent of the current text beside it.
   toggleBeside() {
     const { current, state } = this;
     if (current) this.change({ beside: state.beside === null ? this.parentOf(current)?.id ?? null : null });
   }
 
-  // Takes the current text, and those that went on from it, out of sight.
+  // Hides the current text and its continuations.
   prune() {
     const node = this.current;
     if (!node) return;
@@ -90,7 +90,7 @@ export class Session {
     this.change({ seen, current: next?.id ?? null, beside: null });
   }
 
-  // Takes a text that never began out of all steps.
+  // Removes a text that never started from all states.
   forget(node) {
     const before = this.shown.get(node.id);
     const without = (state) => {
@@ -119,7 +119,7 @@ export class Session {
     this.move(this.future.pop());
   }
 
-  // The texts in sight in the order of the tree, with their depths in `depths`.
+  // The visible texts in the order of the tree; `depths` has their depths.
   visible() {
     const found = [];
     this.depths = new Map();
@@ -135,7 +135,7 @@ export class Session {
     return found;
   }
 
-  // The nearest one in sight.
+  // The nearest visible ancestor.
   parentOf(node) {
     return ancestors(node).find(({ id }) => this.state.seen.has(id)) ?? null;
   }

@@ -1,4 +1,4 @@
-// The settings of the text that is shown: sliders for the thresholds, any other one by its key.
+// The settings of the shown text: sliders for the thresholds, every other setting by its key.
 
 import { byId, element } from "./dom.js";
 import { boundsOf, valuesOf } from "./regimes.js";
@@ -6,7 +6,7 @@ import { knobRow, knobsOf, problemOf } from "./whatif.js";
 
 const SETTING = /([\w.]+)\s*=\s*(\[[^\]]*\]|"(?:[^"\\]|\\.)*"|[^\s"[\]=]+)(?=\s|$)/g;
 
-// As `key=value key=value`; a value is JSON, or else a text.
+// Parses `key=value key=value`. A value is JSON, or else a text such as 30%.
 export function parseSettings(text) {
   const found = {};
   const rest = text.replace(SETTING, (_, key, value) => ((found[key] = valueOf(value)), "")).trim();
@@ -22,10 +22,10 @@ function valueOf(text) {
   }
 }
 
-const REST = 500; // ms without a move after which a slider rests
+const REST = 500; // ms without a move after which the text is regenerated
 
 export class Settings {
-  // `move(values)` while a slider moves, `drop()` once it rests, `apply(changes)` for a setting by its key.
+  // `move(values)` is called while a slider moves, `drop()` once it rests, `apply(changes)` for a setting by its key.
   constructor({ move, drop, apply }) {
     this.texts = { values: {}, sides: [] };
     this.move = move;
@@ -34,7 +34,8 @@ export class Settings {
       this.timer = setTimeout(drop, REST);
     });
     byId("setting").addEventListener("input", () => {
-      const value = this.sampler?.[byId("setting").value];
+      const key = byId("setting").value;
+      const value = this.facts?.percentiles?.[key] ?? this.facts?.sampler[key];
       if (value !== undefined) byId("value").value = JSON.stringify(value);
     });
     byId("other").addEventListener("submit", (event) => {
@@ -48,7 +49,6 @@ export class Settings {
     const focused = document.activeElement.id;
     byId("settings").hidden = !facts;
     if (!facts) return;
-    this.sampler = facts.sampler;
     this.facts = facts;
     this.texts = { values: valuesOf(facts), sides: [{ tokens }] };
     this.rows = knobsOf(facts).map((knob) => knobRow(knob, this.texts, this.move));
@@ -58,7 +58,7 @@ export class Settings {
     if (focused.startsWith("knob-")) byId(focused)?.focus();
   }
 
-  // Returns why a sampler would refuse the thresholds.
+  // Returns the reason why a sampler refuses the thresholds, or an empty text.
   refresh(values) {
     this.texts.values = values;
     this.rows?.forEach(({ refresh }) => refresh());

@@ -1,19 +1,19 @@
-// The text that is shown, and one beside it: pointed at alike, and marked where they part.
+// The shown text and one beside it: selects the same place in both, and marks where they diverge.
 
 import { showDetails, showToken } from "./about.js";
 import { byId, element } from "./dom.js";
 import { Legend } from "./legend.js";
 import { Reading } from "./reading.js";
-import { REGIMES } from "./regimes.js";
+import { regimeTitle } from "./regimes.js";
 import { Speaker } from "./speaker.js";
 import { placeOf } from "./texts.js";
 
 const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop text", cancelled: "stopped" };
-const WIDE = 900; // pixels from which the details stand beside the text, as in the style sheet
+const WIDE = 900; // minimum width in pixels for details beside the text, as in the style sheet
 
 export class Sides {
-  // `regimeOf(token)` by the thresholds as they are; `select(token)`: the shown text's token was pointed at;
-  // `chooserOf(node, token)`: what goes on with other tokens in its place, or null.
+  // `regimeOf(token)`: the regime by the current thresholds; `select(token)` is called when a token of the shown text is
+  // selected; `chooserOf(node, token)` returns a function that continues with other tokens in its place, or null.
   constructor(session, { regimeOf, select, chooserOf }) {
     Object.assign(this, { session, regimeOf, select, chooserOf });
     [this.main, this.beside] = ["main", "beside"].map((name) => new Reading(byId(name), (reading, token) => this.point(reading, token)));
@@ -30,7 +30,7 @@ export class Sides {
       this.pointed = false;
       this.speaker.clear();
     }
-    if (!this.pointed) showDetails(element("p", { class: "muted" }, "Point at a token."));
+    if (!this.pointed) showDetails(element("p", { class: "muted" }, "Point at a token to see its alternatives. Click it, then click an alternative to continue the text with it."));
     this.main.show(current, this.regimeOf);
     this.beside.show(beside, (token) => token.regime);
     this.legend.show(current?.tokens ?? []);
@@ -38,24 +38,28 @@ export class Sides {
     this.part();
   }
 
-  // What the shown text begins with.
+  // Shows the prompt of the shown text.
   showAsked() {
     const { messages, prompt, facts } = this.session.current;
-    byId("asked").textContent = messages ? messages.map(({ role, content }) => `${role}: ${content}`).join("\n") : prompt ?? facts?.prompt ?? "";
+    const text = messages ? messages.map(({ role, content }) => `${role}: ${content}`).join("\n") : prompt ?? facts?.prompt ?? "";
+    const box = byId("asked");
+    if (box.textContent === text) return;
+    box.textContent = text;
+    box.scrollTop = box.scrollHeight; // the newest message
   }
 
   showStatus() {
     const { session } = this;
     for (const [{ card }, node] of [[this.main, session.current], [this.beside, session.beside]]) {
       if (!node) continue;
-      const state = node.ended ? `ended: ${endOf(node)}` : "running";
+      const state = node.ended ? `ended: ${endOf(node)}` : node.comment ?? "running";
       const own = node.tokens.length === 1 ? "1 token" : `${node.tokens.length} tokens`;
       card.querySelector("h3").textContent = session.nameOf(node);
       card.querySelector(".about").textContent = `${own}, ${node.items.length - node.tokens.length} retracted, ${state}`;
     }
   }
 
-  // A text has these, too.
+  // Adds new tokens of a text.
   grow(node, items) {
     const { current, beside } = this.session;
     if (node === current) {
@@ -66,7 +70,7 @@ export class Sides {
     if (node === current || node === beside) this.part();
   }
 
-  // The shown text has ended.
+  // Called when the shown text has ended.
   end(node) {
     this.speaker.end(`Ended: ${endOf(node)}.`);
     if (!this.pointed && innerWidth >= WIDE && node.items.length) this.describe(this.main, node.items.at(-1));
@@ -82,15 +86,16 @@ export class Sides {
     const other = reading === this.main ? this.beside : this.main;
     const twin = other.node?.tokens[placeOf(reading.node, token)];
     if (twin && !other.held) other.select(twin, { held: false, silent: true });
-    if (reading.held) byId("announcement").textContent = `${token.text}${token.type === "retracted" ? ", retracted" : ""}: ${REGIMES[token.regime].title}, ${REGIMES[token.regime].meaning}, ${token.action}`;
+    if (reading.held) byId("announcement").textContent = `${token.text}${token.type === "retracted" ? ", retracted" : ""}: ${regimeTitle(token.regime)}, ${token.action}`;
   }
 
   describe({ node, held }, token) {
     this.pointed = true;
-    showToken(token, { shown: this.regimeOf(token), held, choose: this.chooserOf(node, token) });
+    const current = node.tokens[placeOf(node, token)]?.token_id;
+    showToken(token, { shown: this.regimeOf(token), held, choose: this.chooserOf(node, token), current });
   }
 
-  // Looks on from where both texts were the same.
+  // Looks for the place where the texts diverge, from the end of the known common prefix.
   part() {
     const [one, other] = [this.session.current, this.session.beside];
     if (!one || !other || this.parted) return;

@@ -1,4 +1,4 @@
-// Tells a screen reader the text as it comes: whole sentences, with a pause between them.
+// Announces the text to screen readers as it arrives: whole sentences, with a pause between them.
 
 const PAUSE = 1500; // ms
 const SENTENCE = /^[\s\S]*[.!?…:;\n](?=\s|$)/;
@@ -23,14 +23,14 @@ export class Speaker {
     this.say(sentence.trim());
   }
 
-  // Another text comes.
+  // Discards the rest, for another text.
   clear() {
     clearTimeout(this.timer);
     this.timer = null;
     this.rest = "";
   }
 
-  // What is left, and how the text ended.
+  // Announces the rest, and how the text ended.
   end(words) {
     this.say(`${this.rest.trim()} ${words}`.trim());
     this.clear();

@@ -1,4 +1,4 @@
-// What a text begins with: a prompt or a conversation, a sampler, and what is sent for it.
+// The form for a new text: prompt or conversation, sampler, and the request made of them.
 
 import { byId, element } from "./dom.js";
 import { parseSettings } from "./settings.js";
@@ -8,7 +8,7 @@ export class Start {
     this.api = api;
   }
 
-  // What the server has. Asked for again where there was no answer, or no key.
+  // Fetches the server's model and presets once. Tries again after a failure.
   async offer() {
     if (!this.model) await (this.offering ??= this.ask().finally(() => (this.offering = null)));
   }
@@ -36,8 +36,8 @@ export class Start {
   }
 
   // The request for a new text. `before`: the conversation so far.
-  request(before) {
-    const [text, seed] = ["prompt", "seed"].map((id) => byId(id).value);
+  request(text, before) {
+    const seed = byId("seed").value;
     const [preset, own] = [byId("preset").value, parseSettings(byId("own").value)];
     const sampler = Object.keys(own).length ? { ...(preset && { extends: preset }), ...own } : preset || null;
     const body = { model: this.model, max_tokens: this.most, ...(seed !== "" && { seed: Number(seed) }), entropix: this.asked({ ...(sampler && { sampler }) }) };
@@ -46,7 +46,7 @@ export class Start {
     return { path: "/v1/chat/completions", body: { ...body, messages }, messages };
   }
 
-  // The request to go on from a place of a text: with other tokens for as many as are asked for now, else to the text's own end.
+  // The request to continue a text from a place: with other tokens up to the current token limit, else up to the text's own.
   more(node, position, { tokens, sampler } = {}) {
     const from = { row: node.row, position, ...(tokens && { token: tokens }) };
     return { path: "/v1/completions", body: { model: this.model, ...(tokens && { max_tokens: Math.max(this.most, tokens.length) }), entropix: this.asked({ from, ...(sampler && { sampler }) }) } };

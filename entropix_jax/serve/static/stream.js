@@ -1,14 +1,14 @@
-// Texts as they come from the server: each frame of the page adds a share of what came.
+// Streams texts from the server: each frame of the page adds a share of the received tokens.
 
 import { addItem } from "./data.js";
 import { onceAFrame } from "./dom.js";
-import { fail } from "./failure.js";
+import { fail, succeed } from "./failure.js";
 
-const AT_ONCE = 64; // tokens that a frame adds at most
+const AT_ONCE = 64; // maximum number of tokens that a frame adds
 
 export class Stream {
-  // What it tells: `grow(node, items)` as these are added to a text, `end(node)` once it has all, `learn(node)` once
-  // the facts of its row are known, `change()` when a text begins and after each frame.
+  // Callbacks of `tell`: `grow(node, items)` when tokens are added to a text, `end(node)` after its last one, `learn(node)`
+  // when the facts of its row are known, `change()` when a text starts and after each frame.
   constructor(session, api, tell) {
     this.session = session;
     this.api = api;
@@ -20,25 +20,28 @@ export class Stream {
     return this.session.nodes.some(({ stopper }) => stopper);
   }
 
-  // `begun()`: called once the text has begun. Returns whether it did.
+  // Calls `begun()` when the text has started, and returns whether it did.
   async run(node, { path, body }, begun = null) {
     node.stopper = new AbortController();
-    const chosen = node.given?.length ?? 0;
-    let seen = 0;
+    let started = false;
     let reason = null;
     this.tell.change();
     try {
-      for await (const { choices } of this.api.stream(path, body, node.stopper.signal)) for (const { entropix: own = {} } of choices) {
-        begun?.();
-        begun = null;
-        if (own.row && !node.row) {
-          node.row = own.row;
-          this.learn(node).catch(fail);
+      for await (const { choices, comment } of this.api.stream(path, body, node.stopper.signal)) {
+        node.comment = comment;
+        if (comment) this.tell.change();
+        for (const { entropix: own = {} } of choices) {
+          if (!started) succeed();
+          if (!started) begun?.();
+          started = true;
+          if (own.row && !node.row) {
+            node.row = own.row;
+            this.learn(node).catch(fail);
+          }
+          node.pending.push(...(own.tokens ?? []));
+          reason = own.finish_reason ?? reason;
+          this.grow();
         }
-        for (const token of own.tokens ?? []) if (seen++ < chosen) token.chosen = true;
-        node.pending.push(...(own.tokens ?? []));
-        reason = own.finish_reason ?? reason;
-        this.grow();
       }
     } catch (error) {
       reason = error.name === "AbortError" ? "cancelled" : "error";
@@ -47,7 +50,7 @@ export class Stream {
     node.stopper = null;
     node.reason = reason;
     this.grow();
-    const empty = reason === "error" && seen === 0 && !node.row;
+    const empty = reason === "error" && !node.row && !node.items.length && !node.pending.length;
     if (empty) this.session.forget(node);
     return !empty;
   }
@@ -76,7 +79,7 @@ export class Stream {
     for (const { stopper } of this.session.nodes) stopper?.abort();
   }
 
-  // Nobody reads what is out of sight.
+  // Stops hidden texts.
   stopUnseen() {
     for (const { id, stopper } of this.session.nodes) if (!this.session.state.seen.has(id)) stopper?.abort();
   }

@@ -1,5 +1,5 @@
-// Thresholds and other settings of the shown text: those that the reader moves regenerate it from the first decision
-// that they change.
+// Thresholds and other settings of the shown text. Changing one regenerates the text from the first decision that it may
+// change.
 
 import { changesOf, firstChange } from "./decisions.js";
 import { byId } from "./dom.js";
@@ -9,7 +9,7 @@ import { Settings } from "./settings.js";
 import { placeOf } from "./texts.js";
 
 export class Thresholds {
-  // `recolour()`: the regimes of the tokens may be others; `goOn`: see `Generator`.
+  // `recolour()` is called when regimes of tokens may have changed; `goOn`: see `Generator`.
   constructor(session, { recolour, goOn }) {
     Object.assign(this, { session, recolour, goOn });
     const handlers = { move: (values) => this.move(values), drop: () => this.drop() };
@@ -18,7 +18,7 @@ export class Thresholds {
     this.clear();
   }
 
-  // As the reader moved them; else the text's own.
+  // The regime by the moved thresholds, or the text's own.
   regimeOf = (token) => (this.bounds ? classify(token, this.bounds) : token.regime);
 
   clear() {
@@ -36,7 +36,7 @@ export class Thresholds {
   }
 
   end({ tokens, facts }) {
-    if (!this.values) this.settings.show(facts, tokens); // not under the reader's hand
+    if (!this.values) this.settings.show(facts, tokens); // unless a slider is moving
   }
 
   select(token) {
@@ -49,7 +49,7 @@ export class Thresholds {
     this.bounds = boundsOf(node.facts.boxes, values);
     const problem = this.settings.refresh(values);
     const found = firstChange(node, {}, values);
-    byId("first").textContent = problem || (found ? `The first decision that changes: token ${placeOf(node, node.items[found.index]) + 1}.` : "No decision changes.");
+    byId("first").textContent = problem || (found ? `First decision that may change: token ${placeOf(node, node.items[found.index]) + 1}.` : "No decision changes.");
     this.plane.values = values;
     this.plane.redraw();
     this.recolour();
@@ -63,7 +63,7 @@ export class Thresholds {
     if (!this.settings.refresh(values) && Object.keys(changes).length) this.regenerate(changes, values);
   }
 
-  // With changed settings, by their keys; `moved`: the thresholds, where those changed.
+  // Regenerates with changed settings, by their keys. `moved` has the thresholds if those changed.
   regenerate(changes, moved = null) {
     const node = this.session.current;
     const found = firstChange(node, changes, moved);

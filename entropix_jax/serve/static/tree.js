@@ -13,7 +13,7 @@ export function showTree(session) {
       const line = element("li", { class: "twig" },
         element("button", { type: "button", "aria-current": node === current ? "true" : null, onclick: () => session.walk(node) },
           element("span", {}, session.nameOf(node)),
-          element("span", { class: "muted" }, node.parent ? ` from token ${node.at + 1}` : "", node === beside ? " · beside" : "")));
+          element("span", { class: "muted" }, originOf(node), node === beside ? " · beside" : "")));
       line.style.setProperty("--depth", Math.min(session.depths.get(node), 8));
       return line;
     }));
@@ -25,12 +25,18 @@ export function showTree(session) {
     else if (before.disabled && byId("tree").contains(before)) byId(session.past.length ? "undo" : "redo").focus();
     if (document.activeElement !== byId("name")) byId("name").value = session.current ? session.nameOf(session.current) : "";
   });
-  let named = null; // what the field had as it was entered: the text may be another one when it is left
+  let named = null; // the text whose name is edited: another one may be shown when the field loses the focus
   byId("name").addEventListener("focus", () => (named = session.current));
   byId("name").addEventListener("change", () => named && session.name(named, byId("name").value.trim()));
   byId("prune").addEventListener("click", () => session.prune());
   byId("undo").addEventListener("click", () => session.undo());
   byId("redo").addEventListener("click", () => session.redo());
+}
+
+// Where a text begins in its parent.
+function originOf({ parent, messages, at }) {
+  if (!parent) return "";
+  return messages && messages !== parent.messages ? " next turn" : ` from token ${at + 1}`;
 }
 
 // The text before or after the current one, in the tree's order.
@@ -39,7 +45,7 @@ export function walk(session, step) {
   const next = nodes[nodes.indexOf(session.current) + step];
   if (!next) return;
   const naming = document.activeElement === byId("name");
-  if (naming) byId("name").blur(); // names the text that is left
+  if (naming) byId("name").blur(); // applies the name to the old text
   session.walk(next);
   if (naming) byId("name").focus();
 }

@@ -1,0 +1,115 @@
+"""Compiled programs of a server: those that are missing compile in a thread, while rows go on with
+the programs that are there."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Job:
+    key: Hashable
+    name: str
+    function: Any  # jitted
+    arguments: tuple[Any, ...]  # shapes of the traced ones
+    static: Mapping[str, Any]
+
+
+class Programs:
+    """Programs by key. One thread compiles them, urgent ones first."""
+
+    def __init__(self) -> None:
+        self.compiling: str | None = None  # what the thread is at, for people
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._errors: dict[Hashable, Exception] = {}
+        self._wanted: set[Hashable] = set()
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the program is compiled.
+
+        Raises:
+            Exception: the compiler's error, once.
+        """
+        if (error := self._errors.pop(key, None)) is not None:
+            self._wanted.discard(key)
+            raise error
+        return key in self._compiled
+
+    def get(self, key: Hashable) -> Callable[..., Any]:
+        """Returns a compiled program, a function of the traced arguments."""
+        return self._compiled[key]
+
+    def request(
+        self,
+        key: Hashable,
+        name: str,
+        function: Any,
+        arguments: tuple[Any, ...],
+        static: Mapping[str, Any],
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Has a program compiled unless it is, or will be; returns at once.
+
+        Args:
+            name: of the program, for the log.
+            function: jitted.
+            arguments: the traced ones; only their shapes are kept.
+            static: the static ones, by name.
+            urgent: running rows need it.
+        """
+        if key in self._wanted:
+            if urgent:
+                self._move_forward(key)
+            return
+        self._wanted.add(key)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        with self._changed:
+            job = _Job(key, name, function, shapes, static)
+            self._jobs.insert(0 if urgent else len(self._jobs), job)
+            if self.compiling is None:
+                self.compiling = name
+                threading.Thread(target=self._compile, name="compiler").start()
+
+    def _move_forward(self, key: Hashable) -> None:
+        with self._changed:
+            for job in [job for job in self._jobs if job.key == key]:
+                self._jobs.remove(job)
+                self._jobs.appendleft(job)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a program is compiled, or so long."""
+        with self._changed:
+            if self.compiling is not None:
+                self._changed.wait(seconds)
+
+    def _compile(self) -> None:
+        while True:
+            with self._changed:
+                # A process that ends waits for one program at most.
+                if not (self._jobs and threading.main_thread().is_alive()):
+                    self.compiling = None
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+                self.compiling = job.name
+            began = time.perf_counter()
+            _LOG.info("compiling %s ...", job.name)
+            try:
+                program = job.function.lower(*job.arguments, **job.static).compile()
+                self._compiled[job.key] = program
+                _LOG.info("compiled %s in %.1f s", job.name, time.perf_counter() - began)
+            except Exception as error:
+                self._errors[job.key] = error
+            with self._changed:
+                self._changed.notify_all()

@@ -1,0 +1,124 @@
+"""Where a sentence ends, on token ids: flags of each token, made on the host, and a look back.
+
+A sentence has ended where the row's text ends with a word of at least two letters and a mark such
+as ".", perhaps in quotes or brackets, or with a word and a line break, and where the next token
+begins a new word. So "a.com", "3.14", "e.g." and "Dr." end no sentence, and nothing within a code
+block does.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+# Flags of a token.
+SPACE = 1  # begins with white space
+WORD = 2  # letters, perhaps after white space: a word or a part of one
+LONG = 4  # a word of at least two letters
+MARK = 8  # an end mark, perhaps with quotes or brackets, and white space
+BREAK = 16  # white space with a line break
+QUOTE = 32  # quotes, brackets, emphasis or blanks
+ABBREVIATION = 64  # a word that a full stop follows within a sentence
+FENCE = 128  # begins or ends a block of code
+LOOK_BACK = 12  # tokens
+
+_QUOTES = "\"'`\u00ab\u00bb\u2018\u2019\u201c\u201d()[]*_"
+_WORD = re.compile(r"\s?[^\W\d_]+(?:['\u2019-][^\W\d_]+)*['\u2019-]?|['\u2019-](?:[^\W\d_]+)?")
+_ABBREVIATIONS = frozenset(
+    "mr mrs ms dr prof st jr sr vs etc fig no vol pp ed eds al inc ltd co corp dept est approx "
+    "gen col sgt capt lt rev hon gov sen rep jan feb mar apr jun jul aug sep sept oct nov dec "
+    "cf viz".split()
+)
+
+
+@struct.dataclass
+class SentenceFlags:
+    """The flags of a vocabulary's tokens, for one row."""
+
+    given: jax.Array  # bool; False: no marks are given, so a thought may follow any token
+    of_token: jax.Array  # uint8 [V]
+
+
+def flag_tokens(texts: Iterable[str], marks: Sequence[str]) -> np.ndarray:
+    """Returns the flags of each token, uint8 [V].
+
+    Args:
+        texts: the text of each token, with its white space; a control token's is empty.
+        marks: the characters that end a sentence, at least one.
+    """
+    texts = list(texts)
+    ends = re.escape("".join(mark for mark in marks if mark != "\n"))
+    runs = ends.replace(re.escape("."), "")  # "?!" is one mark, "..." is an ellipsis
+    quotes = re.escape(_QUOTES)
+    kinds = f"[{ends}]|[{runs}]+" if runs else f"[{ends}]"
+    mark = re.compile(rf"[{quotes}]*(?:{kinds})[{quotes}]*\s*") if ends else None
+    flags = np.zeros(len(texts), np.uint8)
+    for i, text in enumerate(texts):
+        if not text:
+            continue
+        flag = SPACE if text[0].isspace() else 0
+        word = text.strip()
+        if "```" in text:
+            flag |= FENCE
+        elif not word:
+            flag |= BREAK if "\n" in text and "\n" in marks else QUOTE
+        elif _WORD.fullmatch(text):
+            flag |= WORD | (LONG if sum(c.isalpha() for c in word) > 1 else 0)
+            flag |= ABBREVIATION if word.lower() in _ABBREVIATIONS else 0
+            flag |= QUOTE if word in _QUOTES else 0  # an apostrophe may also end a quotation
+        elif mark is not None and mark.fullmatch(text):
+            flag |= MARK | (BREAK if text[-1].isspace() else 0)
+        elif all(c in _QUOTES for c in word):
+            flag |= QUOTE
+        flags[i] = flag
+    return flags
+
+
+def sentence_ended(flags: SentenceFlags, history: jax.Array, length: jax.Array) -> jax.Array:
+    """Returns whether one row's text ends a sentence, if a new word comes next: bool.
+
+    Args:
+        flags: see `flag_tokens`.
+        history: int32 [S], the row's tokens, of which the first `length` (int32) are its text.
+    """
+    place = jnp.arange(history.shape[0], dtype=jnp.int32)
+    fences = (jnp.take(flags.of_token, history, mode="clip") & FENCE) > 0
+    within_code = jnp.sum(fences & (place < length), dtype=jnp.int32) % 2 == 1
+
+    # From the last token back: marks, quotes and breaks, then the pieces of one word up to the one
+    # that begins with white space.
+    back = length - 1 - jnp.arange(LOOK_BACK, dtype=jnp.int32)
+    latest = jnp.take(flags.of_token, jnp.take(history, back, mode="clip"), mode="clip")
+    latest = jnp.where(back >= 0, latest, BREAK)  # before the text: a line start
+    marked = in_word = is_long = complete = failed = jnp.bool_(False)
+    pieces, abbreviation = jnp.int32(0), jnp.bool_(False)
+    for i in range(LOOK_BACK):
+        has = {flag: (latest[i] & flag) > 0 for flag in (SPACE, WORD, LONG, MARK, BREAK, QUOTE)}
+        open_ = ~(complete | failed)
+        piece = open_ & has[WORD] & (marked | in_word)
+        boundary = open_ & in_word & ~has[WORD]
+        complete |= boundary & (has[BREAK] | (has[QUOTE] & ~has[MARK]))
+        failed |= boundary & ~complete
+        failed |= open_ & ~in_word & ~piece & ~(has[MARK] | has[BREAK] | has[QUOTE])
+        marked |= open_ & (has[MARK] | has[BREAK])
+        in_word |= piece
+        pieces += piece.astype(jnp.int32)
+        is_long |= piece & has[LONG]
+        abbreviation |= piece & ((latest[i] & ABBREVIATION) > 0)
+        complete |= piece & has[SPACE]
+    whole = complete & ~failed & (is_long | (pieces > 1)) & ~(abbreviation & (pieces == 1))
+    ended: jax.Array = ~flags.given | (whole & ~within_code)
+    return ended
+
+
+def begins_word(
+    flags: SentenceFlags, history: jax.Array, length: jax.Array, token: jax.Array
+) -> jax.Array:
+    """Returns whether one row's next `token` (int32) begins with white space, or follows a line
+    break: bool."""
+    last = jnp.take(flags.of_token, jnp.take(history, length - 1, mode="clip"), mode="clip")
+    spaced = (jnp.take(flags.of_token, token, mode="clip") & SPACE) > 0
+    return ~flags.given | spaced | ((last & BREAK) > 0)
