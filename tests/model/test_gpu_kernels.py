@@ -1,4 +1,5 @@
-"""The kernels for a GPU beside the plain form, interpreted on a CPU."""
+"""The kernels for a GPU compared with the plain form: interpreted on a CPU, compiled on a GPU
+(`JAX_PLATFORMS=cuda pytest tests/model/test_gpu_kernels.py`)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from entropix_jax.model import attention, gpu_kernels
 from entropix_jax.model.gpu_kernels import BLOCK
 from entropix_jax.model.llama import rms_norm
 
+# Later versions of JAX say so; without Triton the plain forms are taken.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+INTERPRET = jax.default_backend() == "cpu"
 ROWS, LANES, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 4, 2, 3, 6, 2, 16, 4 * BLOCK
 # At the start, in the middle and at the end of a block, and one row that does not run.
 START, COUNT = (0, BLOCK + 7, 2 * BLOCK - 1, 3 * BLOCK), (1, 1, 1, 0)
@@ -60,7 +64,7 @@ def agree(found: jax.Array, expected: jax.Array) -> None:
 
 def test_attention_of_the_next_token_is_that_of_the_plain_form() -> None:
     args = inputs()
-    mixed, keys, values, scores, log_mass = gpu_kernels.attend_next(*args, interpret=True)
+    mixed, keys, values, scores, log_mass = gpu_kernels.attend_next(*args, interpret=INTERPRET)
     expected = plain(args)
     agree(keys, expected[1])
     np.testing.assert_array_equal(values, expected[2])
@@ -78,7 +82,7 @@ def test_attention_of_the_next_token_is_that_of_the_plain_form() -> None:
 def test_a_value_that_is_not_finite_spoils_its_row_alone(number: float) -> None:
     args = [*inputs()]
     args[5] = args[5].at[1, 0, 3].set(number)
-    mixed, keys, values, *_ = gpu_kernels.attend_next(*args, interpret=True)
+    mixed, keys, values, *_ = gpu_kernels.attend_next(*args, interpret=INTERPRET)
     expected = plain(tuple(args))
     agree(keys, expected[1])
     np.testing.assert_array_equal(values, expected[2])
@@ -100,7 +104,7 @@ def test_statistics_are_those_of_the_plain_form(heads: int) -> None:
     scores = jnp.asarray(scores, jnp.float32)
     visible = jnp.asarray(valid)[:, None, None]
     log_mass = jax.nn.logsumexp(jnp.where(visible, scores, -jnp.inf), axis=-1)
-    found = gpu_kernels.measure(scores, log_mass, jnp.asarray(keys, jnp.int32), interpret=True)
+    found = gpu_kernels.measure(scores, log_mass, jnp.asarray(keys, jnp.int32), interpret=INTERPRET)
     stats = attention.attention_stats(scores, jnp.asarray(valid))
     expected = stats.entropy, stats.varentropy, stats.divergence, stats.interaction
     for one, other in zip(found, expected, strict=True):
@@ -111,7 +115,7 @@ def test_the_sum_and_its_norm_are_those_of_the_plain_form() -> None:
     generator = np.random.default_rng(0)
     x, y = (jnp.asarray(generator.normal(size=(3, 64)), jnp.bfloat16) for _ in range(2))
     weight = jnp.asarray(generator.normal(size=64), jnp.bfloat16)
-    whole, normed = gpu_kernels.add_and_norm(x, y, weight, jnp.float32(1e-5), interpret=True)
+    whole, normed = gpu_kernels.add_and_norm(x, y, weight, jnp.float32(1e-5), interpret=INTERPRET)
     np.testing.assert_array_equal(whole, x + y)
     agree(normed, rms_norm(x + y, weight, 1e-5))
 
