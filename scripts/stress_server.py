@@ -299,7 +299,7 @@ def kill_while_it_streams(server: Server) -> int:
 
 def tracebacks(server: Server) -> list[str]:
     """Lines of the server's log beyond those of its start."""
-    usual = ("memory of each device", "listening on", "note:")
+    usual = ("memory of each device", "listening on", "note:", "compiling the usual programs")
     return [line.rstrip() for line in server.log if not any(text in line for text in usual)]
 
 
