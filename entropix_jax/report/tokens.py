@@ -60,6 +60,7 @@ def draw(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
     return {
         "classes": " ".join(["token", *(name for name, present in classes.items() if present)]),
         "regime": record["regime"],
+        "spaced": text.startswith(" ") and not text.isspace(),
         "lines": (printable(text) or name_of(record)).split("\n"),
     }
 

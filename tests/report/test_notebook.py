@@ -48,7 +48,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.names |= {name for name, _ in attrs}
-        self.open.append((tag, dict(attrs)))
+        if tag != "wbr":
+            self.open.append((tag, dict(attrs)))
         if tag in ("td", "th"):
             self.cells.append("")
         given = {name: value or "" for name, value in attrs}

@@ -154,6 +154,21 @@ def test_the_text_is_the_runs(page: Any, run: tuple[Path, Trace]) -> None:
     assert {"branched", "retracted"} <= legend == drawn & MARKS.keys()
 
 
+def test_a_token_keeps_its_space_and_its_mark_at_a_line_break(
+    watched: Callable[..., Watched], run: tuple[Path, Trace]
+) -> None:
+    page = watched(400).open(run[0])
+    line = "[node.textContent, node.className, node.getClientRects().length]"
+    lines = [
+        count
+        for text, classes, count in each(page, "#text-0 .token", line)
+        if re.match(r" +\S", text) or re.search("-start|loop|retracted", classes)
+        if "\n" not in text
+    ]
+    assert len(lines) > 500
+    assert {*lines} == {1}
+
+
 def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace]) -> None:
     """Of every 50th token and every retracted one."""
     for i, record in enumerate(run[1].tokens):

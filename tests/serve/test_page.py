@@ -95,6 +95,9 @@ def texts_of(records: list[dict[str, Any]]) -> list[str]:
 def test_the_text_is_the_servers_and_a_token_tells_what_else(page: Any, running: Running) -> None:
     expected = complete(running)
     assert tokens(page) == texts_of(expected)
+    lines = "[node.textContent, node.getClientRects().length]"
+    words = [one for one in each(page, "#text-0 .token", lines) if one[0][0] == " "]
+    assert [text for text, count in words if count > 1 and "\n" not in text] == []
     assert each(page, "#text-0 .token:not(.retracted)", "node.dataset.regime") == [
         one["regime"] for one in expected
     ]

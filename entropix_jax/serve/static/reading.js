@@ -62,6 +62,7 @@ export class Reading {
       if (!this.line) this.box.append((this.line = element("div", { role: "none" })));
       const span = this.draw(items[i], items[i - 1]);
       this.spans.push(span);
+      if (/^ .*\S/s.test(items[i].text)) this.line.append(element("wbr"));
       this.line.append(span);
       if (items[i].text.endsWith("\n")) this.line = null;
     }
