@@ -178,6 +178,7 @@ def test_all_numbers_of_a_token_are_the_traces(page: Any, run: tuple[Path, Trace
         found = details(page)
         assert found == {name: record[name] for name in found}
         assert len(found) == 18
+        assert each(page, "#details-body", "node.scrollHeight <= node.clientHeight") == [True]
         top = each(page, ".alternatives data", "Number(node.value)")
         assert top == [probability for _, _, probability in record["top"]]
 
