@@ -35,7 +35,7 @@ _ENDS = {
 }
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class)\b)", re.MULTILINE)
-_SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt")  # of a header
+_SHOWN = ("model", "sampler", "seed", "backend", "versions", "prompt", "messages")  # of a header
 _NOT_COMPARED = ("layers", "top", "branches")  # most of a trace's size
 
 

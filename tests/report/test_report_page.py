@@ -580,6 +580,17 @@ def test_hostile_texts_run_nothing(watched: Callable[..., Watched], tmp_path: Pa
     assert NASTY.split("\n")[0][:28] in page.locator("#details-word").text_content()
 
 
+def test_a_chat_has_its_messages_and_the_prompt_text_folded(opened: Callable[..., Any]) -> None:
+    messages = [{"role": "user", "content": NASTY}, {"role": "assistant", "content": "Yes"}]
+    page = opened(header(messages=messages, prompt="<|user|>"), *run_of())
+    shown = page.locator("#messages p").all_text_contents()
+    assert shown == [f"user: {NASTY}", "assistant: Yes"]
+    assert page.title().endswith(": Yes")
+    assert page.locator("#prompt").is_hidden()
+    page.click("summary")
+    assert page.locator("#prompt").text_content() == "<|user|>"
+
+
 def test_several_texts(opened: Callable[..., Any]) -> None:
     rows = {0: run_of(12, 0), 3: run_of(8, 3)}
     records = [r for row in rows.values() for r in row]
