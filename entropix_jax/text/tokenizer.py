@@ -273,15 +273,18 @@ class Tokenizer:
             add_generation_prompt: the ids end with the start of the assistant's answer.
             variables: further variables of the template.
             begun: the model continues the last message, see `render_begun`.
-            escape: control tokens that the messages' contents spell are encoded as ordinary text,
-                so that a content cannot end its turn.
+            escape: control tokens that a string of a message spells are encoded as ordinary text,
+                so that it cannot end its turn.
         """
         from entropix_jax.text.chat_template import plain_messages
 
         plain = plain_messages(messages)
         mark = self._mark_in(plain) if escape else None
         if mark is not None:
-            plain = [{**m, "content": self._escape(m["content"], mark)} for m in plain]
+            try:
+                plain = self._escape(plain, mark)
+            except RecursionError:
+                raise UserError("messages are nested too deeply") from None
         if begun:
             text = self.render_begun(plain, variables)
         else:
@@ -321,15 +324,19 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _mark_in(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """A character to mark control tokens with; None if no content spells one."""
-        contents = "".join(message["content"] for message in messages)
-        if not self._special.search(contents):
+        """Returns a character to mark control tokens with; None if no string spells one."""
+        texts = [*_strings(messages)]
+        if not any(map(self._special.search, texts)):
             return None
-        return next(mark for mark in map(chr, _NONCHARACTERS) if mark not in contents)
+        return next(mark for mark in map(chr, _NONCHARACTERS) if not any(mark in t for t in texts))
 
-    def _escape(self, text: str, mark: str) -> str:
-        """The text with the mark within each control token."""
-        return self._special.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", text)
+    def _escape(self, value: Any, mark: str) -> Any:
+        """Returns a JSON value with the mark within each control token of its strings."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+        if isinstance(value, Mapping):
+            return {self._escape(k, mark): self._escape(v, mark) for k, v in value.items()}
+        return [self._escape(v, mark) for v in value] if isinstance(value, list) else value
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """The ids of a text whose marked control tokens are ordinary text."""
@@ -351,6 +358,19 @@ class Tokenizer:
         if self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields all strings of a JSON value, keys included."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
 
 
 @contextmanager

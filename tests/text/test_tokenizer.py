@@ -409,6 +409,24 @@ def test_contents_cannot_end_a_turn(kind: str, tmp_path: Path) -> None:
     assert not {*own} & {*ids}
 
 
+def test_names_and_calls_cannot_end_a_turn(tmp_path: Path) -> None:
+    folder = save(tmp_path / "names", KINDS["byte_level"]())
+    end, user = "<|end|>", "<|user|>"
+    template = user + "{% for m in messages %}{{ m.name }}{{ m.tool_calls | tojson }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template + end}))
+    tokenizer = load_tokenizer(folder)
+    own = [tokenizer.token_id(user), tokenizer.token_id(end)]
+    calls: list[Any] = [{"function": {"arguments": {f"a{end}": [f"b{user}", None, 1]}}}]
+    message = {"role": "user", "content": "", "name": f"the {end}", "tool_calls": calls}
+    ids = tokenizer.apply_chat([message], escape=True)
+    assert [i for i in ids if i in own] == own
+    assert tokenizer.decode(ids[1:], skip_special=False) == tokenizer.render_chat([message])
+    for _ in range(5000):
+        calls = [calls]
+    with pytest.raises(UserError, match="nested too deeply"):
+        tokenizer.apply_chat([{**message, "tool_calls": calls}], escape=True)
+
+
 def test_contents_may_be_parts_or_nothing() -> None:
     """As clients of the API have them; other keys are the template's."""
     messages = [
