@@ -21,7 +21,7 @@ from entropix_jax.engine.decode import answer, decode_here
 from entropix_jax.engine.memory import check_cache
 from entropix_jax.engine.packed import Packed
 from entropix_jax.engine.preparation import DECODE_WINDOW, MAX_STEPS, bucket
-from entropix_jax.engine.programs import Programs
+from entropix_jax.engine.programs import CompileError, Programs
 from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.records import outcomes
 from entropix_jax.engine.results import Event, Request, Row
@@ -117,6 +117,7 @@ class Engine:
         self._widest = widest
         self._keep = keep
         self._programs = Programs() if background and model.rules is None else None
+        self._failed: dict[RunningRow, str] = {}  # errors of rows whose programs failed to compile
         self._used: frozenset[str] = frozenset()  # mechanisms that the decode steps contain
         self._reading: list[int] = []  # slots whose texts are read part by part
         self._fitting_window = 0  # of the last steps, where programs compile in the background
@@ -261,6 +262,7 @@ class Engine:
             self._roster.end()
             self._forked, self._stopping, self._unpaced = False, False, 0
             self._reading = []
+            self._failed.clear()
 
     def _begin(self, first: RunningRow) -> None:
         """Begins with slots that have cached nothing."""
@@ -290,6 +292,9 @@ class Engine:
                 if not self._choose_program():
                     break
                 in_flight.append(self._dispatch())
+            if self._failed:
+                yield from self._end_failed()
+                continue
             if not in_flight:
                 if self._programs is None or not (self._roster.held or self._wants_more(0)):
                     return
@@ -301,6 +306,15 @@ class Engine:
             idle = 0 if moved else idle + 1
             if idle > _MOST_IDLE:
                 raise RuntimeError("rows are running, but no step is made")
+
+    def _end_failed(self) -> Iterator[Event]:
+        """Ends the rows whose programs failed to compile, with an error."""
+        for row, error in self._failed.items():
+            if row in self._roster.held:
+                self._roster.held.remove(row)
+            row.row.error = error
+            yield from row.interrupt("error")
+        self._failed.clear()
 
     # Insert
 
@@ -548,10 +562,8 @@ class Engine:
         ]
         return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
 
-    def _request(
-        self, used: frozenset[str], window: int, forks: bool, *, urgent: bool = False
-    ) -> None:
-        """Has the programs of such rows compiled."""
+    def _request(self, used: frozenset[str], window: int, forks: bool, **when: bool) -> None:
+        """Has the programs of such rows compiled; for `when` see `Programs.request`."""
         assert self._programs is not None
         self._used_sets.add(used)
         traced, static = self._decode_arguments(self._state, used, window)
@@ -560,19 +572,25 @@ class Engine:
             name += f" ({', '.join(sorted(used)) or 'plain'})"
             key = self._key(used, window, lanes)
             options = static | {"lanes": lanes}
-            self._programs.request(key, name, decode_here(), traced, options, urgent=urgent)
+            self._programs.request(key, name, decode_here(), traced, options, **when)
 
     def _has_programs(self, row: RunningRow) -> bool:
         """Whether the row can run next to those that run, now; requests what is missing."""
-        ready = self._reader.request(self._state, self._layout, row)
+        if row in self._failed:
+            return False
         used, forks = self._needs(row)
         window = self._window_of(row.length)
         if any(other is not None and other.running for other in self._roster.slots):
             window = max(window, self._fitting_window)
-        if self._compiled(used, window, forks) is None:
-            # With those of the current program, so that one serves whichever of these rows meet.
-            self._request(used | self._used, window, forks)
-            ready = False
+        try:
+            ready = self._reader.request(self._state, self._layout, row)
+            if self._compiled(used, window, forks) is None:
+                # With those of the current program: one serves whichever of these rows meet.
+                self._request(used | self._used, window, forks)
+                ready = False
+        except CompileError as error:
+            self._failed[row] = str(error)
+            return False
         return ready
 
     def _choose_program(self) -> bool:
@@ -586,17 +604,22 @@ class Engine:
             row
             for slot, row in enumerate(self._roster.slots)
             if row is not None and row.running and slot not in self._reading
+            if row not in self._failed
         ]
         if not rows:
             return False
         lengths = [row.length for row in rows]
         needed = window = self._window_of(max(lengths))
         if self._compiled(used, needed, forks) is None:
-            self._request(used | self._used, needed, forks, urgent=True)
+            try:
+                self._request(used | self._used, needed, forks, urgent=True)
+            except CompileError as error:
+                longest = [row for row in rows if self._window_of(row.length) == needed]
+                self._failed |= dict.fromkeys(longest, str(error))
         elif any(row.length + row.remaining > needed for row in rows):
             following = self._window_of(needed + 1)
             if self._compiled(used, following, forks) is None:
-                self._request(used | self._used, following, forks)
+                self._request(used | self._used, following, forks, ahead=True)
         while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
             if window <= DECODE_WINDOW:
                 return False

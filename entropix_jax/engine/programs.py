@@ -14,6 +14,10 @@ import jax
 _LOG = logging.getLogger(__name__)
 
 
+class CompileError(Exception):
+    """A program could not be compiled. The compiler's own error is the cause."""
+
+
 @dataclass(frozen=True)
 class _Job:
     key: Hashable
@@ -35,14 +39,7 @@ class Programs:
         self._changed = threading.Condition()
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether the program is compiled.
-
-        Raises:
-            Exception: the compiler's error, once.
-        """
-        if (error := self._errors.pop(key, None)) is not None:
-            self._wanted.discard(key)
-            raise error
+        """Whether the program is compiled."""
         return key in self._compiled
 
     def get(self, key: Hashable) -> Callable[..., Any]:
@@ -58,6 +55,7 @@ class Programs:
         static: Mapping[str, Any],
         *,
         urgent: bool = False,
+        ahead: bool = False,
     ) -> None:
         """Has a program compiled unless it is, or will be; returns at once.
 
@@ -67,7 +65,14 @@ class Programs:
             arguments: the traced ones; only their shapes are kept.
             static: the static ones, by name.
             urgent: running rows need it.
+            ahead: no row needs it yet, so an error is left for a later request.
+
+        Raises:
+            CompileError: the last compilation failed. The next request tries again.
         """
+        if key in self._errors and not ahead:
+            self._wanted.discard(key)
+            raise CompileError(f"compiling {name} failed") from self._errors.pop(key)
         if key in self._wanted:
             if urgent:
                 self._move_forward(key)
@@ -110,6 +115,7 @@ class Programs:
                 self._compiled[job.key] = program
                 _LOG.info("compiled %s in %.1f s", job.name, time.perf_counter() - began)
             except Exception as error:
+                _LOG.error("compiling %s failed", job.name, exc_info=error)
                 self._errors[job.key] = error
             with self._changed:
                 self._changed.notify_all()

@@ -159,7 +159,8 @@ class PromptReader:
         traced = self._arguments(state, layout, tokens, numbers, numbers)
         together = "" if places == 1 else f" of {places} rows"
         name = f"prompts of {size} tokens{together} in {window} positions"
-        self._programs.request(key, name, prefill, traced, self._static(window))
+        # A program for several rows is never needed.
+        self._programs.request(key, name, prefill, traced, self._static(window), ahead=places > 1)
         return False
 
     def _arguments(

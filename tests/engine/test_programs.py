@@ -13,9 +13,10 @@ import pytest
 
 from entropix_jax.engine import engine as module
 from entropix_jax.engine import prompts
+from entropix_jax.engine.decode import decode_here
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import calibrate_sampler
-from entropix_jax.engine.programs import Programs
+from entropix_jax.engine.programs import CompileError, Programs
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.slots import emptied, park
 from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_EOS, FINISHED_STOP, FORKS, PARKED
@@ -147,16 +148,51 @@ def test_an_error_of_the_compiler_is_raised(
 
     programs = Programs()
 
-    def poll() -> None:
-        for _ in range(100):
-            assert "key" not in programs
-            programs.wait(0.05)
+    def request(**when: bool) -> None:
+        programs.request("key", "a program", Broken(), (np.zeros(2),), {}, **when)
 
     for _ in range(2):  # it is tried again
-        programs.request("key", "a program", Broken(), (np.zeros(2),), {})
-        with pytest.raises(RuntimeError, match="no such luck"):
-            poll()
+        request()
+        while programs.compiling is not None:
+            programs.wait(0.05)
+        request(ahead=True)
+        with pytest.raises(CompileError, match="compiling a program failed") as raised:
+            request()
+        assert str(raised.value.__cause__) == "no such luck"
         assert "key" not in programs
+
+
+@pytest.mark.parametrize("broken", ["sampler", "window"])
+def test_an_error_of_the_compiler_ends_the_row_that_needs_the_program(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """One row needs a sampler whose program fails, or outgrows its window."""
+    monkeypatch.setattr(module, "DECODE_WINDOW", WINDOW)
+
+    class Broken:
+        def lower(self, *arguments: Any, **static: Any) -> Any:
+            wide, used = static["window"] > WINDOW, arguments[1].settings.used
+            if wide if broken == "window" else "mirostat" in used:
+                raise RuntimeError("no such luck")
+            return decode_here().lower(*arguments, **static)
+
+    monkeypatch.setattr(module, "decode_here", Broken)
+    sampler, tokens = ("greedy", 90) if broken == "window" else ("mirostat", 8)
+    lost, other = row(model, "Once", sampler, tokens), row(model, "Anna", "greedy", 20, number=1)
+    late = row(model, "Once", "greedy", 5, number=2)
+
+    def source() -> Iterator[Row | None]:
+        yield lost
+        yield other
+        while lost.finish_reason is None or other.finish_reason is None:
+            yield None
+        yield late
+
+    for _ in engine(model, background=True).run(source()):
+        pass
+    assert [one.finish_reason for one in (lost, other, late)] == ["error", "length", "length"]
+    assert str(lost.error).startswith("compiling steps of ")
+    assert bool(lost.tokens) == (broken == "window")
 
 
 def test_parked_rows_keep_their_state(model: LanguageModel) -> None:
