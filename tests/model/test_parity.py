@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from entropix_jax.model.cache import KVCache, init_cache
-from entropix_jax.model.checkpoint import load_params, save_params
+from entropix_jax.model.checkpoint import has_own_head, load_params, open_tensors, save_params
 from entropix_jax.model.config import MODEL_TYPES, ModelConfig, load_model_config
 from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
@@ -229,6 +232,8 @@ def test_two_devices(made: Maker, tokens: np.ndarray, family: str, tied: bool) -
 def ours(folder: Path, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits [1, T, V]."""
     config = load_model_config(folder)
+    if has_own_head(open_tensors(folder, config), config):
+        config = replace(config, tied_head=False)
     logits, _, _ = teacher_forced(load_params(folder, config, dtype), config, tokens)
     return np.asarray(logits)
 
@@ -269,6 +274,56 @@ def test_bfloat16_and_what_is_saved(
     params = jax.tree.map(lambda x: x[::-1] * 1.1, load_params(tmp_path, config, "bfloat16"))
     save_params(tmp_path, params, config)
     close(ours(tmp_path, tokens[:1]), theirs(read().eval(), tokens[:1])[0])
+
+
+def stored_head(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
+    """A head of its own where the configuration ties it to the embedding."""
+    raw["tie_word_embeddings"] = True
+    assert not np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
+def several_types(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
+    """Matrices in bfloat16, norms in float32, and float16 in the configuration."""
+    for name in [name for name, tensor in tensors.items() if tensor.ndim == 2]:
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    raw["dtype"] = "float16"
+
+
+def rope_without_type(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
+    raw["rope_parameters"] = {"rope_theta": 20000.0}
+
+
+def linear_rope(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
+    raw["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def linear_rope_of_factor_one(tensors: dict[str, Any], raw: dict[str, Any]) -> None:
+    raw["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore::entropix_jax.errors.Note")
+@pytest.mark.parametrize(
+    "change",
+    [stored_head, several_types, rope_without_type, linear_rope, linear_rope_of_factor_one],
+)
+def test_unusual_folders(
+    made: Maker,
+    transformers: ModuleType,
+    torch: ModuleType,
+    tokens: np.ndarray,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> None:
+    """Folders that no `save_pretrained` writes, and that both packages load."""
+    shutil.copytree(made("llama", False).folder, tmp_path, dirs_exist_ok=True)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, raw = load_file(file), json.loads(config.read_text())
+    change(tensors, raw)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(raw))
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, **options).eval()
+    close(ours(tmp_path, tokens[:1]), theirs(model, tokens[:1])[0])
 
 
 def test_greedy_tokens(
