@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import entropix_jax
+from tests.support.sources import FILES, IMPORTED, PACKAGE, imports_of
 
-ROOT = Path(entropix_jax.__file__).parent
 TESTS = Path(__file__).parent
 
 # Lowest first. A module imports from its own folder and from lower layers; folders of one layer do
@@ -35,14 +33,6 @@ FLOOR = {folder: floor for floor, folders in enumerate(LAYERS) for folder in fol
 DOORS = ("ablate", "calibrate", "evaluate", "harness", "inspect", "main")
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-
-
 def is_door(name: str) -> bool:
     parts = name.split(".")
     return len(parts) == 1 or parts[1] in DOORS or parts[-1] == "__main__"
@@ -52,25 +42,12 @@ def folder(name: str) -> str:
     return name.split(".")[1]
 
 
-def imports_of(path: Path) -> set[str]:
-    """All that a module's text imports anywhere: modules, and names from modules."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: a relative import"
-            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-IMPORTED = {name: imports_of(path) for name, path in FILES.items()}
 MODULES = sorted(name for name in FILES if not is_door(name))
 
 
 def test_every_folder_has_a_layer() -> None:
     assert {folder(name) for name in MODULES} == set(FLOOR)
-    assert len(list(ROOT.glob("*.py"))) <= 13
+    assert len(list(PACKAGE.glob("*.py"))) <= 13
 
 
 @pytest.mark.parametrize("name", MODULES)

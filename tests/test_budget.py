@@ -1,0 +1,94 @@
+"""The size of the house, as a ratchet: a change that needs more raises the limit here, in a commit
+of its own that says why. `python -m tests.test_budget` prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.support.sources import FILES, PACKAGE, closure
+
+ROOT = PACKAGE.parent
+STEP, DECODE = "entropix_jax.sampler.step", "entropix_jax.engine.decode"
+
+
+def lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def modules(*names: str) -> int:
+    """The lines of modules, or of folders of the package."""
+    starts = tuple(f"entropix_jax.{name}" for name in names)
+    inside = (n for n in FILES if n in starts or n.startswith(tuple(f"{s}." for s in starts)))
+    return lines(FILES[name] for name in inside)
+
+
+def files_in(folder: str, pattern: str) -> list[Path]:
+    return [path for path in (ROOT / folder).rglob(pattern) if path.is_file()]
+
+
+def lines_of_closure(name: str) -> int:
+    return lines(FILES[module] for module in closure(name))
+
+
+def sizes() -> dict[str, int]:
+    """Lines, unless the name says files."""
+    whole = lines(FILES.values())
+    apart = modules("lab"), modules("serve", "chat")
+    scripts = [path for path in files_in("scripts", "*") if "__pycache__" not in path.parts]
+    return {
+        "sampler/step.py and what it imports, files": len(closure(STEP)),
+        "sampler/step.py and what it imports": lines_of_closure(STEP),
+        "engine/decode.py and what it imports, files": len(closure(DECODE)),
+        "engine/decode.py and what it imports": lines_of_closure(DECODE),
+        "sampler/step.py, engine/decode.py": modules("sampler.step", "engine.decode"),
+        "the draw: draw, truncation, top, modify": modules(
+            *(f"sampler.{name}" for name in ("draw", "truncation", "top", "modify"))
+        ),
+        "sampler/, engine/, model/": modules("sampler", "engine", "model"),
+        "package without lab/, serve/, chat/": whole - sum(apart),
+        "lab/": apart[0],
+        "serve/, chat/": apart[1],
+        "modules at the root of the package, files": len([*PACKAGE.glob("*.py")]),
+        "scripts/": lines(scripts),
+        "tests/": lines(files_in("tests", "*.py")),
+        "README.md": lines([ROOT / "README.md"]),
+        "docs/": lines(files_in("docs", "*.md")),
+    }
+
+
+LIMITS = {
+    "sampler/step.py and what it imports, files": 34,
+    "sampler/step.py and what it imports": 4_120,
+    "engine/decode.py and what it imports, files": 51,
+    "engine/decode.py and what it imports": 7_480,
+    "sampler/step.py, engine/decode.py": 801,
+    "the draw: draw, truncation, top, modify": 801,
+    "sampler/, engine/, model/": 12_530,
+    "package without lab/, serve/, chat/": 18_050,
+    "lab/": 7_450,
+    "serve/, chat/": 4_000,
+    "modules at the root of the package, files": 13,
+    "scripts/": 4_690,
+    "tests/": 32_750,
+    "README.md": 240,
+    "docs/": 3_260,
+}
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_sizes(what: str) -> None:
+    size, limit = sizes()[what], LIMITS[what]
+    assert size <= limit, f"{what}: {size}, at most {limit}"
+
+
+def test_all_sizes_have_limits() -> None:
+    assert sizes().keys() == LIMITS.keys()
+
+
+if __name__ == "__main__":
+    for name, size in sizes().items():
+        print(f"{size:7,} of {LIMITS.get(name, 0):7,}  {name}")
