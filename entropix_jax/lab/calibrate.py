@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from entropix_jax.lab.tasks.task import Item
     from entropix_jax.model.loading import LanguageModel
 
+PROMPTS_FILE = "calibration_prompts.jsonl"  # in a model's folder: the default of --prompts
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -49,7 +51,7 @@ class Arguments:
     (default: smollm2 if its package is installed, else tiny)."""
     prompts: File = None
     """Prompts to answer: one per line of a .txt file, else JSON Lines or CSV as for batch
-    (default: the package's prompts)."""
+    (default: calibration_prompts.jsonl in the model's folder, else the package's prompts)."""
     texts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...", help_behavior_hint="")] = ()
     """Text files to measure instead of answers."""
     output: File = None
@@ -80,7 +82,8 @@ def _main(arguments: Arguments) -> int:
 
     from entropix_jax.lab.answers import packaged_prompts, read_prompts
 
-    prompts = None if arguments.prompts is None else read_prompts(Path(arguments.prompts))
+    file = None if arguments.prompts is None else Path(arguments.prompts)
+    prompts = None if file is None else read_prompts(file)
 
     from entropix_jax.engine.preparation import model_shape
     from entropix_jax.host.compile_cache import use_compilation_cache
@@ -102,12 +105,15 @@ def _main(arguments: Arguments) -> int:
         values = _measure_texts(model, texts)
         source = f"the text of {', '.join(Path(name).name for name in texts)}"
     else:
+        own = model.folder / PROMPTS_FILE
+        if file is None and own.exists():
+            file, prompts = own, read_prompts(own)
         prompts = prompts or packaged_prompts(model)
         stopped, values = _measure_answers(model, prompts, partial, arguments)
         if stopped:
             print("interrupted: run the same command again to continue", file=sys.stderr)
             return 128 + stopped
-        where = "entropix_jax" if arguments.prompts is None else Path(arguments.prompts).name
+        where = "entropix_jax" if file is None else file.name
         source = f"answers to {len(prompts)} prompts of {where}, by {SAMPLER}"
         source += f", at most {MAX_NEW_TOKENS} tokens each"
 

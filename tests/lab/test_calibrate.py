@@ -192,6 +192,19 @@ def test_an_old_calibration_is_renewed(prompts: Path, tmp_path: Path) -> None:
     assert read_calibration(folder / "calibration.json").tokens > 0
 
 
+def test_a_models_own_prompts_are_the_default(prompts: Path, tmp_path: Path) -> None:
+    """So the tables of `tiny` are not replaced by those of prompts it cannot answer."""
+    folder = copy_tiny(tmp_path)
+    (folder / "calibration_prompts.jsonl").write_text('{"prompt": "Guests:"}\n')
+    succeed(model=folder)
+    assert (
+        "1 prompts of calibration_prompts.jsonl"
+        in read_calibration(folder / "calibration.json").source
+    )
+    succeed("--prompts", prompts, model=folder)
+    assert f"of {prompts.name}" in read_calibration(folder / "calibration.json").source
+
+
 def test_nan_logits_are_an_error(prompts: Path, tmp_path: Path, tiny: LanguageModel) -> None:
     folder = copy_tiny(tmp_path)
     tensors = load_file(folder / "model.safetensors")
