@@ -1,5 +1,6 @@
 """What a person types, or a script says: a line at a time."""
 
+import atexit
 import contextlib
 import signal
 import sys
@@ -26,6 +27,7 @@ class Lines:
 
                 # What is pasted is one message, however many lines it has. Python switches it off.
                 readline.parse_and_bind("set enable-bracketed-paste on")
+                _keep_typed_text()
 
     def read(self) -> str | None:
         """The next line, None at the end. On a terminal Ctrl-C gives an empty one. UserError if it
@@ -35,6 +37,11 @@ class Lines:
             try:
                 line = self._typed(_GOES_ON if parts else _PROMPT) if self.typed else self._piped()
             except KeyboardInterrupt:
+                with contextlib.suppress(ImportError):
+                    import readline
+
+                    if line := readline.get_line_buffer():
+                        readline.add_history(line)  # the up key brings it back
                 print(file=sys.stderr)
                 return ""
             except UnicodeDecodeError as error:
@@ -61,6 +68,17 @@ class Lines:
             raise UserError("standard input is closed: it has the questions")
         line = sys.stdin.buffer.readline()
         return line.decode().rstrip("\r\n") if line else None
+
+
+def _keep_typed_text() -> None:
+    """Keeps text that is typed during an answer when Ctrl-C ends the answer. By default a terminal
+    drops it. Undone at exit."""
+    import termios
+
+    attributes = termios.tcgetattr(sys.stdin)
+    atexit.register(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, attributes)
+    flags = attributes[3] | termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, [*attributes[:3], flags, *attributes[4:]])
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -227,6 +228,10 @@ class Typist:
         self._far = far
         self.shown = ""
 
+    def keeps_typed_text(self) -> bool:
+        """Whether the terminal keeps typed text when Ctrl-C is pressed."""
+        return bool(termios.tcgetattr(self._far)[3] & termios.NOFLSH)
+
     def type(self, text: str, until: str) -> str:
         """Types, waits until a text is shown, and returns what was shown since, without colours."""
         os.write(self._far, text.encode())
@@ -269,12 +274,16 @@ def test_at_a_terminal(typist: Typist) -> None:
     assert typist.type("half a line", "half a line")
     time.sleep(0.5)  # readline misses a signal that comes within the last key
     typist.process.send_signal(signal.SIGINT)
-    assert "/save FILE" in typist.type("", "> ") + typist.type("/help\n", "\n> ")
+    typist.type("", "> ")
+    assert typist.type("\x1b[A", "half a line"), "the up key brings it back"
+    assert "/save FILE" in typist.type("\x15/help\n", "\n> ")
+    assert typist.keeps_typed_text()
     # What is pasted is one message.
     pasted = typist.type("\x1b[200~one\ntwo\x1b[201~\n", "\n> ")
     assert pasted.count("tok/s") == 1
     assert "taken back: one two (1 left)" in typist.type("/back\n", "\n> ")
     typist.type("\x04", "never")
     assert typist.process.wait(timeout=PATIENCE) == 0
+    assert not typist.keeps_typed_text()
     assert ESCAPE.search(typist.shown)
     assert "Traceback" not in typist.shown
