@@ -175,7 +175,9 @@ def sampler_settings(model: LanguageModel, sampler: Sampler) -> SamplerSettings:
     for key, tokens in (("draw.bans", sampler.values["draw.bans"]), ("draw.bias", biased)):
         wrong = [token for token in tokens if token >= model.config.vocab_size]
         if wrong:
-            raise UserError(f"sampler '{sampler.name}': {key} holds {wrong[0]}, which is no token")
+            raise UserError(
+                f"sampler '{sampler.name}': {key} holds {wrong[0]}, which is not a token id"
+            )
     size = model.config.vocab_size
 
     def encode(text: str) -> list[int]:
@@ -198,7 +200,7 @@ def describe_token(model: LanguageModel, token: Any) -> str:
     """Returns the words for an id that is not one of the model's tokens, for an error."""
     name = model.tokenizer.token_string(token) if isinstance(token, int) and token >= 0 else None
     if name is None:
-        return f"{token!r}, which is no token"
+        return f"{token!r}, which is not a token id"
     return f"{name!r} (token {token}), for which the model has no row"
 
 

@@ -113,7 +113,9 @@ class Roster:
         if len(tokens) > left:
             raise UserError(f"{name} has a budget of {left} left for {len(tokens)} forced tokens")
         if (strange := find_no_token(self._model, tokens)) is not None:
-            raise UserError(f"the tokens forced on {name} hold {strange!r}, which is no token")
+            raise UserError(
+                f"the tokens forced on {name} hold {strange!r}, which is not a token id"
+            )
         if action not in actions:
             raise UserError(f"no mechanism is named '{action}'{nearest(action, actions)}")
         self._move(row, Answer([*tokens], actions.index(action)))

@@ -74,8 +74,8 @@ def log_likelihoods(
     of a longer pair are left out. At most `batch` texts are read side by side.
 
     Raises:
-        UserError: an empty context, an id that is no token, a continuation that is longer than what
-            the model sees at once, or NaN or infinite logits.
+        UserError: an empty context, an invalid token id, a continuation that is longer than
+            what the model sees at once, or NaN or infinite logits.
     """
     context = check_context(model, context, least=1, usual=model.config.max_positions)
     # All tokens but the last one of a pair, to the pairs: number, last token, length.
@@ -86,7 +86,7 @@ def log_likelihoods(
         if not before:
             raise UserError(f"{where}the context is empty: nothing is expected before a token")
         if strange := [i for i in (*before, *after) if not 0 <= i < model.config.vocab_size]:
-            raise UserError(f"{where}{strange[0]} is no token")
+            raise UserError(f"{where}{strange[0]} is not a token id")
         if length > context:
             told = f"the continuation has {length} tokens, the model sees {context} at once"
             raise UserError(where + told)

@@ -26,7 +26,9 @@ from entropix_jax.report.tokens import STATIC, draw, html_template, marks, style
 from entropix_jax.version import __version__
 
 _ENDS = {
-    None: "interrupted",
+    None: "interruption",
+    "interrupt": "interruption",
+    "cancelled": "cancellation",
     "eos": "end-of-text token",
     "length": "token limit",
     "confidence": "low confidence",

@@ -226,12 +226,12 @@ class Api:
         served = self._served
         check_model(served, body)
         if body.rows > self._worker.most:
-            told = f"{body.rows} rows are asked for, this server takes {self._worker.most}"
+            told = f"{body.rows} rows are requested, at most {self._worker.most} are possible"
             raise ApiError(told, param="n")
         # A long text takes the tokenizer a while.
         wanted = await asyncio.to_thread(want)
         if body.entropix.keep and not self._kept.most:
-            raise ApiError("entropix.keep: this server keeps no rows", param="entropix")
+            raise ApiError("entropix.keep: this server keeps no rows (--keep)", param="entropix")
         for one in wanted.new_rows()[:: wanted.choices]:
             self._worker.check(one.request)
         choices = [
@@ -289,7 +289,7 @@ class Api:
         encode = partial(served.model.tokenizer.encode, body.input, add_bos=True)
         ids = await asyncio.to_thread(encode)
         if len(ids) > served.context:
-            told = f"the text has {len(ids)} tokens, at most {served.context} are read"
+            told = f"the text has {len(ids)} tokens, at most {served.context} are possible"
             raise ApiError(told, param="input", code="context_length_exceeded")
 
         async def answer() -> Response:
@@ -406,7 +406,7 @@ class Api:
 
 
 def _warnings(body: Body) -> list[str]:
-    return [f"'{key}' is not known to this server and changes nothing" for key in body.unknown]
+    return [f"'{key}' is unknown and was ignored" for key in body.unknown]
 
 
 async def _chunks(

@@ -43,10 +43,10 @@ _origins = tyro.conf.arg(metavar="ORIGIN ...", help_behavior_hint="")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Serves a model over HTTP as the OpenAI API does, its uncertainty beside its text.
+    """Serves a model over HTTP with an OpenAI-compatible API that also returns uncertainty.
 
-    Requests run side by side, each with a sampler of its own. Ctrl-C or SIGTERM lets those that run
-    come to their ends; a second one ends the server at once.
+    Requests run in parallel, each with its own sampler. Ctrl-C or SIGTERM finishes running requests
+    and rejects new ones. A second one ends the server at once.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -61,19 +61,19 @@ class Arguments:
     queue: Count = 64
     """Number of rows that may wait for a slot; more are refused (429)."""
     time_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
-    """The time after which a request's rows end with what they have."""
+    """Time limit of a request. Its rows then end with the tokens they have."""
     top_logprobs: Count = 10
-    """Most alternatives of a token that a request may ask for, to 20: all rows pay for them."""
+    """Maximum alternatives per token that a request may ask for, at most 20. They cost all rows."""
     keep: Count = 32768
-    """Tokens of rows that requests have it keep, to go on from later, in all; 0: none are kept, and
-    no token has its layers."""
+    """Total tokens of retained rows (rows that can be continued later). 0 retains none, and records
+    no attention entropies of layers."""
     warm: Texts = ()
     """Sampler presets whose programs are compiled before the port opens, besides those of the
-    default sampler, the API's penalties and the usual prompt lengths. "none": nothing is."""
+    default sampler, the API's penalties and the usual prompt lengths. "none" disables it."""
     name: Annotated[str | None, option("NAME")] = None
-    """What clients call the model (default: the model's own name, or its folder's)."""
+    """Name of the model in the API (default: the model's own name, or its folder's)."""
     api_key_file: File = None
-    """A file of keys, one a line; requests must have one of them."""
+    """A file of API keys, one per line. Requests must send one of them."""
     strict: Flag = False
     """Refuse requests with unknown keys. By default the answer names them under `warnings`."""
     allow_origin: Annotated[tuple[str, ...], _origins] = ()

@@ -54,10 +54,10 @@ class Guard:
     def _check(self, headers: Headers, path: str, scheme: str) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_own(host):
-            told = f"the host {host!r} is not this server's: --allow-origin names further ones"
+            told = f"the host {host!r} is not this server's: add it with --allow-origin"
             raise ApiError(told, status=403, code="foreign_host")
         if origin is not None and origin not in (*self._origins, f"{scheme}://{host}"):
-            told = f"the origin {origin!r} is not allowed: --allow-origin names those that are"
+            told = f"the origin {origin!r} is not allowed: add it with --allow-origin"
             raise ApiError(told, status=403, code="foreign_origin")
         if self._keys and path not in _OPEN and not path.startswith(_OPEN_FOLDER):
             kind, _, given = headers.get("authorization", "").partition(" ")
@@ -90,7 +90,7 @@ def read_keys(path: Path) -> list[str]:
     """The keys of a file, one a line. UserError if there is none, or one that no header holds."""
     keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not keys:
-        raise UserError(f"{path}: no key, one a line")
+        raise UserError(f"{path}: no API key: write one per line")
     for number, key in enumerate(keys, 1):
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise UserError(f"{path}: key {number} must be printable ASCII without spaces")

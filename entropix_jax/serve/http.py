@@ -93,7 +93,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._most and self._waiting:
-            told = f"{self._most} connections: those that wait for their client are closed"
+            told = f"{self._most} connections: closing idle ones"
             self._log.warn(told, ", oldest first")
             next(iter(self._waiting))._close()
         super().connection_made(transport)

@@ -107,7 +107,7 @@ class Kept:
         """A row. ApiError if there is none, or if it is to have `ended` and has not."""
         kept = self._rows.get(number)
         if kept is None:
-            told = "no such row: it was not kept, or others took its place"
+            told = "no such row: it was not kept, or it was evicted"
             raise ApiError(told, status=404, code="row_not_found")
         self._rows.move_to_end(number)
         if ended and kept.ended is None:
@@ -204,7 +204,7 @@ def go_on(
     budget = check_request(model, request, capacity)
     check_place(new, budget)
     if not known and position >= budget:
-        told = f"no room is left at position {len(request.prompt) + position}"
+        told = f"the context is full at position {len(request.prompt) + position}"
         raise ApiError(told, param="entropix.from")
     new.ahead, new.ahead_action = written[: budget - len(new.tokens)], action
     spent = max((token.forwards for token in new.tokens), default=0)

@@ -94,7 +94,7 @@ def reopen(served: Served, body: bytes) -> list[KeptRow]:
             row.text = row.text[: len(end.get("text", row.text))]
         row.finish_reason, row.error = end.get("finish_reason"), end.get("error")
         if row.finish_reason not in _ENDS or len(row.error or "") > _LONGEST:
-            raise ApiError(f"{_NAME}: row {number} cannot have ended so")
+            raise ApiError(f"{_NAME}: row {number} has an invalid finish reason or error")
         row.request = _with_budget(row)
         row.started = now
     return [KeptRow(row, ended=now) for row in rows.values()]
@@ -119,14 +119,14 @@ def _check(served: Served, header: Mapping[str, Any]) -> None:
     """ApiError for a trace of another model."""
     model = served.model
     if header.get("model_config") != from_json(to_json(asdict(model.config))):
-        raise ApiError(f"{_NAME} is of another model than {served.name!r}")
+        raise ApiError(f"{_NAME} is from another model, not from {served.name!r}")
     tokens = header["prompt_tokens"]
     if not tokens or not _are_tokens(model, tokens):
-        raise ApiError(f"{_NAME}: its prompt holds what is no token of {served.name!r}")
+        raise ApiError(f"{_NAME}: the prompt has ids that are not tokens of {served.name!r}")
     if len(header["sampler"]) > _LONGEST:
         raise ApiError(f"{_NAME}: the sampler's name is too long")
     if model.tokenizer.decode(tokens, skip_special=False) != header["prompt"]:
-        raise ApiError(f"{_NAME} is of a model with another vocabulary than {served.name!r}")
+        raise ApiError(f"{_NAME} is from a model with another vocabulary, not from {served.name!r}")
 
 
 def _sampler(served: Served, header: Mapping[str, Any]) -> CalibratedSampler:
@@ -177,11 +177,11 @@ def _token(row: Row, line: Mapping[str, Any], model: LanguageModel, decode: Deco
     what an engine writes; the texts of alternatives and branches are made of their tokens."""
     values: dict[str, Any] = {name: line.get(name) for name in _FIELDS}
     if missing := [name for name in _FIELDS if values[name] is None and name not in _OWN]:
-        raise ApiError(f"{_NAME}: its tokens lack {missing[0]!r}, as an older version writes them")
+        raise ApiError(f"{_NAME}: a token lacks {missing[0]!r}: an older version wrote the file")
     top, branches = (values["top"] or [])[:MOST_TOP], values["branches"] or []
     named = [values["token_id"], *(i for i, _, _ in top), *chain(*(b["tokens"] for b in branches))]
     if not _are_tokens(model, named):
-        raise ApiError(f"{_NAME}: one of its tokens holds what is no token of the model")
+        raise ApiError(f"{_NAME}: a token has ids that are not tokens of the model")
     known = values["action"] in (mechanism.name for mechanism in row.request.sampler.mechanisms)
     whole = all(0 <= values[name] <= _LARGEST for name in _WHOLE)
     here = line["type"] == "retracted" or values["position"] == _length(row)
@@ -189,7 +189,7 @@ def _token(row: Row, line: Mapping[str, Any], model: LanguageModel, decode: Deco
     short = short and all(len(branch["tokens"]) <= MAX_DEPTH for branch in branches)
     plain = values["ambiguous"] in (None, True, False) and values["chosen"] in (None, True)
     if not (known and whole and here and short and plain):
-        raise ApiError(f"{_NAME}: what it says of position {_length(row)} cannot be")
+        raise ApiError(f"{_NAME}: position {_length(row)} has invalid values")
     values |= {name: _number(values[name]) for name in _NUMBERS}
     if values["branches"] is not None:
         values["branches"] = [
@@ -219,7 +219,7 @@ def _number(value: float) -> float:
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not abs(number) <= _GREATEST:
-        raise ApiError(f"{_NAME} holds a number that is beyond single precision")
+        raise ApiError(f"{_NAME} has a number beyond single precision")
     return number
 
 

@@ -117,7 +117,8 @@ class KeptRows:
             async with self._opening:
                 found = await self._apart(reopen, self._served, body)
                 if (tokens := sum(one.size for one in found)) > self._kept.most:
-                    told = f"the file takes {tokens} tokens, this server keeps {self._kept.most}"
+                    most = f"this server keeps at most {self._kept.most} (--keep)"
+                    told = f"the file has {tokens} tokens, {most}"
                     raise ApiError(told, status=413)
                 ids = [self._kept.put(one) for one in found]
                 return await self._apart(self._opened, ids, found)

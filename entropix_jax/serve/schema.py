@@ -259,7 +259,7 @@ class Completion(Generating):
         if given is None:
             raise ApiError("prompt: Field required", param="prompt")
         if not given and isinstance(given, list):
-            raise ApiError("prompt: it must not be empty", param="prompt")
+            raise ApiError("prompt must not be empty", param="prompt")
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
     @property

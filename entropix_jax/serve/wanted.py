@@ -185,7 +185,7 @@ def want_completion(served: Served, body: Completion) -> Wanted:
     _check_best(body)
     most = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
     if most == 0 and not body.echo:
-        raise ApiError("max_tokens: 0 is for a prompt that is echoed", param="max_tokens")
+        raise ApiError("max_tokens: 0 requires echo", param="max_tokens")
     escape = bool(body.entropix.escape_special)
     prompts = [_prompt(served, one, most, escape=escape) for one in body.prompts]
     return _want(served, body, prompts, most, body.logprobs, echo=body.echo)
@@ -198,17 +198,19 @@ def want_more(served: Served, body: Completion, kept: KeptRow) -> Wanted:
     assert own.begin is not None
     _check_best(body)
     if own.id is not None:
-        raise ApiError("entropix.id: it does not go with entropix.from", param="entropix")
+        raise ApiError("entropix.id cannot be combined with entropix.from", param="entropix")
     for name, usual in (("prompt", None), ("echo", False), ("n", 1)):
         if getattr(body, name) != usual:
-            raise ApiError(f"{name}: it does not go with entropix.from", param=name)
+            raise ApiError(f"{name} cannot be combined with entropix.from", param=name)
     if body.max_tokens == 0:
-        raise ApiError("max_tokens: it must be at least 1", param="max_tokens")
+        raise ApiError("max_tokens must be at least 1", param="max_tokens")
     _check_top(served, body.logprobs, "logprobs")
     place, given = own.begin, body.model_fields_set
     for token in place.tokens:
         if token >= served.model.config.vocab_size:
-            raise ApiError(f"entropix.from holds {token}, which is no token", param="entropix")
+            raise ApiError(
+                f"entropix.from holds {token}, which is not a token id", param="entropix"
+            )
     left = old.max_new_tokens - place.position
     most = body.max_tokens or (left if left > 0 else _USUAL_TOKENS)
     request = replace(
@@ -246,12 +248,12 @@ def _check_best(body: Completion) -> None:
 def want_chat(served: Served, body: Chat) -> Wanted:
     """The same for a chat. One that ends with the assistant's words is to go on within them."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError("top_logprobs: it needs logprobs", param="top_logprobs")
+        raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) == 0:
-            raise ApiError(f"{name}: it must be at least 1", param=name)
+            raise ApiError(f"{name} must be at least 1", param=name)
     if body.entropix.begin is not None:
-        told = "entropix.from: rows go on by /v1/completions"
+        told = "entropix.from: only /v1/completions continues rows"
         raise ApiError(told, param="entropix", code="unsupported_parameter")
     tokenizer, variables = served.model.tokenizer, body.chat_template_kwargs
     messages = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in body.messages]
@@ -277,7 +279,7 @@ def _want(
     chat = messages is not None
     _check_top(served, top, "top_logprobs" if chat else "logprobs")
     if body.entropix.id is not None and body.rows != 1:
-        raise ApiError("entropix.id: it names one row alone", param="entropix")
+        raise ApiError("entropix.id requires a request of one row", param="entropix")
     request = Request(
         (),
         served.choose_sampler(*_sampling(served, body)),
@@ -325,9 +327,9 @@ def _biases(served: Served, bias: dict[str, float]) -> dict[str, Any]:
     for token in bias:
         # "05" is refused: "5" could name the same token twice.
         if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
-            raise ApiError("logit_bias: its keys must be ids of tokens", param="logit_bias")
+            raise ApiError("logit_bias: keys must be token ids", param="logit_bias")
         if int(token) >= served.model.config.vocab_size:
-            raise ApiError(f"logit_bias holds {token}, which is no token", param="logit_bias")
+            raise ApiError(f"logit_bias holds {token}, which is not a token id", param="logit_bias")
     bans = sorted(int(token) for token, value in bias.items() if value == _BAN)
     others = sorted([int(token), value] for token, value in bias.items() if value != _BAN)
     if len(bans) > MAX_BANS:

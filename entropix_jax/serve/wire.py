@@ -66,13 +66,13 @@ def as_api_error(error: Exception) -> ApiError:
         told = "too many requests wait: try again later"
         return ApiError(told, status=429, code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, Closing):
-        return ApiError("the server is about to end", status=503, headers={"Retry-After": "10"})
+        return ApiError("the server is shutting down", status=503, headers={"Retry-After": "10"})
     return ApiError("the server failed", status=500)
 
 
 def too_late() -> ApiError:
-    """The answer to what had no turn within its time."""
-    told = "it had no turn within the server's time limit: try again later"
+    """Returns the 503 for requests that timed out."""
+    told = "the request timed out: try again later"
     return ApiError(told, status=503, code="timeout", headers={"Retry-After": "10"})
 
 

@@ -74,7 +74,7 @@ def read_tokenizer(
         if token_id is None:
             continue
         if not isinstance(token_id, int) or token_id not in range(len(tokens)):
-            raise UserError(f"{path}: '{prefix}{key}_token_id': {token_id!r} is no token")
+            raise UserError(f"{path}: '{prefix}{key}_token_id': {token_id!r} is not a token id")
         settings[f"{name}_token"] = tokens[token_id]
 
     # The rules by kind.

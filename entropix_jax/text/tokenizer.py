@@ -134,7 +134,9 @@ class Tokenizer:
         while self.own_size - 1 in added:
             self.own_size -= 1
         if self.bos_id is not None and self.bos_id >= self.vocab_size:
-            raise UserError(f"{path}: the post-processor puts {self.bos_id}, which is no token")
+            raise UserError(
+                f"{path}: the post-processor puts {self.bos_id}, which is not a token id"
+            )
 
     def _find_bos(self) -> int | None:
         if self._settings.add_bos is None:

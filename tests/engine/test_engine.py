@@ -289,9 +289,9 @@ def test_samplers_of_one_run_share_their_arms(tiny: LanguageModel) -> None:
         ([5] * 4096, 5, None, "the prompt has 4096 tokens, the model 4096 positions"),
         ([], 5, 100, "the prompt is empty"),
         ([5], 0, 100, "max_new_tokens must be at least 1, not 0"),
-        ([1, 10**6], 1, None, "holds 1000000, which is no token"),
-        ([-3], 1, None, "holds -3, which is no token"),
-        ("Guests", 1, None, "holds 'G', which is no token"),
+        ([1, 10**6], 1, None, "holds 1000000, which is not a token id"),
+        ([-3], 1, None, "holds -3, which is not a token id"),
+        ("Guests", 1, None, "holds 'G', which is not a token id"),
     ],
 )
 def test_budgets(

@@ -415,7 +415,7 @@ def test_moves_that_are_refused(tiny: LanguageModel) -> None:
             refused(f"{where} {first - 1}", engine.fork, row, 1, position=first - 1)
             refused("'y' is not one of a run in progress", engine.rewind, other, first)
             refused("budget of 7 left for 8 forced tokens", engine.force, row, [5] * 8)
-            refused("hold 99999, which is no token", engine.force, row, [5, 99999])
+            refused("hold 99999, which is not a token id", engine.force, row, [5, 99999])
             refused("no mechanism is named 'injekt', did", engine.force, row, [5], action="injekt")
         if row.finish_reason is not None:
             refused(f"no budget left at position {first + 12}", engine.fork, row, 1)

@@ -135,8 +135,8 @@ def test_what_cannot_be_measured(model: LanguageModel, tmp_path: Path) -> None:
     good: Pair = (ids(4), ids(2, 1))
     for bad, complaint in (
         (([], [1]), "pair 1: the context is empty"),
-        (([1], [10**6]), "pair 1: 1000000 is no token"),
-        (([1], [-1]), "pair 1: -1 is no token"),
+        (([1], [10**6]), "pair 1: 1000000 is not a token id"),
+        (([1], [-1]), "pair 1: -1 is not a token id"),
         (([1], ids(41)), "pair 1: the continuation has 41 tokens, the model sees 40"),
     ):
         with pytest.raises(UserError, match=complaint):

@@ -347,7 +347,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         ({"tokenizer": {"model": "rwkv"}}, "the tokenizer 'rwkv' is not known"),
         ({"tokenizer": {"tokens": ...}}, r"'tokenizer\.ggml\.tokens' is missing"),
         ({"tokenizer": {"merges": ["a b c"]}}, "'a b c' is not two tokens"),
-        ({"tokenizer": {"eos_token_id": 10**6}}, "eos_token_id': 1000000 is no token"),
+        ({"tokenizer": {"eos_token_id": 10**6}}, "eos_token_id': 1000000 is not a token id"),
         ({"other": {"split.count": 3}}, "is one of 3 parts: merge them, `llama-gguf-split"),
         ({"other": {"general.type": "adapter"}}, "is not a model but 'adapter': merge it with"),
         ({"drop": "blk.1.attn_q.weight"}, r"self_attn\.q_proj\.weight' is missing"),

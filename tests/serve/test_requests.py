@@ -170,7 +170,7 @@ def test_what_clients_send_is_accepted(ask: Ask, path: str, name: str, value: An
 def test_unknown_keys_are_told(tiny: LanguageModel, ask: Ask, path: str) -> None:
     body = PATHS[path] | {"mirostat_tau": 5, "cache_prompt": True}
     told = ask("POST", path, json=body).json()["warnings"]
-    known = "is not known to this server and changes nothing"
+    known = "is unknown and was ignored"
     assert told == [f"'cache_prompt' {known}", f"'mirostat_tau' {known}"]
     for strict in asking(tiny, strict=True):
         error = refused(strict("POST", path, json=body))
@@ -195,19 +195,19 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
     ("path", "change", "message"),
     [
         ("/v1/completions", {"prompt": ""}, None),
-        ("/v1/completions", {"prompt": []}, "prompt: it must not be empty"),
+        ("/v1/completions", {"prompt": []}, "prompt must not be empty"),
         ("/v1/completions", {"prompt": [[]]}, "the prompt is empty"),
-        ("/v1/completions", {"prompt": [5000]}, "the prompt holds 5000, which is no token"),
+        ("/v1/completions", {"prompt": [5000]}, "the prompt holds 5000, which is not a token id"),
         ("/v1/completions", {"prompt": [-1]}, "prompt: must be a text or a list of token ids, or"),
         ("/v1/completions", {"prompt": ["a", 1]}, "prompt: entry 1 must be a text or a list of"),
         ("/v1/completions", {"prompt": ["a", [1]]}, "prompt: texts and lists of token ids do not"),
         ("/v1/completions", {"prompt": [1] * CONTEXT}, f"a row has room for {CONTEXT}"),
         # Too many rows, before any of their prompts is read.
-        ("/v1/completions", {"prompt": [[5000]] * 9, "n": 128}, "1152 rows are asked for"),
-        ("/v1/completions", {"prompt": [[5000]] * 999, **ECHO}, "999 rows are asked for"),
+        ("/v1/completions", {"prompt": [[5000]] * 9, "n": 128}, "1152 rows are requested"),
+        ("/v1/completions", {"prompt": [[5000]] * 999, **ECHO}, "999 rows are requested"),
         ("/v1/completions", {"prompt": [{}] * 100_000}, "prompt"),
         ("/v1/completions", {"prompt": None}, "prompt: Field required"),
-        ("/v1/completions", {"max_tokens": 0}, "max_tokens: 0 is for a prompt that is echoed"),
+        ("/v1/completions", {"max_tokens": 0}, "max_tokens: 0 requires echo"),
         ("/v1/completions", {"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
         ("/v1/completions", {"n": 0}, "n: "),
         ("/v1/completions", {"stop": ["a"] * 65}, "stop: at most 64 texts, not 65"),
@@ -233,10 +233,14 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
         ("/v1/completions", {"logit_bias": [[5, 1]]}, "logit_bias: Input should be a valid"),
         ("/v1/completions", {"logit_bias": BANS}, "logit_bias: at most 16 tokens may have -100"),
         ("/v1/completions", {"logit_bias": BIASES}, "logit_bias: at most 64 tokens may"),
-        ("/v1/completions", {"logit_bias": {"05": 1}}, "logit_bias: its keys must be ids"),
-        ("/v1/completions", {"logit_bias": {"x": -100}}, "logit_bias: its keys must be ids"),
+        ("/v1/completions", {"logit_bias": {"05": 1}}, "logit_bias: keys must be token ids"),
+        ("/v1/completions", {"logit_bias": {"x": -100}}, "logit_bias: keys must be token ids"),
         ("/v1/completions", {"logit_bias": {"9999": 1}}, "logit_bias holds 9999, which is no"),
-        ("/v1/completions", {"logit_bias": {"9" * 5000: -100}}, "logit_bias: its keys must be ids"),
+        (
+            "/v1/completions",
+            {"logit_bias": {"9" * 5000: -100}},
+            "logit_bias: keys must be token ids",
+        ),
         ("/v1/completions", {"model": "gpt"}, None),
         ("/v1/completions", {"model": None}, "model: Field required"),
         ("/v1/completions", {"seed": 1.5}, "seed: "),
@@ -295,17 +299,21 @@ def test_what_is_not_supported_is_named(ask: Ask, path: str, name: str, value: A
             {"text": {"format": {"type": "json_schema"}}},
             "text.format: type 'json_schema' is not supported by this server, only 'text'",
         ),
-        ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs: it needs logprobs"),
-        ("/v1/completions", {"n": 2, "entropix": {"id": "a"}}, "entropix.id: it names one row"),
+        ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs requires logprobs"),
+        (
+            "/v1/completions",
+            {"n": 2, "entropix": {"id": "a"}},
+            "entropix.id requires a request of one row",
+        ),
         ("/v1/completions", {"entropix": {"id": ""}}, "entropix.id: String should have at least"),
         ("/v1/chat/completions", {"logprobs": 2}, "logprobs: "),
-        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens: it must be at least 1"),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens must be at least 1"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a" * 9 * CONTEXT}]},
             f"a row has room for {CONTEXT}",
         ),
-        ("/v1/score", {"input": "Rita sang. " * CONTEXT}, f"at most {CONTEXT} are read"),
+        ("/v1/score", {"input": "Rita sang. " * CONTEXT}, f"at most {CONTEXT} are possible"),
         ("/v1/score", {"input": ""}, "too short"),
         ("/v1/score", {"top": 21}, "top: "),
     ],

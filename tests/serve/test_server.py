@@ -517,7 +517,7 @@ def test_tokens_of_texts_and_chats(raw: httpx.Client, tiny: LanguageModel) -> No
     assert ask("/detokenize", tokens=ids[1:])["prompt"] == text
     assert "give one of 'prompt' and 'messages'" in ask("/tokenize")["error"]["message"]
     told = ask("/detokenize", tokens=[10**6])["error"]["message"]
-    assert told == "tokens holds 1000000, which is no token"
+    assert told == "tokens holds 1000000, which is not a token id"
 
 
 def test_scores(raw: httpx.Client, tiny: LanguageModel) -> None:

@@ -62,7 +62,7 @@ export function showRetractions(texts) {
     byId("retractions-list").replaceChildren(...retracted.map((token) => element("tr", {},
       element("td", {}, element("button", { type: "button", class: "link", onclick: () => texts.selectToken(side, token, { pin: true, scroll: true }), "aria-label": `show position ${token.position}` }, numberNode(token.position))),
       element("td", {}, tokenNode(token)),
-      element("td", {}, token.replacement ? tokenNode(token.replacement) : "none: the run ended"),
+      element("td", {}, token.replacement ? tokenNode(token.replacement) : "no replacement: the run ended"),
       element("td", { class: "value" }, numberNode(token.entropy)))));
   });
 }

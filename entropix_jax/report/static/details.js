@@ -109,7 +109,7 @@ function factsOf({ shown, regimeOf }) {
     ["seed", (side) => side.facts.seed],
     ["model", (side) => side.facts.model],
     ["file", (side) => side.facts.name],
-    ["ended by", (side) => side.about.ended ?? "interrupted"],
+    ["ended by", (side) => side.about.ended ?? "interruption"],
     ["tokens", (side) => side.tokens.length],
     ["retracted tokens", (side) => side.about.retracted],
     ["positions evaluated", (side) => side.about.forwards],

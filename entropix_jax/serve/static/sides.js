@@ -8,7 +8,7 @@ import { regimeTitle } from "./regimes.js";
 import { Speaker } from "./speaker.js";
 import { placeOf } from "./texts.js";
 
-const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop text", cancelled: "stopped" };
+const ENDS = { eos: "end of text", length: "token limit", confidence: "low confidence", context: "context limit", stop: "stop string", cancelled: "stopped", interrupt: "interrupted" };
 const WIDE = 900; // minimum width in pixels for details beside the text, as in the style sheet
 
 export class Sides {

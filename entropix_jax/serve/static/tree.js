@@ -13,7 +13,7 @@ export function showTree(session) {
       const line = element("li", { class: "twig" },
         element("button", { type: "button", "aria-current": node === current ? "true" : null, onclick: () => session.walk(node) },
           element("span", {}, session.nameOf(node)),
-          element("span", { class: "muted" }, originOf(node), node === beside ? " · beside" : "")));
+          element("span", { class: "muted" }, originOf(node), node === beside ? " · side by side" : "")));
       line.style.setProperty("--depth", Math.min(session.depths.get(node), 8));
       return line;
     }));
