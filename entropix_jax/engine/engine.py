@@ -285,9 +285,9 @@ class Engine:
         while not self._stopping:
             began = time.perf_counter()
             between()
+            self._insert_arrivals()
             if time.perf_counter() - began > self._look / 2:
                 self._unpaced = len(in_flight)
-            self._insert_arrivals()
             while len(in_flight) < 2 and self._wants_more(sum(c.steps for c in in_flight)):
                 if not self._choose_program():
                     break

@@ -32,8 +32,9 @@ from entropix_jax.platforms import on_cpu
 _MIN_PART = 16  # tokens of a prompt that are read in one call, at least
 # Where caches are kept texts grow in parts of any length: few programs serve all of them.
 _KEPT_PART = 64
-# Where other rows go on between two parts: about a second's work for a small model on two cores.
-_BACKGROUND_PART = 256
+# Where other rows go on between two parts: half a second for SmolLM2-135M on two cores, twice as
+# long while a program compiles.
+_BACKGROUND_PART = 128
 # Rows that are read in one call; another number would be a program of its own. On a CPU, prompts of
 # SmolLM2-135M take half the time so if they have 32 tokens, and three quarters if they have 128.
 TOGETHER = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from entropix_jax.engine.decode import decode_here
 from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.preparation import calibrate_sampler
 from entropix_jax.engine.programs import CompileError, Programs
+from entropix_jax.engine.prompts import PromptReader
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.slots import emptied, park
 from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_EOS, FINISHED_STOP, FORKS, PARKED
@@ -116,6 +118,45 @@ def test_long_prompts_are_read_between_chunks(
         pass
     for one, other in zip(here, there, strict=True):
         assert [t.token_id for t in one.tokens] == [t.token_id for t in other.tokens]
+
+
+def test_what_is_read_is_no_part_of_the_pace(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that was ready while a part of a prompt was read says nothing of how long chunks
+    take: else they become longer and longer, and a stream halts for each."""
+    monkeypatch.setattr(prompts, "chunk_size", lambda *arguments: 16)
+    read_part = PromptReader._read_part
+
+    def read_slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return read_part(*arguments)
+
+    monkeypatch.setattr(PromptReader, "_read_part", read_slowly)
+    paced: list[int] = []  # what was read before each time
+
+    def pace(engine: Engine, waited: float) -> None:
+        paced.append(engine.read)
+        engine._chunk_steps = 1
+
+    monkeypatch.setattr(Engine, "_pace", pace)
+    first, second = row(model, "Once", "greedy", 60), row(model, "Anna " * 70, "greedy", 8, 1)
+    run = engine(model, background=True, look=0.02)
+    start = 0
+
+    def source() -> Iterator[Row | None]:
+        nonlocal start
+        yield first
+        while len(first.tokens) < 4:
+            yield None
+        start = run.read
+        yield second
+        while second.finish_reason is None:
+            yield None
+
+    assert [*run.run(source())]
+    assert len({*paced}) >= 2  # before and after
+    assert not [read for read in paced if start < read < run.read]
 
 
 def test_held_rows_end(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
