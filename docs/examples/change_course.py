@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context, Proposal, draw, either
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import resample
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.regimes import HEHV
 from entropix_jax.sampler.settings import SamplerSettings, number, texts
 from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step, Tally
@@ -44,13 +43,9 @@ def may(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array
     return lost >= settings.own["change_course"].patience
 
 
-def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def propose(ctx: Context) -> Proposal:
     """The text, or, for one more token, what `resample` does. This is code for one row."""
-    return either(
-        row.may["change_course"],
-        draw("change_course", settings),
-        resample(metrics, settings, row),
-    )
+    return either(ctx.may["change_course"], draw("change_course", ctx), resample(ctx))
 
 
 def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:

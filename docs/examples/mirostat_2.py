@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import RowView
-from entropix_jax.sampler.settings import SamplerSettings, number
+from entropix_jax.sampler.settings import number
 from entropix_jax.sampler.state import DrawnToken
-from entropix_jax.sampler.truncation import Masked
 
 
 @struct.dataclass
@@ -32,25 +30,27 @@ class State:
     learnt: jax.Array  # float32, mu - 2 * target, bits
 
 
-def keep(logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView) -> jax.Array:
-    """The tokens that may be drawn, bool [V]. This is code for one row."""
-    mu = 2.0 * settings.own["mirostat_2"].target + row.own["mirostat_2"].learnt
-    return -jax.nn.log_softmax(logits) / jnp.log(2.0) <= mu
+def keep(logits: jax.Array, ctx: Context) -> jax.Array:
+    """Returns one row's logits with the tokens whose surprise is above `mu` at -inf."""
+    mu = 2.0 * ctx.settings.own["mirostat_2"].target + ctx.own["mirostat_2"].learnt
+    surprise = -jax.nn.log_softmax(logits) / jnp.log(2.0)
+    return jnp.where((surprise <= mu) | (logits >= jnp.max(logits)), logits, -jnp.inf)
 
 
-def learn(drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView) -> State:
+def learn(drawn: DrawnToken, ctx: Context) -> State:
     """The state after a token was drawn."""
-    own: Settings = settings.own["mirostat_2"]
-    scores = jax.nn.log_softmax(drawn.logits / drawn.proposal.temperature)
+    own: Settings = ctx.settings.own["mirostat_2"]
+    temperature = jnp.maximum(ctx.proposal.temperature, 1e-6)  # 0 is greedy
+    scores = jax.nn.log_softmax(drawn.logits / temperature)
     error = -scores[drawn.token] / jnp.log(2.0) - own.target
-    return State(learnt=row.own["mirostat_2"].learnt - own.rate * error)
+    return State(learnt=ctx.own["mirostat_2"].learnt - own.rate * error)
 
 
 MIROSTAT_2 = Mechanism(
     "mirostat_2",
     settings=Settings,
     init=lambda: State(learnt=jnp.float32(0.0)),
-    cut=Masked(keep),
+    rule=keep,
     learn=learn,
 )
 MECHANISMS = [MIROSTAT_2]  # for --plugin

@@ -58,10 +58,11 @@ from entropix_jax.model.mesh import (
 )
 from entropix_jax.model.params import Params
 from entropix_jax.platforms import LOOPS_IN_GRAPHS, puts_loops_in_graphs
+from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.confidence import CONFIDENCE, is_low
 from entropix_jax.sampler.mechanisms.inject import InjectState
-from entropix_jax.sampler.state import Rows, where_rows
+from entropix_jax.sampler.state import Rows
 from entropix_jax.sampler.step import choose, settled
 from entropix_jax.stats import AttnStats
 

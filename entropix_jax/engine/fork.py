@@ -23,9 +23,10 @@ from entropix_jax.engine.state import (
 )
 from entropix_jax.model.mesh import local_index
 from entropix_jax.model.write import copy_runs
+from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
-from entropix_jax.sampler.state import Rows, Step, where_rows
+from entropix_jax.sampler.state import Rows, Step
 from entropix_jax.sampler.step import Choice
 
 _BLOCK = MAX_DEPTH  # positions that are copied at once; larger blocks take long to compile
@@ -61,7 +62,7 @@ def free_lanes(state: DecodeState) -> DecodeState:
 
 def want_fork(state: DecodeState, step: Step) -> DecodeState:
     """Notes the forks that a step of the sampler wants. One with a single branch begins at once."""
-    wants, log_probs = step.forks, step.log_probs
+    wants, log_probs = step.forks, step.context.log_probs
     new = replace(
         state.fork,
         width=step.width,

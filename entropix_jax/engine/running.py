@@ -26,9 +26,9 @@ from entropix_jax.engine.trace import BranchRecord, TokenRecord
 from entropix_jax.errors import UserError, check_range
 from entropix_jax.model.finite import NOWHERE, describe
 from entropix_jax.model.loading import LanguageModel
+from entropix_jax.sampler.filters import never_drawn
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.modify import never_drawn
 from entropix_jax.sampler.state import Tally
 from entropix_jax.text.stop import StopFilter
 from entropix_jax.text.turns import stop_ids

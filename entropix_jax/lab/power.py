@@ -24,13 +24,11 @@ from entropix_jax.engine.engine import Engine
 from entropix_jax.engine.results import Request, Row
 from entropix_jax.engine.trace import TokenRecord
 from entropix_jax.errors import UserError, check_range
+from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import RowView
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
 
 _NAME = "power"
@@ -60,8 +58,8 @@ class _Drawn:
     logprob: jax.Array  # float32, nats: ln q of its last token
 
 
-def _learn(drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView) -> _Drawn:
-    log_q = jax.nn.log_softmax(drawn.logits / drawn.proposal.temperature)
+def _learn(drawn: DrawnToken, ctx: Context) -> _Drawn:
+    log_q = jax.nn.log_softmax(drawn.logits / ctx.proposal.temperature)
     return _Drawn(logprob=log_q[drawn.token])
 
 

@@ -5,9 +5,8 @@ branches of a `lax.switch`, and under `vmap` every branch runs for every row: an
 scalars only. What is more than a draw happens in `apply`, once for all rows, under a `lax.cond`
 where it is expensive. `docs/adding-an-arm.md` walks through an example.
 
-Others change the logits, say which tokens a draw may take, or act in place of a drawn token. They
-are compiled only where a row uses them (`SamplerSettings.used`); the first two run only in steps in
-which one does.
+Others filter the logits, or act in place of a drawn token. They are compiled only where a row uses
+them (`SamplerSettings.used`); filters run only in steps in which one does.
 """
 
 from collections.abc import Callable
@@ -16,27 +15,18 @@ from typing import Any
 
 import jax
 
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Arm, Proposal, RowView
+from entropix_jax.sampler.context import Arm, Context, Filter
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken, Observation, Rows, SamplerState, Step, Tally
-from entropix_jax.sampler.truncation import Cut
 
-# One row's logits, float32 [V], -inf for a token that is never drawn; its metrics, settings and
-# view: other logits.
-Transform = Callable[[jax.Array, Metrics, SamplerSettings, RowView], jax.Array]
-# One row's token and what it was drawn from, its metrics, settings and view: the mechanism's part
-# of the row's state after it.
-Lesson = Callable[[DrawnToken, Metrics, SamplerSettings, RowView], Any]
-# One row's logits, the proposal that they are drawn by, its metrics, settings and view: what may be
-# drawn.
-Rule = Callable[[jax.Array, Proposal, Metrics, SamplerSettings, RowView], Cut]
+# Returns the mechanism's part of one row's state after a token that was drawn.
+Lesson = Callable[[DrawnToken, Context], Any]
 
 
 @dataclass(frozen=True, repr=False)
 class Mechanism:
-    """An arm, a rule, a transform of the logits or what replaces drawn tokens, and everything that
-    belongs to it. All parts but the name are optional.
+    """An arm, a filter or what replaces drawn tokens, and everything that belongs to it. All parts
+    but the name are optional.
 
     Its settings stand in `SamplerSettings.own[name]`, its part of the row's state in
     `Tally.own[name]`. Immutable and hashable: it is a static part of the compiled step.
@@ -63,15 +53,14 @@ class Mechanism:
     keep: tuple[str, ...] = ()
     # Whether its arm depends on the regimes even where it serves them all.
     follows_regimes: bool = False
-    # A truncation rule, which `truncation.rule` may name.
-    cut: Rule | None = None
-    # Changes a row's logits before a rule truncates them (`logits`), or what a rule has left of
-    # them, divided by the temperature (`reweigh`).
-    logits: Transform | None = None
-    reweigh: Transform | None = None
-    # Whether it does anything under these settings: a bool, or [B]. None: always.
+    # Filters of a row's logits, see `sampler.filters`: before the temperature, the truncation rule
+    # that `truncation.rule` may name, and after the rule.
+    logits: Filter | None = None
+    rule: Filter | None = None
+    reweigh: Filter | None = None
+    # Whether it does anything under one row's settings: a bool. None: always.
     active: Callable[[SamplerSettings], Any] | None = None
-    # The state after a token was drawn: of a rule, of a transform, or of what does no more.
+    # Its state after a token was drawn.
     learn: Lesson | None = None
 
     def __repr__(self) -> str:

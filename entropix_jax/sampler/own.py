@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.sampler.context import Proposal
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.proposal import Proposal
-from entropix_jax.sampler.truncation import Cut, Masked
 
-_RETURNS = {"propose": Proposal, "cut": Cut}
+_RETURNS = {"propose": Proposal}
 _HERE = __name__.partition(".")[0]
 
 
@@ -52,17 +51,14 @@ def guard(mechanism: Mechanism) -> Mechanism:
     parts: dict[str, Any] = {}
     for field in fields(Mechanism):
         part, what = getattr(mechanism, field.name), f"mechanism '{mechanism.name}': `{field.name}`"
-        if isinstance(part, Masked):
-            if _is_users(part.mask):
-                parts[field.name] = replace(part, mask=Own(part.mask, what))
-        elif _is_users(part):
+        if _is_users(part):
             parts[field.name] = Own(part, what, _RETURNS.get(field.name, object))
     return replace(mechanism, **parts)
 
 
 def unguard(part: Any) -> Any:
     """The function that a part of a mechanism is, or holds."""
-    return getattr(part := getattr(part, "mask", part), "function", part)
+    return getattr(part, "function", part)
 
 
 def _is_users(part: Any) -> bool:

@@ -28,21 +28,20 @@ from entropix_jax.sampler.calibration import (
     Calibration,
     parse_percentile,
 )
-from entropix_jax.sampler.mechanism import Mechanism, Transform
+from entropix_jax.sampler.context import Arm, Filter
+from entropix_jax.sampler.filters import NUCLEUS
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.own import guard
-from entropix_jax.sampler.proposal import Arm
 from entropix_jax.sampler.sentences import SentenceFlags, flag_tokens
 from entropix_jax.sampler.settings import (
     BIAS,
-    LAST,
     LOOP_WINDOW,
     MAX_BANS,
     MAX_BIASES,
     SHARED_SECTIONS,
     SamplerSettings,
 )
-from entropix_jax.sampler.truncation import NUCLEUS, Masked
 
 Mechanisms = tuple[Mechanism, ...]
 
@@ -156,23 +155,22 @@ class Sampler:
         return changed
 
     def with_arm(self, name: str, arm: Arm) -> "Sampler":
-        """This sampler with one more arm, which `arms.<regime>` may then name. An arm takes one
-        row's metrics, settings and view to a proposal, in JAX (see `sampler.proposal`), and becomes
-        part of the compiled step. UserError if the name is taken."""
+        """Returns this sampler with one more arm, which `arms.<regime>` may then name: a function
+        of one row's `Context` that returns a `Proposal`, in JAX. It becomes part of the compiled
+        step. UserError if the name is taken."""
         return self.with_mechanism(Mechanism(name, arm))
 
-    def with_logits(self, name: str, transform: Transform) -> "Sampler":
-        """This sampler with one more transform of the logits: a function from one row's logits,
-        metrics, settings and view to other logits, in JAX. It becomes part of the compiled step,
-        before truncation. UserError if the name is taken."""
-        return self.with_mechanism(Mechanism(name, logits=transform))
-
-    def with_truncation(self, name: str, mask: Transform) -> "Sampler":
-        """This sampler with a truncation rule of one's own in place of its own, see
-        `sampler.truncation.Masked`: a function from one row's logits, divided by the temperature,
-        its metrics, settings and view to the tokens that may be drawn, a bool [V], in JAX.
+    def with_logits(self, name: str, own: Filter) -> "Sampler":
+        """Returns this sampler with one more filter before the temperature: a function of one row's
+        logits and `Context` that returns logits, in JAX. It becomes part of the compiled step.
         UserError if the name is taken."""
-        changed = self.with_mechanism(Mechanism(name, cut=Masked(mask)))
+        return self.with_mechanism(Mechanism(name, logits=own))
+
+    def with_truncation(self, name: str, rule: Filter) -> "Sampler":
+        """Returns this sampler with a truncation rule of one's own in place of its own: a function
+        of one row's logits, divided by the temperature, and `Context` that returns logits, -inf for
+        a token that is not to be drawn, in JAX. UserError if the name is taken."""
+        changed = self.with_mechanism(Mechanism(name, rule=rule))
         return changed.with_values({"truncation.rule": name})
 
     def with_mechanism(self, mechanism: Mechanism) -> "Sampler":
@@ -306,9 +304,9 @@ class Sampler:
     def _used(self, settings: SamplerSettings) -> frozenset[str]:
         """See `SamplerSettings.used`."""
         used = {self.values["truncation.rule"]} - {NUCLEUS}
-        used |= {LAST} if self.values[LAST] else set()
         for m in self.mechanisms:
-            parts = (m.logits, m.reweigh, m.replaces, m.holds, m.active, None if m.cut else m.learn)
+            learns = None if m.rule else m.learn
+            parts = (m.logits, m.reweigh, m.replaces, m.holds, m.active, learns)
             if any(parts) and (m.active is None or m.active(settings)):
                 used.add(m.name)
         return frozenset(used)
@@ -386,7 +384,7 @@ def _rules(mechanisms: Mechanisms) -> Mapping[str, Rule]:
         rules[key] = _are_marks, 'a list of single characters, such as [".", "?"]'
     arms = tuple(m.name for m in mechanisms if m.propose is not None)
     choices = {f"arms.{name}": arms for name in SERVED}
-    choices["truncation.rule"] = tuple(m.name for m in mechanisms if m.cut is not None)
+    choices["truncation.rule"] = tuple(m.name for m in mechanisms if m.rule is not None)
     for key, names in (_CHOICES | choices).items():
         rules[key] = names.__contains__, f"one of {', '.join(names)}"
     for box in BOXES:

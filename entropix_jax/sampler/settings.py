@@ -44,8 +44,6 @@ def texts(most: int, longest: int, default: str | list[str] | None = None) -> An
     return field(metadata={"most": most, "longest": longest, "default": default})
 
 
-LAST = "base.temperature_last"  # in `SamplerSettings.used`, where a row has it
-
 COEFFICIENT = (-100.0, 100.0)
 TEMPERATURE = (0.0, 100.0)
 COUNT = (0, 2**31 - 1)
@@ -102,8 +100,9 @@ class SamplerSettings:
     arms: jax.Array  # int32 [6], index into `mechanisms`, the arms of the regimes and of a loop
     rule: jax.Array  # int32, index into `mechanisms`, the truncation rule
     layer_weights: jax.Array  # float32 [L], weights of the mean over layers
-    attn_entropy_normalised: jax.Array  # bool: the arms see attn_entropy_norm as attn_entropy
-    agreement_published: jax.Array  # bool: the arms see agreement_published as agreement
+    # Bools: mechanisms see attn_entropy_norm, agreement_published under the plain names.
+    attn_entropy_normalised: jax.Array
+    agreement_published: jax.Array
     in_thresholds: jax.Array  # bool: `adaptive` sees h / h2 and u / u2 in place of bits
     noise_epsilon: jax.Array  # float32, machine epsilon of the logits; 0: no noise floor
     bans: jax.Array  # int32 [MAX_BANS], tokens that are never drawn; -1: none
@@ -115,7 +114,7 @@ class SamplerSettings:
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
     # Static, `Mechanism`s: part of the compiled step. Arms, rules and actions are indices into it.
     mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
-    # Static, what the compiled step contains beside the arms, by name, and `LAST`.
+    # Static, what the compiled step contains beside the arms, by name.
     used: frozenset[str] = struct.field(pytree_node=False)
 
     def action(self, name: str) -> int:

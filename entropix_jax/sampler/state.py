@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from entropix_jax.sampler.context import Context, Proposal, Tree
 from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView
-
-Tree = TypeVar("Tree")
 
 MAX_REACH = 8  # R, positions that a row can go back at once
 MAX_ATTEMPTS = 8  # tokens that may be banned at one position
@@ -111,36 +109,14 @@ class Rows:
     branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
 
-    def view(
-        self,
-        own: dict[str, Any],
-        may: dict[str, jax.Array],
-        attempt: jax.Array,
-        thresholds: jax.Array,
-    ) -> RowView:
-        """What mechanisms may know of each row; see `RowView` for the arguments."""
-        return RowView(
-            may=may,
-            own=own,
-            thresholds=thresholds,
-            history=self.history,
-            length=self.length,
-            generated=self.generated,
-            key=self.keys,
-            attempt=attempt,
-            branch=self.branch,
-            vocab_size=self.vocab_size,
-        )
-
 
 @struct.dataclass
 class DrawnToken:
     """What each row's token was drawn from, fields [B, ...]."""
 
     logits: jax.Array  # float32 [B, V], with penalties and bans, before truncation
-    proposal: Proposal
     token: jax.Array  # int32
-    # float32 [B, V], what each transform after truncation was given, by its name.
+    # float32 [B, V], what each `reweigh` filter was given, by its name.
     given: dict[str, jax.Array] = field(default_factory=dict)
 
 
@@ -154,8 +130,7 @@ class Step:
 
     rows: Rows
     logits: jax.Array  # float32 [B, V], as the model gave them
-    log_probs: jax.Array  # float32 [B, V], of these, nats
-    floored: jax.Array  # float32 [B, V], the same, -inf below the noise floor
+    context: Context  # what mechanisms see of each row, as it was before any action
     observation: Observation
     proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
     tally: Tally  # before the token
@@ -242,13 +217,3 @@ def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:
     # Copies: a state is donated, each leaf once.
     copies: SamplerState = jax.tree.map(np.array, state)
     return copies
-
-
-def where_rows(condition: jax.Array, one: Tree, other: Tree) -> Tree:
-    """`one` in the rows where the condition [B] holds, else `other`; leaves [B, ...]."""
-
-    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-    chosen: Tree = jax.tree.map(choose, one, other)
-    return chosen

@@ -1,10 +1,9 @@
 """One step of the sampler: from logits and attention statistics to each row's next token.
 
-log-probabilities -> metrics -> regime -> arm -> proposal -> action -> draw -> token
+log-probabilities -> metrics -> regime -> arm -> proposal -> action -> filters -> draw -> token
 """
 
 from dataclasses import replace
-from functools import partial
 
 import chex
 import jax
@@ -13,7 +12,9 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.names import SERVED
-from entropix_jax.sampler.draw import truncated_draw
+from entropix_jax.sampler.context import Context, Proposal, as_configured, where_rows
+from entropix_jax.sampler.draw import draw_tokens
+from entropix_jax.sampler.filters import penalise, truncate
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, STREAM_ROLLOUT, uniforms
 from entropix_jax.sampler.mechanisms import MECHANISMS
@@ -21,9 +22,7 @@ from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.mechanisms.backspace import BACKSPACE, in_doubt
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
 from entropix_jax.sampler.mechanisms.branch import follow as follow_branch
-from entropix_jax.sampler.metrics import Metrics, apply_noise_floor, measure, measure_confidence
-from entropix_jax.sampler.modify import cut_and_reweigh, modify
-from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
+from entropix_jax.sampler.metrics import apply_noise_floor, measure, measure_confidence
 from entropix_jax.sampler.regimes import classify, count_rounds, current_thresholds, update_drift
 from entropix_jax.sampler.settings import MAX_DRAWS, SamplerSettings
 from entropix_jax.sampler.state import (
@@ -36,7 +35,6 @@ from entropix_jax.sampler.state import (
     Tally,
     Trail,
     init_sampler_state,
-    where_rows,
 )
 from entropix_jax.stats import AttnStats
 
@@ -78,7 +76,7 @@ def choose(
     chex.assert_tree_shape_prefix((stats.entropy, settings, state, rows), (batch,))
 
     finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    step = _propose(logits, stats, settings, state, rows)
+    step = _begin_step(logits, stats, settings, state, rows)
 
     # Actions: each mechanism changes the step in the rows that act. A row whose token is forced or
     # drawn again does not, and a branch just grows.
@@ -89,24 +87,22 @@ def choose(
             step = mechanism.apply(free & (action == index), step, settings)
 
     # The token: drawn, unless one is forced, perhaps in the drawn one's place.
-    drawn = _draw_best(step, settings)
+    drawn = _draw_best(step)
     step = _replace(drawn.token, rows.running & finite & ~is_branch, step, settings)
     forced = step.tally.queued > 0
     ahead = jnp.take_along_axis(step.rows.history, step.rows.length[:, None], axis=1)[:, 0]
     token = jnp.where(forced, ahead, drawn.token)
-    logprob = jnp.take_along_axis(step.log_probs, token[:, None], axis=1)[:, 0]
+    logprob = jnp.take_along_axis(step.context.log_probs, token[:, None], axis=1)[:, 0]
 
     # The state after it.
-    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
-    attempts, _ = state.trail.retracted(rows.length)
     moves = rows.running & ~step.rewinds & ~step.waits
     was_drawn = moves & ~forced & ~step.forks & ~is_branch
     advanced = advance(step.tally, settings, step.observation, rows.generated)
+    contexts = replace(step.context, own=advanced.own, proposal=step.proposal)
     for mechanism in settings.mechanisms:
         if mechanism.learn is not None and mechanism.name in settings.used:
             name, own = mechanism.name, advanced.own
-            views = step.rows.view(own, {}, attempts, thresholds_of(settings, step.tally))
-            learnt = jax.vmap(mechanism.learn)(drawn, seen, settings, views)
+            learnt = jax.vmap(mechanism.learn)(drawn, contexts)
             learnt = where_rows(was_drawn, learnt, own[name])
             advanced = replace(advanced, own={**own, name: learnt})
     tally = where_rows(moves, advanced, step.tally)
@@ -122,41 +118,13 @@ def choose(
     return choice, step, SamplerState(tally=tally, trail=trail)
 
 
-def observe(
-    log_probs: jax.Array,
-    floored: jax.Array,
-    stats: AttnStats,
-    settings: SamplerSettings,
-    tally: Tally,
-    rows: Rows,
-) -> Observation:
-    """What each row's `log_probs[B, V]` (nats), the same with the noise floor applied, and
-    attention say."""
-    chex.assert_shape((log_probs, floored), (rows.length.shape[0], None))
-    metrics = measure(floored, stats, settings.layer_weights)
-    likeliest = settings.own["confidence"].likeliest
-    token_confidence, self_certainty = measure_confidence(log_probs, likeliest)
-    rounds = jax.vmap(count_rounds)(rows.history, rows.length, rows.generated, settings.loop)
-    seen = jax.vmap(as_seen)(metrics, settings)
-    _, squares = _add_entropy(tally, metrics.entropy, rows.generated)
-    sequence_varentropy = squares / (rows.generated + 1).astype(jnp.float32)
-    return Observation(
-        metrics=metrics,
-        sequence_varentropy=sequence_varentropy,
-        regime=jax.vmap(classify)(metrics, settings, sequence_varentropy, tally.drift),
-        rounds=rounds,
-        confidence=jax.vmap(confidence)(seen, settings, thresholds_of(settings, tally)),
-        token_confidence=token_confidence,
-        self_certainty=self_certainty,
-    )
-
-
-def propose(arm: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
-    """The proposal of one row's arm, an index into its mechanisms; `metrics` are `as_seen`."""
-    proposes = {i: m.propose for i, m in enumerate(settings.mechanisms) if m.propose is not None}
-    arms = [partial(propose, metrics, settings, row) for propose in proposes.values()]
+def propose(arm: jax.Array, ctx: Context) -> Proposal:
+    """Returns the proposal of one row's arm, an index into its mechanisms."""
+    mechanisms = enumerate(ctx.settings.mechanisms)
+    proposes = {i: m.propose for i, m in mechanisms if m.propose is not None}
     which = jnp.argmax(jnp.array([*proposes]) == arm)
-    proposal: Proposal = lax.switch(which, arms)
+    # Closures: a mapped switch selects every leaf of an operand.
+    proposal: Proposal = lax.switch(which, [lambda own=own: own(ctx) for own in proposes.values()])
     return proposal
 
 
@@ -179,11 +147,6 @@ def advance(
         drift=jax.vmap(update_drift)(observation.metrics, settings, tally.drift),
         own={**tally.own, **own},
     )
-
-
-def thresholds_of(settings: SamplerSettings, tally: Tally) -> jax.Array:
-    """Returns each row's h1, h2 (bits), u1, u2 (bits^2): float32 [B, 4]."""
-    return jax.vmap(current_thresholds)(settings, tally.drift)
 
 
 def settled(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
@@ -210,7 +173,7 @@ def _add_entropy(
     return mean, tally.entropy_squares + deviation * (entropy - mean)
 
 
-def _propose(
+def _begin_step(
     logits: jax.Array,
     stats: AttnStats,
     settings: SamplerSettings,
@@ -218,21 +181,13 @@ def _propose(
     rows: Rows,
 ) -> Step:
     """The step before any action: what the distribution says, and what each row's arm proposes."""
-    tally = state.tally
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
-    floored = apply_noise_floor(log_probs, settings.noise_epsilon)
-    observation = observe(log_probs, floored, stats, settings, tally, rows)
-
-    may = {m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None}
+    contexts, observation = _observe(logits, stats, settings, state, rows)
     looping = observation.rounds > 0
     served = jnp.where(looping, SERVED.index("loop"), observation.regime)
     arm = jnp.take_along_axis(settings.arms, served[:, None], axis=1)[:, 0]
-    seen = jax.vmap(as_seen)(observation.metrics, settings)
-    attempts, _ = state.trail.retracted(rows.length)
-    views = rows.view(tally.own, may, attempts, thresholds_of(settings, tally))
-    proposal = jax.vmap(propose)(arm, seen, settings, views)
+    proposal = jax.vmap(propose)(arm, contexts)
 
-    # A sampler has one rule, which is compiled.
+    # The sampler's rule replaces the arm's: no other is compiled.
     proposal = replace(proposal, rule=settings.rule)
     # Each further round of a loop is hotter.
     heat = 1.0 + settings.loop.heating * (observation.rounds - 1).astype(jnp.float32)
@@ -242,12 +197,13 @@ def _propose(
 
     # An arm may propose more than its row may do: then it just draws.
     action = proposal.action
-    for name, allowed in may.items():
+    for name, allowed in contexts.may.items():
         refused = (proposal.action == settings.action(name)) & ~allowed
         action = jnp.where(refused, settings.action("sample"), action)
     # A forced token stands for the action that it is forced for. A branch is followed.
+    tally = state.tally
     proposal = replace(proposal, action=jnp.where(tally.queued > 0, tally.queue_action, action))
-    proposal = where_rows(rows.branch >= 0, jax.vmap(follow_branch)(settings), proposal)
+    proposal = where_rows(rows.branch >= 0, jax.vmap(follow_branch)(contexts), proposal)
 
     # A position that is drawn again is drawn as it was, as one candidate.
     proposal = where_rows(state.trail.again, state.trail.at(rows.length).proposal, proposal)
@@ -256,8 +212,7 @@ def _propose(
     return Step(
         rows=rows,
         logits=logits,
-        log_probs=log_probs,
-        floored=floored,
+        context=replace(contexts, proposal=proposal),
         observation=observation,
         proposal=proposal,
         tally=tally,
@@ -270,6 +225,60 @@ def _propose(
         waits=no,
         ends=no,
     )
+
+
+def _observe(
+    logits: jax.Array,
+    stats: AttnStats,
+    settings: SamplerSettings,
+    state: SamplerState,
+    rows: Rows,
+) -> tuple[Context, Observation]:
+    """Returns the context of each row, and its observation."""
+    tally, generated = state.tally, rows.generated
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    floored = apply_noise_floor(log_probs, settings.noise_epsilon)
+    metrics = measure(floored, stats, settings.layer_weights)
+    likeliest = settings.own["confidence"].likeliest
+    token_confidence, self_certainty = measure_confidence(log_probs, likeliest)
+    _, squares = _add_entropy(tally, metrics.entropy, generated)
+    sequence_varentropy = squares / (generated + 1).astype(jnp.float32)
+
+    # Mechanisms learn only from committed tokens, so a branch has the initial state.
+    is_branch = rows.branch >= 0
+    new = init_sampler_state(is_branch.shape[0], settings.mechanisms).tally.own
+    learns = [m.name for m in settings.mechanisms if m.learn is not None]
+    learnt = {name: where_rows(is_branch, new[name], tally.own[name]) for name in learns}
+    attempt, bans = state.trail.retracted(rows.length)
+    contexts = Context(
+        log_probs=log_probs,
+        metrics=jax.vmap(as_configured)(metrics, settings),
+        regime=jax.vmap(classify)(metrics, settings, sequence_varentropy, tally.drift),
+        rounds=jax.vmap(count_rounds)(rows.history, rows.length, generated, settings.loop),
+        settings=settings,
+        thresholds=jax.vmap(current_thresholds)(settings, tally.drift),
+        own={**tally.own, **learnt},
+        may={
+            m.name: m.may(settings, state, rows) for m in settings.mechanisms if m.may is not None
+        },
+        history=rows.history,
+        length=rows.length,
+        generated=generated,
+        key=rows.keys,
+        attempt=attempt,
+        bans=bans,
+        branch=rows.branch,
+    )
+    observation = Observation(
+        metrics=metrics,
+        sequence_varentropy=sequence_varentropy,
+        regime=contexts.regime,
+        rounds=contexts.rounds,
+        confidence=jax.vmap(confidence)(contexts),
+        token_confidence=token_confidence,
+        self_certainty=self_certainty,
+    )
+    return contexts, observation
 
 
 def _replace(drawn: jax.Array, free: jax.Array, step: Step, settings: SamplerSettings) -> Step:
@@ -317,34 +326,23 @@ def _remember(step: Step, moves: jax.Array, was_drawn: jax.Array, logprob: jax.A
     )
 
 
-def _draw_best(step: Step, settings: SamplerSettings) -> DrawnToken:
-    """The likeliest, under the unmodified logits, of the proposal's candidates."""
-    rows, proposal, trail = step.rows, step.proposal, step.trail
-    is_branch = rows.branch >= 0
+def _draw_best(step: Step) -> DrawnToken:
+    """Returns the likeliest, under the unmodified logits, of the proposal's candidates."""
+    proposal, branch = step.proposal, step.rows.branch
+    contexts = replace(step.context, proposal=proposal)
 
-    # What the candidates are drawn from. Mechanisms learn from committed tokens alone: a branch has
-    # the state that a text starts with.
-    attempts, bans = trail.retracted(rows.length)
-    new = init_sampler_state(is_branch.shape[0], settings.mechanisms).tally.own
-    learns = [m.name for m in settings.mechanisms if m.learn is not None]
-    own = dict(step.tally.own)
-    own |= {name: where_rows(is_branch, new[name], own[name]) for name in learns}
-    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
-    views = rows.view(own, {}, attempts, thresholds_of(settings, step.tally))
-    logits = modify(step.logits, step.floored, seen, settings, views, bans)
-    cut, left, given = cut_and_reweigh(logits, proposal, seen, settings, views)
-
-    # Their random numbers. Branches of a row have the same key: each takes that at its own index.
+    # Branches share their row's key, so each takes the number at its own index.
     stream = jnp.where(proposal.draws > 1, STREAM_CANDIDATE, STREAM_DRAW)
-    stream = jnp.where(is_branch, STREAM_ROLLOUT, stream)
-    numbers = uniforms(rows.keys, rows.length, attempts, stream, MAX_DRAWS)
-    of_branch = jnp.take_along_axis(numbers, jnp.maximum(rows.branch, 0)[:, None], axis=1)
-    numbers = jnp.where(is_branch[:, None], of_branch, numbers)
+    stream = jnp.where(branch >= 0, STREAM_ROLLOUT, stream)
+    numbers = uniforms(contexts.key, contexts.length, contexts.attempt, stream, MAX_DRAWS)
+    of_branch = jnp.take_along_axis(numbers, jnp.maximum(branch, 0)[:, None], axis=1)
+    numbers = jnp.where((branch >= 0)[:, None], of_branch, numbers)
 
-    # The best of them.
-    candidates = truncated_draw(cut, left, numbers).ids
+    logits = jax.vmap(penalise)(step.logits, contexts)
+    left, given = jax.vmap(truncate)(logits, contexts)
+    candidates = jax.vmap(draw_tokens)(left, numbers)
     drawn = jnp.arange(MAX_DRAWS, dtype=jnp.int32)[None, :] < proposal.draws[:, None]
-    scores = jnp.take_along_axis(step.log_probs, candidates, axis=1)
+    scores = jnp.take_along_axis(contexts.log_probs, candidates, axis=1)
     best = jnp.argmax(jnp.where(drawn, scores, -jnp.inf), axis=-1)
     token = jnp.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
-    return DrawnToken(logits=logits, proposal=proposal, token=token, given=given)
+    return DrawnToken(logits=logits, token=token, given=given)

@@ -12,10 +12,9 @@ import entropix_jax
 from entropix_jax.engine.decode import decode
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import BOXES
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Step
@@ -39,8 +38,8 @@ def end(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     return replace(step, ends=step.ends | acts)
 
 
-def give_up(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
-    return draw("give_up", settings, temperature=0.0)
+def give_up(ctx: Context) -> Proposal:
+    return draw("give_up", ctx, temperature=0.0)
 
 
 SAMPLER = (

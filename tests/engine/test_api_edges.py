@@ -19,7 +19,7 @@ from entropix_jax.engine.results import Rows
 from entropix_jax.host import memory as free_memory
 from entropix_jax.lab.tasks.registry import find_task
 from entropix_jax.model.loading import LanguageModel
-from entropix_jax.sampler.proposal import draw
+from entropix_jax.sampler.context import draw
 from tests.support.runs import Spec, run_specs
 from tests.support.samplers import HOST, LITERAL
 
@@ -83,7 +83,7 @@ def split_of(name: str) -> Any:
 CONVERSATION = [{"role": "user", "content": "?"}]
 BANNED = changed("greedy", draw__bans=[2**30])
 RAISED = changed("greedy", draw__bias=[[5, 1.0], [2**30, 1.0]])
-BRANCH = ("branch", lambda *_: draw("sample", _[1]))
+BRANCH = ("branch", lambda ctx: draw("sample", ctx))
 
 # The call, and the line.
 CAUSES: list[tuple[Callable[[Place], Any], str]] = [

@@ -98,7 +98,7 @@ def test_a_step_leaves_the_target_as_it_is(cuts: Cuts) -> None:
 ALLOWED = (5, 17, 40)  # tokens, the last one ends a text
 
 
-def only_allowed(logits: Any, metrics: Any, settings: Any, row: Any) -> Any:
+def only_allowed(logits: Any, ctx: Any) -> Any:
     allowed = jnp.zeros(logits.shape, bool).at[jnp.array(ALLOWED)].set(True)
     return jnp.where(allowed, logits, -jnp.inf)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.context import Context, Proposal, as_configured
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView, as_seen
 from entropix_jax.sampler.regimes import classify, current_thresholds
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import SamplerSettings
@@ -26,21 +27,21 @@ from tests.support.samplers import (
     RULES,
     VOCAB_SIZE,
     batch_of,
+    context,
     metrics_at,
     metrics_of,
     params_of,
-    view,
 )
 
 Values = Mapping[str, Any]
 
 
 def proposal_at(
-    arm: str | jax.Array, point: Metrics, params: SamplerSettings, row: RowView | None = None
+    arm: str | jax.Array, point: Metrics, params: SamplerSettings, **row: Any
 ) -> Proposal:
     """What an arm, by its name or its number, proposes for one row."""
     index = jnp.int32(ARMS.index(arm)) if isinstance(arm, str) else arm
-    return propose(index, as_seen(point, params), params, row or view())
+    return propose(index, context(point, params, **row))
 
 
 def published(**metrics: float) -> Metrics:
@@ -80,7 +81,7 @@ def test_document_001(point: Metrics, regime: str, action: str, expected: dict[s
     for name, value in expected.items():
         assert float(getattr(proposal, name)) == pytest.approx(value, rel=3e-5), name
     if action == "adaptive":
-        own = confidence(as_seen(point, params), params, view().thresholds)
+        own = confidence(context(point, params))
         assert float(own) == pytest.approx(0.36, rel=1e-5)
 
 
@@ -235,11 +236,11 @@ def random_values(rng: np.random.Generator) -> dict[str, Any]:
 @jax.jit
 @jax.vmap
 def propose_each(
-    arm: jax.Array, metrics: Metrics, params: SamplerSettings, row: RowView
+    arm: jax.Array, metrics: Metrics, params: SamplerSettings, row: Context
 ) -> tuple[Proposal, jax.Array]:
     """Each row's proposal and confidence."""
-    reported = confidence(as_seen(metrics, params), params, row.thresholds)
-    return proposal_at(arm, metrics, params, row), reported
+    ctx = replace(row, metrics=as_configured(metrics, params), settings=params)
+    return propose(arm, ctx), confidence(ctx)
 
 
 def test_random_points() -> None:
@@ -257,7 +258,10 @@ def test_random_points() -> None:
     thresholds = rng.choice([0.0, 0.3, 2.5, 7.0], (len(arms), 4)).tolist()
     params = batch_of(*(params_of(LITERAL, s.values) for s in samplers))
     indices = jnp.asarray([ARMS.index(arm) for arm in arms], jnp.int32)
-    rows = (view(thresholds=own, **each) for own, each in zip(thresholds, may, strict=True))
+    rows = (
+        context(None, None, thresholds=own, **each)
+        for own, each in zip(thresholds, may, strict=True)
+    )
     views = jax.tree.map(lambda *x: jnp.stack(x), *rows)
     proposal, reported = propose_each(indices, metrics_at(points), params, views)
     for row, arm in enumerate(arms):
@@ -277,7 +281,7 @@ def test_the_default_counts_in_thresholds(drift: Sequence[float]) -> None:
     the documents gets bits."""
     params, document = params_of("entropix"), params_of("document-004")
     thresholds = current_thresholds(params, jnp.asarray(drift, jnp.float32))
-    row = view(thresholds=thresholds.tolist())
+    row: dict[str, Any] = {"thresholds": thresholds.tolist()}
     h1, h2 = 0.3 * math.exp(drift[0]), 2.5 * math.exp(drift[1])
     u1, u2 = 2.5 * math.exp(drift[2]), 2.5 * math.exp(drift[3])  # all 60%
     np.testing.assert_allclose(thresholds, [h1, h2, u1, u2], rtol=1e-6)
@@ -286,11 +290,11 @@ def test_the_default_counts_in_thresholds(drift: Sequence[float]) -> None:
     for h, u in ((0, 0), (0.25, 3.0), (2.5, 2.5), (4.9, 16.0), (5.1, 0.5), (9.0, 40.0)):
         point = metrics_of(entropy=h, varentropy=u, attn_entropy=0.5, **seen)
         both = min(h / h2, 2) + min(u / u2, 2)
-        own = proposal_at("adaptive", point, params, row)
+        own = proposal_at("adaptive", point, params, **row)
         assert float(own.temperature) == pytest.approx(0.666 * (1 + 0.3 * both + attn), rel=1e-5)
         assert (float(own.top_p), int(own.top_k), int(own.draws)) == (1.0, 0, 12)
         assert float(own.min_p) == pytest.approx(max(0.086 * (1 - 0.5 * both), 0.01), rel=1e-5)
-        in_bits = proposal_at("adaptive", point, document, row)
+        in_bits = proposal_at("adaptive", point, document, **row)
         warming, narrowing = 1 + 0.3 * (h + u) + attn, 1 - 0.5 * (h + u)
         assert float(in_bits.temperature) == pytest.approx(0.666 * warming, rel=1e-5)
         assert float(in_bits.min_p) == pytest.approx(max(0.03 * narrowing, 0.01), rel=1e-5)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.filters import penalise
 from entropix_jax.sampler.keys import STREAM_DRAW, uniforms
-from entropix_jax.sampler.modify import modify
 from entropix_jax.sampler.settings import MAX_BIASES
 from tests.support.draw_oracles import Kept
 from tests.support.reference import log_softmax
@@ -21,12 +21,11 @@ from tests.support.samplers import (
     Job,
     attn_stats,
     batch_of,
+    context,
     fresh_state,
     generate,
-    metrics_of,
     params_of,
     tiny_model,
-    view,
 )
 from tests.support.steps import VOCAB, choose_jit, logits_for, rows_of
 
@@ -53,12 +52,10 @@ def biased(logits: np.ndarray, pairs: Pairs) -> np.ndarray:
 
 def modified(logits: Any, floored: Any, **values: Any) -> list[float]:
     """What one row is drawn from, which has written token 0."""
-    settings = batch_of(params_of("min-p", {k.replace("__", "."): v for k, v in values.items()}))
-    row = jax.tree.map(lambda x: jnp.asarray(x)[None], view())
-    none = jnp.full((1, 1), -1, jnp.int32)
-    z, heard = (jnp.asarray([x], jnp.float32) for x in (logits, floored))
-    drawn_from = modify(z, heard, metrics_of(entropy=[0]), settings, row, none)
-    return np.asarray(drawn_from)[0].tolist()
+    values = {"metrics.noise_floor": True, **{k.replace("__", "."): v for k, v in values.items()}}
+    z, log_probs = (jnp.asarray(x, jnp.float32) for x in (logits, floored))
+    ctx = context(settings=params_of("min-p", values), log_probs=log_probs)
+    return np.asarray(penalise(z, ctx)).tolist()
 
 
 # What is drawn
@@ -82,9 +79,10 @@ def test_a_draw_is_from_the_biased_logits() -> None:
     for row in range(number):
         z = biased(logits[row], pairs[row]).astype(np.float32)  # with the ties of float32
         ids = tokens[row : row + 1]
-        assert Kept.of("nucleus", z, 1.0, 0, 1.0, 0.0).check(VOCAB, ids, drawn_at[row])
+        everything = np.ones(VOCAB, bool)
+        Kept.of("nucleus", z, 1.0, 0, 1.0, 0.0).check(everything, ids, drawn_at[row])
         plain = Kept.of("nucleus", logits[row], 1.0, 0, 1.0, 0.0)
-        order = plain.in_draw_order(VOCAB)
+        order = plain.by_id(VOCAB)
         cumulated = np.cumsum(plain.mass[plain.rank[order]]) / np.sum(plain.mass)
         moved += int(ids[0] != order[np.searchsorted(cumulated, drawn_at[row, 0], "right")])
         own = log_softmax(logits[row].astype(np.float64))[ids[0]]

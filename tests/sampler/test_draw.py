@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropix_jax.sampler import draw, top, truncation
-from entropix_jax.sampler.draw import HEAD, Drawn
+from entropix_jax.sampler import context
+from entropix_jax.sampler.prefix import HEAD, _bisect
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
     NUMBERS,
+    Drawn,
     Kept,
     draw_rows,
     nucleus_draw,
@@ -108,7 +109,7 @@ def batches(draw: st.DrawFn, vocab: int) -> Batch:
     )
 
 
-def check_nucleus(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
+def check_nucleus(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniforms: Any) -> None:
     """The row's set and draws are those of its min-p; of tokens that lie right at that bound any
     number may have fallen either way."""
 
@@ -118,31 +119,31 @@ def check_nucleus(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uni
         return Kept.of_nucleus(logits, proposal_of(**{name: values[name] for name in names}))
 
     try:
-        oracle().check(kept, ids, uniforms)
+        oracle().check(left, ids, uniforms)
         return
     except AssertionError as error:
         failure = error
     fewest, most = (
         oracle(min_p=setting.min_p * factor, top_p=1.0).most for factor in (1 + MARGIN, 1 - MARGIN)
     )
-    numbers = range(max(fewest, 1), most + 1)
+    kept, numbers = int(left.sum()), range(max(fewest, 1), most + 1)
     # The more tokens pass min-p, the more of them top-p keeps.
     place = bisect_left(numbers, kept, key=lambda number: oracle(min_p=0.0, top_k=number).most)
     if place == len(numbers):
         raise failure
-    oracle(min_p=0.0, top_k=numbers[place]).check(kept, ids, uniforms)
+    oracle(min_p=0.0, top_k=numbers[place]).check(left, ids, uniforms)
 
 
-def check_row(logits: np.ndarray, setting: Setting, kept: int, ids: Any, uniforms: Any) -> None:
-    assert 1 <= kept <= logits.size
+def check_row(logits: np.ndarray, setting: Setting, left: Any, ids: Any, uniforms: Any) -> None:
+    assert left.any()
     assert np.all((ids >= 0) & (ids < logits.size))
     assert np.all(logits[ids] > -np.inf)
     if setting.rule == "nucleus" or setting.temperature == 0:
-        check_nucleus(logits, setting, kept, ids, uniforms)
+        check_nucleus(logits, setting, left, ids, uniforms)
     else:
         temperature, number = np.float32(setting.temperature), np.float32(setting.number)
         oracle = Kept.of(setting.rule, logits, float(temperature), float(number))
-        oracle.check(kept, ids, uniforms)
+        oracle.check(left, ids, uniforms)
 
 
 def check(batch: Batch, how: Any = truncated_draw) -> None:
@@ -150,13 +151,15 @@ def check(batch: Batch, how: Any = truncated_draw) -> None:
     # A denormal is a 0: a machine that knows none of them draws the same.
     logits = np.where(np.abs(batch.logits) < TINY, np.float32(0), batch.logits)
     for row, setting in enumerate(batch.settings):
-        kept, ids = int(drawn.kept[row]), np.asarray(drawn.ids[row])
+        left, ids = np.asarray(drawn.left[row]) > -np.inf, np.asarray(drawn.ids[row])
         try:
-            check_row(logits[row], setting, kept, ids, batch.uniforms[row].astype(np.float64))
+            check_row(logits[row], setting, left, ids, batch.uniforms[row].astype(np.float64))
         except AssertionError as error:
             values, counts = np.unique(logits[row], return_counts=True)
             told = dict(zip(values[-9:].tolist(), counts[-9:].tolist(), strict=True))
-            error.add_note(f"row {row}: {setting}, kept {kept}: {ids}; highest logits: {told}")
+            error.add_note(
+                f"row {row}: {setting}, kept {left.sum()}: {ids}; highest logits: {told}"
+            )
             raise
 
 
@@ -181,18 +184,13 @@ def test_the_vocabulary_of_llama_3(batch: Batch) -> None:
 @examples(15)
 @given(batches(LLAMA3))
 def test_all_rows_at_once_as_on_a_gpu(batch: Batch) -> None:
-    """Without loops, rows that draw several tokens and rows with rules among them."""
     check(batch, gpu_draw)
 
 
 @jax.jit
 def gpu_draw(*args: Any) -> Drawn:
-    def for_gpu(*args: Any, gpu: Any = None, otherwise: Any, **_: Any) -> Any:
-        return (gpu or otherwise)(*args)
-
     with pytest.MonkeyPatch.context() as patch:
-        for module in (draw, top, truncation):
-            patch.setattr(module, "for_platform", for_gpu)
+        patch.setattr(context, "for_platform", lambda *args, otherwise, cpu: otherwise(*args))
         return draw_rows(*args)
 
 
@@ -224,13 +222,12 @@ def test_top_p_at_an_exact_tie_keeps_the_token_that_reaches_it() -> None:
 
 
 def test_what_rounding_leaves_at_the_whole_mass_is_the_last_token() -> None:
-    """Two sums of the same masses may differ in their last bit: a target may not be exceeded."""
-    crossing: Any = jax.jit(draw._crossing, static_argnames="reach")
-    order = jnp.asarray([3, -9, 3, 7, -5, 3], jnp.int32)
-    weights = jnp.asarray([0.5, 0.0, 0.5, 2.0, 0.0, 0.5], jnp.float32)
-    for target in (3.5, 3.500001, 4.0):
-        for reach in (False, True):
-            value, index = crossing(order, weights, jnp.float32(target), reach=reach)
-            assert (int(value), int(index)) == (3, 2)
-    value, index = crossing(order, weights, jnp.float32(2.9))
-    assert (int(value), int(index)) == (3, 1)
+    """Two sums of the same masses may differ in their last bit: a target may not be reached."""
+    order = jnp.asarray([3, -9, 3, 7, -5, 3], jnp.float32)
+
+    def weigh(order: jax.Array) -> jax.Array:
+        return jnp.where(order == 3, 0.5, jnp.where(order == 7, 2.0, 0.0))
+
+    for target, last in ((2.9, 2), (3.5, 5), (3.500001, 5), (4.0, 5)):
+        prefix = _bisect(weigh, order, jnp.float32(target))
+        assert (float(prefix.value), int(prefix.last)) == (3, last)

@@ -25,12 +25,10 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import code_identity, import_mechanisms, load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
 from tests.support.samplers import LITERAL
 
@@ -38,18 +36,17 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MIROSTAT_2 = runpy.run_path(str(EXAMPLES / "mirostat_2.py"))["MIROSTAT_2"]
 
 
-def even(logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView) -> jax.Array:
+def even(logits: jax.Array, ctx: Context) -> jax.Array:
     """Tokens of even number."""
-    return jnp.arange(logits.shape[0], dtype=jnp.int32) % 2 == 0
+    token = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    return jnp.where(token % 2 == 0, logits, -jnp.inf)
 
 
-def no_echo(
-    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> jax.Array:
+def no_echo(logits: jax.Array, ctx: Context) -> jax.Array:
     """Never the last token again, nor, once the distribution is sharp, token 5."""
-    last = row.history[row.length - 1]
+    last = ctx.history[ctx.length - 1]
     logits = logits.at[last].set(-jnp.inf)
-    return jnp.where(metrics.entropy < 1.0, logits.at[5].set(-jnp.inf), logits)
+    return jnp.where(ctx.metrics.entropy < 1.0, logits.at[5].set(-jnp.inf), logits)
 
 
 PLAIN = load_sampler("temperature").with_mechanism(MIROSTAT_2).with_truncation("even", even)
@@ -152,14 +149,12 @@ class Count:
 def test_an_arm_that_learns(tiny: LanguageModel) -> None:
     """Its state counts the tokens; a rule that an arm names does not take the sampler's place."""
 
-    def other_rule(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
-        proposal = draw("counts", settings, temperature=0.0)
-        return replace(proposal, rule=jnp.int32(settings.action("top_n_sigma")))
+    def other_rule(ctx: Context) -> Proposal:
+        proposal = draw("counts", ctx, temperature=0.0)
+        return replace(proposal, rule=jnp.int32(ctx.settings.action("top_n_sigma")))
 
-    def learn(
-        drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView
-    ) -> Count:
-        return Count(tokens=row.own["counts"].tokens + 1)
+    def learn(drawn: DrawnToken, ctx: Context) -> Count:
+        return Count(tokens=ctx.own["counts"].tokens + 1)
 
     counts = Mechanism("counts", other_rule, init=lambda: Count(jnp.int32(0)), learn=learn)
     sampler = load_sampler("temperature").with_mechanism(counts)
@@ -207,30 +202,27 @@ def test_mistakes_of_a_users_function_are_one_line(tiny: LanguageModel) -> None:
     it failed."""
 
     def kept(logits: jax.Array, *_: Any) -> jax.Array:
-        return logits  # forgot to compare with anything
+        return logits > 0  # a mask
 
     def nothing(*_: Any) -> Any:
         return None
 
-    takes_two: Any = partial(lambda logits, row: logits)
+    takes_one: Any = partial(lambda logits: logits)
     plain, vocab = load_sampler("temperature"), tiny.config.vocab_size
     wrong = {
         f"mechanism 'half': `logits` must return float32 [{vocab}], not float32 [{vocab // 2}]": (
             plain.with_logits("half", lambda logits, *_: logits[: vocab // 2])
         ),
-        f"mechanism 'sure': `cut` must return bool [{vocab}], not float32 [{vocab}]": (
+        f"mechanism 'sure': `rule` must return float32 [{vocab}], not bool [{vocab}]": (
             plain.with_truncation("sure", kept)
         ),
-        "mechanism 'none': `cut` must return an array, not NoneType": (
+        "mechanism 'none': `rule` must return an array, not NoneType": (
             plain.with_truncation("none", nothing)
         ),
-        "mechanism 'rule': `cut` must return a Cut, not NoneType": plain.with_mechanism(
-            Mechanism("rule", cut=nothing)
-        ).with_values({"truncation.rule": "rule"}),
         "mechanism 'arm': `propose` must return a Proposal, not NoneType": (
             plain.with_arm("arm", nothing).with_values({"arms.mid": "arm"})
         ),
-        "mechanism 'two': `logits`: TypeError: ": plain.with_logits("two", takes_two),
+        "mechanism 'one': `logits`: TypeError: ": plain.with_logits("one", takes_one),
     }
     for message, sampler in wrong.items():
         with pytest.raises(UserError, match=re.escape(message)):
@@ -239,14 +231,12 @@ def test_mistakes_of_a_users_function_are_one_line(tiny: LanguageModel) -> None:
     with pytest.raises(UserError) as told:
         run_once(tiny, plain.with_logits("branches", branches))
     assert str(told.value).startswith("mechanism 'branches': `logits`: TracerBoolConversionError: ")
-    assert str(told.value).endswith(f"({__file__}, line {branches.__code__.co_firstlineno + 3})")
+    assert str(told.value).endswith(f"({__file__}, line {branches.__code__.co_firstlineno + 1})")
     assert "\n" not in str(told.value)
 
 
-def branches(
-    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> jax.Array:
-    return logits if metrics.entropy > 1 else -logits
+def branches(logits: jax.Array, ctx: Context) -> jax.Array:
+    return logits if ctx.metrics.entropy > 1 else -logits
 
 
 def run_once(model: LanguageModel, sampler: Sampler) -> None:

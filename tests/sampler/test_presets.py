@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import BOXES, LARGEST, REGIMES, THRESHOLDS
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanisms.dry import MAX_BREAKERS
 from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHT, MAX_THOUGHTS
 from entropix_jax.sampler.mechanisms.phrases import MAX_PHRASES
-from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import (
     choose_sampler,
     is_preset,
@@ -31,10 +31,9 @@ from entropix_jax.sampler.presets import (
     parse_setting,
     preset_names,
 )
-from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, MAX_BIASES, SamplerSettings
+from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, MAX_BIASES
 from entropix_jax.sampler.step import propose
 from tests.support.properties import examples
 from tests.support.sampler_strategies import numbers, samplers
@@ -48,12 +47,12 @@ from tests.support.samplers import (
     NUM_LAYERS,
     RULES,
     calibration_of,
+    context,
     encode,
     metrics_of,
     params_of,
     settings_of,
     used_of,
-    view,
 )
 
 QUADRANTS = load_sampler(LITERAL)
@@ -229,7 +228,7 @@ def test_the_band_is_the_default_of_version_0_1() -> None:
     ):
         for varentropy in (0.0, 1.0, 30.0):
             point = metrics_of(entropy=entropy, varentropy=varentropy)
-            own = propose(params.arms[classify(point, params)], point, params, view())
+            own = propose(params.arms[classify(point, params)], context(point, params))
             assert float(own.temperature) == drawn, (entropy, varentropy)
             if drawn:
                 cut = float(own.min_p), float(own.top_p), int(own.top_k), int(own.draws)
@@ -529,9 +528,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
 # An arm of one's own
 
 
-def cautious(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def cautious(ctx: Context) -> Proposal:
     """One draw, cooler the more there is to choose from."""
-    return draw("sample", settings, temperature=settings.base.temperature / (1.0 + metrics.entropy))
+    temperature = ctx.settings.base.temperature / (1.0 + ctx.metrics.entropy)
+    return draw("sample", ctx, temperature=temperature)
 
 
 def test_an_arm_of_ones_own() -> None:
@@ -542,10 +542,10 @@ def test_an_arm_of_ones_own() -> None:
     settings, plain = settings_of(sampler), params_of(LITERAL)
     assert settings.arms.tolist() == [*plain.arms[:4], len(NAMES), plain.arms[5]]
     point = metrics_of(entropy=3.0)
-    own = propose(settings.arms[4], point, settings, view())
+    own = propose(settings.arms[4], context(point, settings))
     assert float(own.temperature) == pytest.approx(0.666 / 4)
     for arm in map(jnp.int32, range(len(ARMS))):  # the others are where they were
-        one, other = (propose(arm, point, given, view()) for given in (plain, settings))
+        one, other = (propose(arm, context(point, given)) for given in (plain, settings))
         assert jax.tree.leaves(one) == jax.tree.leaves(other)
     for name in ("argmax", "cautious"):
         with pytest.raises(UserError, match=f"'literal': there is a mechanism '{name}' already"):

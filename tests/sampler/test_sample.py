@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanisms import ACTIONS
-from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView, draw
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import Rows, SamplerState, Step
 from entropix_jax.sampler.step import Choice
@@ -91,8 +90,8 @@ def test_rows_with_impossible_logits_are_marked(bad: float) -> None:
 def test_an_arm_of_ones_own_is_held_to_what_its_row_may_do(action: str) -> None:
     """Where a row may not, it just draws: no arm can make a run that never ends."""
 
-    def eager(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
-        return draw(action, settings)
+    def eager(ctx: Context) -> Proposal:
+        return draw(action, ctx)
 
     sampler = load_sampler(LITERAL).with_arm("eager", eager)
     sampler = sampler.with_values({f"arms.{regime}": "eager" for regime in REGIMES})

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from entropix_jax.engine.decode import decode
-from entropix_jax.sampler import modify
+from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.filters import penalise, truncate
 from entropix_jax.sampler.history import MAX_MATCH
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive_p import learn
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import RowView
 from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
 from tests.support import transform_oracles as oracles
@@ -29,15 +29,14 @@ from tests.support.samplers import (
     Job,
     Line,
     batch_of,
+    context,
     fresh_state,
     generate,
-    metrics_of,
     params_of,
     proposal_of,
     tiny_model,
     tokens_of,
     used_of,
-    view,
     with_own,
 )
 
@@ -59,15 +58,15 @@ def texts(rng: np.random.Generator, rows: int) -> list[list[int]]:
     return made
 
 
-def views_of(histories: Iterable[list[int]], **fields: Any) -> RowView:
+def views_of(histories: Iterable[list[int]], **fields: Any) -> Context:
     """Rows with these tokens, and after them what is none of theirs."""
     histories = list(histories)
     padded = np.full((len(histories), CAPACITY), 1, np.int32)
     for row, tokens in zip(padded, histories, strict=True):
         row[: len(tokens)] = tokens
-    one = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(histories), *jnp.shape(x))), view())
+    one = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(histories), *jnp.shape(x))), context())
     lengths = jnp.asarray([*map(len, histories)], jnp.int32)
-    rows: RowView = replace(one, history=jnp.asarray(padded), length=lengths, generated=lengths)
+    rows: Context = replace(one, history=jnp.asarray(padded), length=lengths, generated=lengths)
     return replace(rows, **fields)
 
 
@@ -86,20 +85,18 @@ def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
 
 
 @jax.jit
-def transformed(logits: jax.Array, settings: SamplerSettings, views: RowView) -> jax.Array:
-    """What a draw without truncation at temperature 1 is from."""
-    rows = logits.shape[0]
-    metrics, none = metrics_of(entropy=[0.0] * rows), jnp.full((rows, 1), -1, jnp.int32)
-    logits = modify.modify(logits, logits, metrics, settings, views, none)
-    proposal = proposal_of(temperature=np.ones(rows))
-    return modify.cut_and_reweigh(logits, proposal, metrics, settings, views)[1]
+def transformed(logits: jax.Array, settings: SamplerSettings, rows: Context) -> jax.Array:
+    """The logits after what comes before the temperature, from the highest, at temperature 1."""
+    proposal = proposal_of(temperature=np.ones(logits.shape[0]))
+    rows = replace(rows, settings=settings, proposal=proposal, log_probs=logits)
+    return jax.vmap(lambda logits, ctx: truncate(penalise(logits, ctx), ctx)[0])(logits, rows)
 
 
-def check(got: jax.Array, want: list[np.ndarray], changes: float) -> None:
-    """Each row up to rounding. Logits are only alike up to a constant where they were truncated."""
-    wanted = np.stack(want)
-    np.testing.assert_array_equal(np.asarray(got) > -np.inf, wanted > -np.inf)
-    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-4)
+def check(got: jax.Array, want: Any, changes: float) -> None:
+    """Each row up to rounding and a constant."""
+    found, wanted = (x - np.max(x, axis=-1, keepdims=True) for x in map(np.asarray, (got, want)))
+    np.testing.assert_array_equal(found > -np.inf, wanted > -np.inf)
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-4)
     assert changes > 0.2, "the rows show too little"
 
 
@@ -209,8 +206,7 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
     rng, steps = np.random.default_rng(5), 300
     settings = settings_of("adaptive_p", 1, target=target, decay=decay)
     oracle, state, seen = oracles.AdaptiveP(target, decay), fresh_state(1), []
-    metrics = metrics_of(entropy=[0])
-    after = jax.jit(lambda row, drawn: jax.vmap(learn)(drawn, metrics, settings, row))
+    after = jax.jit(lambda row, drawn: jax.vmap(learn)(drawn, replace(row, settings=settings)))
     rows = np.full((steps, VOCAB), -np.inf, np.float32)
     rows[:, :5] = np.log(rng.dirichlet([0.5] * 5, steps)).clip(-40)
     for logits in rows:
@@ -221,7 +217,6 @@ def test_a_run_of_adaptive_p(target: float, decay: float) -> None:
         token = rng.choice(VOCAB, p=p / p.sum())
         drawn = DrawnToken(
             logits=jnp.asarray(logits)[None],
-            proposal=proposal_of(),
             token=jnp.asarray([token], jnp.int32),
             given={"adaptive_p": jnp.asarray(logits)[None]},
         )
@@ -246,8 +241,7 @@ def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
             got = transformed(logits, settings, views_of([[1]]))
             stays = bool(jnp.all(changed == -jnp.inf))
             want = logits if stays else jnp.asarray([[-jnp.inf, 7.0, 7.0, 7.0]])
-            top = float(jnp.max(logits)) if stays and kind == "reweigh" else 0.0
-            np.testing.assert_array_equal(got, want - top)
+            check(got, want, changes=1.0)
 
 
 def test_the_coldest_temperature_beside_a_transform() -> None:
@@ -257,11 +251,10 @@ def test_the_coldest_temperature_beside_a_transform() -> None:
     for last in (False, True):
         base = replace(settings.base, temperature_last=jnp.asarray([last]))
         proposal = proposal_of(temperature=[1.3e-38])
-        found = modify.cut_and_reweigh(
-            logits, proposal, metrics_of(entropy=[0.0]), replace(settings, base=base), views
-        )
-        assert np.argmax(found[1]) == 2
-        assert not np.isnan(np.asarray(found[1])).any()
+        ctx = replace(views, proposal=proposal, settings=replace(settings, base=base))
+        found, _ = jax.vmap(truncate)(logits, ctx)
+        assert np.argmax(found) == 2
+        assert not np.isnan(np.asarray(found)).any()
 
 
 # What is compiled
@@ -282,7 +275,8 @@ def test_only_what_is_used_is_compiled() -> None:
         rows = replace(batch_of(params_of(preset)), used=own)
         jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]])))
         # A choice by platform is settled by lowering, and no branch of the program.
-        assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used)
+        # Beside them: noise floor, temperature 0, top-k and top-p, temperature last.
+        assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used) + 4
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
     assert used_of(phrases) == {"phrases"} | arms
 
@@ -328,7 +322,7 @@ def test_rows_of_different_transforms_are_as_alone() -> None:
     plainly("none")
     program: Any = decode
     compiled = program._cache_size()
-    jobs = [job(values, name) for name, values in VALUES.items()]
+    jobs = [job(values, f"{name} 1") for name, values in VALUES.items()]
     together = generate(MODEL, jobs)
     for one, lines in zip(jobs, together, strict=True):
         (alone,) = generate(MODEL, [one])
@@ -336,7 +330,7 @@ def test_rows_of_different_transforms_are_as_alone() -> None:
     assert program._cache_size() == compiled
     # Each does something.
     for name, lines in zip(VALUES, together, strict=True):
-        assert (tokens_of(lines) != tokens_of(plainly(name))) == (name != "none")
+        assert (tokens_of(lines) != tokens_of(plainly(f"{name} 1"))) == (name != "none")
     written = tokens_of(together[[*VALUES].index("no_repeat_ngram")])
     assert len({*written, 5, 6, 7}) == len(written) + 3
 
@@ -424,5 +418,4 @@ def test_beside_transformers(torch: ModuleType, transformers: ModuleType) -> Non
             processor = getattr(transformers, kind)(value)
             settings = settings_of(name, 1, **{field: value})
             got = transformed(jnp.asarray(logits)[None], settings, views_of([tokens]))[0]
-            want = beside(processor, torch, logits, tokens)
-            np.testing.assert_allclose(got, want, rtol=1e-6)
+            check(got, beside(processor, torch, logits, tokens), changes=1.0)

@@ -9,15 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from entropix_jax.sampler import draw
-from entropix_jax.sampler.draw import HEAD, Drawn
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.modify import cut_and_reweigh
-from entropix_jax.sampler.proposal import Proposal, RowView
+from entropix_jax.sampler.context import Proposal
+from entropix_jax.sampler.draw import draw_tokens
+from entropix_jax.sampler.filters import truncate
 from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.truncation import truncate
-from tests.support.samplers import LITERAL, metrics_of, params_of, view
+from tests.support.samplers import LITERAL, contexts_of, params_of
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
 SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
@@ -25,29 +23,29 @@ LAST = float(np.float32(1 - 2**-24))  # the largest number below 1
 LLAMA3 = 128_256
 
 
+@struct.dataclass
+class Drawn:
+    """What rows draw, and the logits that they draw from."""
+
+    ids: jax.Array  # int32 [B, n]
+    left: jax.Array  # float32 [B, V], -inf for what is not left
+
+    @property
+    def kept(self) -> np.ndarray:
+        """How many tokens are left: [B]."""
+        return np.sum(np.asarray(self.left) > -np.inf, axis=-1)
+
+
 def draw_rows(
     logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
 ) -> Drawn:
     """What rows draw that have written nothing yet."""
-    cut = truncate(logits, proposal, *_blank(logits.shape[0], settings))
-    return draw.truncated_draw(cut, logits, uniforms)
+    contexts = contexts_of(proposal, settings, logits)
+    left = jax.vmap(lambda *row: truncate(*row)[0])(logits, contexts)
+    return Drawn(jax.vmap(draw_tokens)(left, uniforms), left)
 
 
 truncated_draw = jax.jit(draw_rows)
-
-
-@jax.jit
-def draw_from_scores(
-    logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
-) -> tuple[Drawn, jax.Array]:
-    """The same where the temperature may come last, and the logits that are left, -inf the rest."""
-    cut, scores, _ = cut_and_reweigh(logits, proposal, *_blank(logits.shape[0], settings))
-    return draw.truncated_draw(cut, scores, uniforms), scores
-
-
-def _blank(rows: int, settings: SamplerSettings) -> tuple[Metrics, SamplerSettings, RowView]:
-    views = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), view())
-    return metrics_of(entropy=[0.0] * rows), settings, views
 
 
 # Rows
@@ -150,10 +148,11 @@ def typical(logits: np.ndarray, temperature: float, mass: float) -> Outcome:
 
 
 def at_least(logits: np.ndarray, p: np.ndarray, threshold: float, error: float = 0.0) -> Outcome:
-    """The tokens with `p >= threshold`, of which the last `error` is rounding."""
+    """The likeliest and those with `p >= threshold`, of which the last `error` is rounding."""
     error += TOLERANCE * threshold
-    fewest, most = (int(np.sum(p >= threshold + e)) for e in (error, -error))
-    return -logits, max(fewest, 1), max(most, 1)
+    first = logits >= logits.max()
+    fewest, most = (int(np.sum(first | (p >= threshold + e))) for e in (error, -error))
+    return -logits, fewest, most
 
 
 def eta(logits: np.ndarray, temperature: float, epsilon: float) -> Outcome:
@@ -295,13 +294,19 @@ class Kept:
 
     @classmethod
     def of(cls, rule: str, logits: np.ndarray, temperature: float, *numbers: float) -> Kept:
-        ids = np.flatnonzero(logits > -np.inf)
-        possible = logits[ids].astype(np.float64)
-        key, fewest, most = ORACLES[rule](possible, temperature, *numbers)
+        """Of logits from the likeliest down, divided by the temperature, as float32 has them: what
+        overflows is as good as impossible."""
+        with np.errstate(over="ignore"):
+            gaps = (logits - logits.max()).astype(np.float32) / np.float32(temperature)
+        ids = np.flatnonzero(gaps > -np.inf)
+        possible = gaps[ids].astype(np.float64)
+        # The range that min_k looks at is of the logits themselves.
+        scale = float(np.float32(temperature)) if rule == "min_k" else 1.0
+        key, fewest, most = ORACLES[rule](possible * scale, 1.0, *numbers)
         places = np.lexsort((ids, -possible, key))  # of a tie the likelier, then the lower id
         rank = np.full(logits.size, ids.size)
         rank[ids[places]] = np.arange(ids.size)
-        mass = softmax(possible, temperature)[places]
+        mass = softmax(possible, 1.0)[places]
         slack = 2 * SLACK if rule == "typical" else 0.0
         return cls(rank, key[places], possible[places], mass, fewest, most, slack)
 
@@ -314,11 +319,9 @@ class Kept:
             temperature, top_k = 1.0, 1
         return cls.of("nucleus", logits, temperature, top_k, top_p, min_p)
 
-    def in_draw_order(self, number: int) -> np.ndarray:
-        """The ids of the first `number` tokens in the order in which a draw cumulates their mass:
-        the head's in the rule's order, then by id."""
-        ids = np.argsort(self.rank, kind="stable")[:number]
-        return np.concatenate([ids[:HEAD], np.sort(ids[HEAD:])])
+    def by_id(self, number: int) -> np.ndarray:
+        """The ids of the first `number` tokens, in the order in which a draw cumulates them."""
+        return np.sort(np.argsort(self.rank, kind="stable")[:number])
 
     @property
     def decided(self) -> bool:
@@ -326,44 +329,18 @@ class Kept:
         gap = np.diff(self.key)[self.most - 1 : self.most]  # none where all are kept
         return self.fewest == self.most and (not self.slack or bool(np.all(gap > self.slack)))
 
-    def check(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> bool:
-        """Raises where a row kept another set, or drew what it should not. False: the last token
-        that is kept and the first that is not may change places, so nothing is said of draws."""
+    def check(self, left: np.ndarray, ids: np.ndarray, uniforms: np.ndarray) -> None:
+        """Raises where a row kept another set than the bool [V] `left` should be, or drew from it
+        what it should not."""
+        left = np.asarray(left)
+        kept = int(left.sum())
         assert self.fewest <= kept <= self.most
-        if kept < self.key.size and self.key[kept] - self.key[kept - 1] <= self.slack:
-            low, high = self.key[kept - 1] - self.slack, self.key[kept] + self.slack
-            if np.unique(self.logits[(self.key >= low) & (self.key <= high)]).size > 1:
-                return False
-        drawn = self.rank[ids]
-        assert drawn.max() < kept
-        far = drawn >= HEAD
-        if np.any(far):
-            if self.key[HEAD] - self.key[HEAD - 1] <= self.slack > 0:
-                return False
-            self._check_far(kept, ids[far], uniforms[far])
-            drawn, uniforms = drawn[~far], uniforms[~far]
-        cumulated = np.concatenate([[0.0], np.cumsum(self.mass)])
-        key = self.key[drawn]
-        # Certainly before a token: clearly lower keys, and of equal logits the lower ids.
-        changes = np.flatnonzero(np.diff(self.logits)) + 1
-        starts = np.concatenate([[0], changes, [self.key.size]])
-        own = np.searchsorted(starts, drawn, "right")
-        before = cumulated[np.searchsorted(self.key, key - self.slack, "left")]
-        before = before + (drawn - starts[own - 1]) * self.mass[drawn]
-        through = cumulated[np.searchsorted(self.key, key + self.slack, "right")]
-        through = through - (starts[own] - 1 - drawn) * self.mass[drawn]
-        assert np.all(before / cumulated[kept] <= uniforms + TOLERANCE)
-        assert np.all(through / cumulated[kept] >= uniforms - TOLERANCE)
-        return True
-
-    def _check_far(self, kept: int, ids: np.ndarray, uniforms: np.ndarray) -> None:
-        """Raises where a draw beyond the head is not the token at which the mass, cumulated over
-        the head and then by id, crosses its uniform number."""
-        tail = np.flatnonzero((self.rank >= HEAD) & (self.rank < kept))
-        head = self.mass[:HEAD].sum()
-        through = head + np.cumsum(self.mass[self.rank[tail]])
-        place = np.searchsorted(tail, ids)
-        total = self.mass[:kept].sum()
-        before = through[place] - self.mass[self.rank[ids]]
-        assert np.all(before / total <= uniforms + TOLERANCE)
-        assert np.all(through[place] / total >= uniforms - TOLERANCE)
+        for token in np.flatnonzero(left != (self.rank < kept)):
+            # Tokens about as near as the last may stand either way.
+            assert self.rank[token] < self.key.size
+            assert abs(self.key[self.rank[token]] - self.key[kept - 1]) <= self.slack
+        assert np.all(left[ids])
+        mass = np.where(left, np.append(self.mass, 0.0)[self.rank], 0.0)
+        through = np.cumsum(mass) / mass.sum()
+        assert np.all(through[ids] - mass[ids] / mass.sum() <= uniforms + TOLERANCE)
+        assert np.all(through[ids] >= uniforms - TOLERANCE)

@@ -21,7 +21,6 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.llama import forward, unembed
 from entropix_jax.model.params import Params
 from entropix_jax.names import BOXES
-from entropix_jax.sampler.draw import HEAD
 from entropix_jax.sampler.keys import STREAM_NOISE, STREAM_ROLLOUT, row_key, uniforms
 from entropix_jax.sampler.settings import LOOP_WINDOW
 from entropix_jax.stats import AttnStats
@@ -356,20 +355,15 @@ def _continuation(reading: Reading, after: Observation, here: Case, number: int,
         reached = cumulated / cumulated[-1]
         ties.check(reached[:-1], values["base.top_p"], MASS_TIE, "top-p")
         count = int((reached < values["base.top_p"]).sum()) + 1
-    # The mass cumulates over the head's tokens, then over the others by id.
-    kept = np.concatenate([order[:count][:HEAD], np.sort(order[:count][HEAD:])])
+    # The mass cumulates by id.
+    kept = np.sort(order[:count])
     cumulated = np.cumsum(np.exp((z[kept] - z[order[0]]) / temperature))
     reached = cumulated / cumulated[-1]
     ties.check(reached[:-1], u, MASS_TIE, "draw")
-    pick = int((reached <= u).sum())
-    # The tokens beside it may change places with it, the last one with the first left out, and the
-    # last of the head with the first of the others.
-    places = [(count - 1, count + 1), *([(HEAD - 1, HEAD + 1)] if count > HEAD else [])]
-    places += [(max(pick - 1, 0), pick + 2)] if pick < HEAD else []
-    for start, end in places:
-        around = z[order[start:end]]
-        ties.check(around[:-1], around[1:], LOGIT_TIE, "order")
-    return int(kept[pick])
+    # The last one may change places with the first that is left out.
+    around = z[order[count - 1 : count + 1]]
+    ties.check(around[:-1], around[1:], LOGIT_TIE, "order")
+    return int(kept[(reached <= u).sum()])
 
 
 def _metrics(reading: Reading, heard: np.ndarray, layers: str) -> dict[str, float]:

@@ -23,14 +23,14 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.calibration import PERCENTS, Calibration
+from entropix_jax.sampler.context import Context, Proposal, as_configured
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.proposal import Proposal, RowView
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import LAST, SamplerSettings
-from entropix_jax.sampler.state import SamplerState, init_sampler_state
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import MAX_ATTEMPTS, SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config
 
@@ -38,10 +38,10 @@ from tests.support.models import random_params, tiny_config
 LITERAL = str(Path(__file__).with_name("literal.toml"))
 NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
-RULES = [m.name for m in MECHANISMS if m.cut is not None]
+RULES = [m.name for m in MECHANISMS if m.rule is not None]
 # What a compiled step may contain: with all of it, one program serves all tests.
-PARTS = [m.name for m in MECHANISMS if m.cut or m.logits or m.reweigh or m.replaces or m.active]
-USED = frozenset({LAST, *PARTS})
+PARTS = [m.name for m in MECHANISMS if m.rule or m.logits or m.reweigh or m.replaces or m.active]
+USED = frozenset(PARTS)
 BATCH = 10  # rows
 LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
@@ -158,10 +158,25 @@ def metrics_at(points: Sequence[Mapping[str, float]]) -> Metrics:
     return metrics_of(**{name: [point.get(name, 0.0) for point in points] for name in names})
 
 
-def view(may: bool = True, thresholds: Sequence[float] = (1.0,) * 4, **changes: bool) -> RowView:
-    """A row that may take every action, or none, but for the changes."""
+def context(
+    metrics: Metrics | None = None,
+    settings: Any = None,
+    *,
+    may: bool = True,
+    thresholds: Sequence[float] = (1.0,) * 4,
+    proposal: Any = None,
+    log_probs: Any = None,
+    **changes: bool,
+) -> Context:
+    """One row that may take every action, or none, but for the changes."""
+    metrics = metrics_of() if metrics is None else metrics
     actions = {"inject": may, "branch": may, "backspace": may} | changes
-    return RowView(
+    return Context(
+        log_probs=jnp.zeros(VOCAB_SIZE) if log_probs is None else log_probs,
+        metrics=metrics if settings is None else as_configured(metrics, settings),
+        regime=jnp.int32(0),
+        rounds=jnp.int32(0),
+        settings=settings,
         may={name: jnp.asarray(may) for name, may in actions.items()},
         own={m.name: m.init() for m in MECHANISMS if m.init is not None},
         thresholds=jnp.asarray(thresholds, jnp.float32),
@@ -170,9 +185,18 @@ def view(may: bool = True, thresholds: Sequence[float] = (1.0,) * 4, **changes: 
         generated=jnp.int32(0),
         key=jnp.zeros(2, jnp.uint32),
         attempt=jnp.int32(0),
+        bans=jnp.full(MAX_ATTEMPTS, -1, jnp.int32),
         branch=jnp.int32(-1),
-        vocab_size=VOCAB_SIZE,
+        proposal=proposal,
     )
+
+
+def contexts_of(proposal: Any, settings: SamplerSettings, logits: jax.Array) -> Context:
+    """Rows that have written nothing yet."""
+    log_probs = jax.nn.log_softmax(logits)
+    one = lambda *row: context(None, row[1], proposal=row[0], log_probs=row[2])  # noqa: E731
+    rows: Context = jax.vmap(one)(proposal, settings, log_probs)
+    return rows
 
 
 def fresh_state(batch: int) -> SamplerState:

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.names import LARGEST
+from entropix_jax.sampler.context import Context, Proposal, draw, scaled_top_k, to_int
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
-from entropix_jax.sampler.settings import COEFFICIENT, MAX_DRAWS, SamplerSettings, number
+from entropix_jax.sampler.settings import COEFFICIENT, MAX_DRAWS, number
 
 _SMALLEST = 1e-6  # a threshold of 0 is no unit
 
@@ -50,11 +49,11 @@ class AdaptiveSettings:
     confidence_interaction: jax.Array = number(*COEFFICIENT)
 
 
-def adaptive(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def adaptive(ctx: Context) -> Proposal:
     """Several draws; the candidate that is likeliest under the unmodified logits is kept."""
-    own: AdaptiveSettings = settings.own["adaptive"]
-    base = settings.base
-    logits_uncertainty = sum(_uncertainty(metrics, settings, row.thresholds))
+    own: AdaptiveSettings = ctx.settings.own["adaptive"]
+    base, metrics = ctx.settings.base, ctx.metrics
+    logits_uncertainty = sum(_uncertainty(ctx))
     attn_uncertainty = metrics.attn_entropy + metrics.attn_varentropy
     warming = (
         1.0
@@ -72,32 +71,32 @@ def adaptive(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Propo
     min_p = base.min_p * (1.0 - own.min_p_logits * logits_uncertainty)
     return draw(
         "adaptive",
-        settings,
+        ctx,
         temperature=base.temperature * warming,
-        top_k=scaled_top_k(settings, jnp.clip(top_k, own.top_k_min, own.top_k_max)),
+        top_k=scaled_top_k(ctx, jnp.clip(top_k, own.top_k_min, own.top_k_max)),
         top_p=jnp.clip(top_p, own.top_p_min, 1.0),
         min_p=jnp.clip(min_p, own.min_p_min, own.min_p_max),
         draws=own.draws,
     )
 
 
-def _uncertainty(
-    metrics: Metrics, settings: SamplerSettings, thresholds: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _uncertainty(ctx: Context) -> tuple[jax.Array, jax.Array]:
     """Returns one row's entropy and varentropy in the sampler's units, each at most `most`."""
-    own: AdaptiveSettings = settings.own["adaptive"]
-    _, h2, _, u2 = jnp.where(settings.in_thresholds, jnp.maximum(thresholds, _SMALLEST), 1.0)
+    own: AdaptiveSettings = ctx.settings.own["adaptive"]
+    units = jnp.maximum(ctx.thresholds, _SMALLEST)
+    _, h2, _, u2 = jnp.where(ctx.settings.in_thresholds, units, 1.0)
     return (
-        jnp.minimum(metrics.entropy / h2, own.most),
-        jnp.minimum(metrics.varentropy / u2, own.most),
+        jnp.minimum(ctx.metrics.entropy / h2, own.most),
+        jnp.minimum(ctx.metrics.varentropy / u2, own.most),
     )
 
 
-def confidence(metrics: Metrics, settings: SamplerSettings, thresholds: jax.Array) -> jax.Array:
-    """Returns the documents' confidence score of one row's step, from the metrics that its arm
-    sees. It is the same for every candidate, so it only is reported."""
-    own: AdaptiveSettings = settings.own["adaptive"]
-    entropy, varentropy = _uncertainty(metrics, settings, thresholds)
+def confidence(ctx: Context) -> jax.Array:
+    """Returns the documents' confidence score of one row's step. It is the same for every
+    candidate, so it is reported and changes nothing."""
+    own: AdaptiveSettings = ctx.settings.own["adaptive"]
+    metrics = ctx.metrics
+    entropy, varentropy = _uncertainty(ctx)
     return (
         own.confidence_entropy * (1.0 - entropy)
         + own.confidence_attn_entropy * (1.0 - metrics.attn_entropy)

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import RowView
-from entropix_jax.sampler.settings import SamplerSettings, number
+from entropix_jax.sampler.settings import number
 from entropix_jax.sampler.state import DrawnToken
 
 _PEAK, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3
@@ -35,20 +34,18 @@ class AdaptivePState:
     excess: jax.Array  # float32, e
 
 
-def aim(logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView) -> jax.Array:
+def aim(logits: jax.Array, ctx: Context) -> jax.Array:
     """Replaces the logits by how near their probabilities are to the one aimed at."""
-    own: AdaptivePSettings = settings.own["adaptive_p"]
-    wanted = jnp.clip(own.target - row.own["adaptive_p"].excess, 0.0, 1.0)
+    own: AdaptivePSettings = ctx.settings.own["adaptive_p"]
+    wanted = jnp.clip(own.target - ctx.own["adaptive_p"].excess, 0.0, 1.0)
     distance = jnp.abs(jax.nn.softmax(logits) - wanted) / _WIDTH
     return _PEAK - _SHARPNESS * jnp.square(distance) / (1.0 + distance)
 
 
-def learn(
-    drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> AdaptivePState:
+def learn(drawn: DrawnToken, ctx: Context) -> AdaptivePState:
     """Counts the probability that the token had before this transform."""
-    own: AdaptivePSettings = settings.own["adaptive_p"]
-    before = row.own["adaptive_p"].excess
+    own: AdaptivePSettings = ctx.settings.own["adaptive_p"]
+    before = ctx.own["adaptive_p"].excess
     prob = jax.nn.softmax(drawn.given["adaptive_p"])[drawn.token]
     excess = own.decay * before + (1.0 - own.decay) * (prob - own.target)
     return AdaptivePState(excess=jnp.where(own.target < 0, before, excess))

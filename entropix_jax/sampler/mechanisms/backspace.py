@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context, Proposal, draw, either, where_rows
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.adaptive import adaptive
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.settings import COUNT, SamplerSettings, number
 from entropix_jax.sampler.state import (
     MAX_ATTEMPTS,
@@ -25,7 +24,6 @@ from entropix_jax.sampler.state import (
     Rows,
     SamplerState,
     Step,
-    where_rows,
 )
 
 
@@ -75,11 +73,9 @@ def may_backspace(settings: SamplerSettings, state: SamplerState, rows: Rows) ->
     return jnp.any(in_doubt(settings, state, rows), axis=-1)
 
 
-def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def propose(ctx: Context) -> Proposal:
     """Backspaces, or what `adaptive` does."""
-    return either(
-        row.may["backspace"], draw("backspace", settings), adaptive(metrics, settings, row)
-    )
+    return either(ctx.may["backspace"], draw("backspace", ctx), adaptive(ctx))
 
 
 def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
@@ -107,7 +103,7 @@ def go_back(
     token = jnp.take_along_axis(rows.history, length[:, None], axis=1)[:, 0]
     row = jnp.arange(acts.shape[0], dtype=jnp.int32)
     bans = there.bans.at[row, there.attempts].set(token, mode="drop")
-    again = _draw_again(there.proposal, settings, action)
+    again = _draw_again(there.proposal, step.context, action)
     trail = trail.put(length, acts, attempts=there.attempts + 1, bans=bans, proposal=again)
     # What was out of reach stays so, although the row is shorter now: see `settled`.
     drawn = jnp.where(acts, step.reach - back, trail.drawn)
@@ -134,9 +130,9 @@ def go_back(
     )
 
 
-def _draw_again(proposal: Proposal, settings: SamplerSettings, action: str) -> Proposal:
+def _draw_again(proposal: Proposal, contexts: Context, action: str) -> Proposal:
     """What a token was drawn by, as one candidate; after an argmax, the base values."""
-    base = jax.vmap(lambda settings: draw("sample", settings))(settings)
+    base, settings = jax.vmap(lambda ctx: draw("sample", ctx))(contexts), contexts.settings
     proposal = where_rows(proposal.action == settings.action("argmax"), base, proposal)
     return replace(
         proposal,

@@ -19,14 +19,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.draw import cumulate
+from entropix_jax.sampler.context import Context, Proposal, draw, either
+from entropix_jax.sampler.filters import penalise
 from entropix_jax.sampler.keys import STREAM_NOISE, uniforms
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.plain import explore
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.modify import modify
-from entropix_jax.sampler.proposal import Proposal, RowView, as_seen, draw, either
-from entropix_jax.sampler.regimes import HEHV, LEHV, current_thresholds
+from entropix_jax.sampler.prefix import cumulate
+from entropix_jax.sampler.regimes import HEHV, LEHV
 from entropix_jax.sampler.settings import (
     COEFFICIENT,
     COUNT,
@@ -77,24 +76,24 @@ def may_branch(settings: SamplerSettings, state: SamplerState, rows: Rows) -> ja
     return (row.begun < own.per_row) & (row.forwards.astype(jnp.float32) <= affordable)
 
 
-def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def propose(ctx: Context) -> Proposal:
     """Branches, or what `explore` does. The proposal holds what the candidates are chosen by:
     temperature, most candidates (as `top_k`), `top_p` and `min_p`."""
-    own: BranchSettings = settings.own["branch"]
+    own: BranchSettings = ctx.settings.own["branch"]
     branches = draw(
         "branch",
-        settings,
+        ctx,
         temperature=own.temperature,
         top_k=own.width,
         top_p=own.top_p,
         min_p=own.min_p,
     )
-    return either(row.may["branch"], branches, explore(metrics, settings, row))
+    return either(ctx.may["branch"], branches, explore(ctx))
 
 
-def follow(settings: SamplerSettings) -> Proposal:
+def follow(ctx: Context) -> Proposal:
     """How one branch goes on: the likeliest token, or one drawn at the rollout temperature."""
-    return draw("branch", settings, temperature=settings.own["branch"].rollout_temperature)
+    return draw("branch", ctx, temperature=ctx.settings.own["branch"].rollout_temperature)
 
 
 def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
@@ -122,12 +121,8 @@ def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, j
     min-p admits, of these the shortest prefix that reaches top-p, at most `width`.
     """
     own: BranchSettings = settings.own["branch"]
-    rows, logits = step.rows, step.logits
-    none = jnp.full((logits.shape[0], 1), -1, jnp.int32)
-    seen = jax.vmap(as_seen)(step.observation.metrics, settings)
-    thresholds = jax.vmap(current_thresholds)(settings, step.tally.drift)
-    views = rows.view(step.tally.own, {}, jnp.zeros_like(rows.length), thresholds)
-    logits = modify(logits, step.floored, seen, settings, views, none)
+    rows = step.rows
+    logits = jax.vmap(penalise)(step.logits, step.context)
 
     def noised() -> jax.Array:
         zero = jnp.zeros_like(rows.length)

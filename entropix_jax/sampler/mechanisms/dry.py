@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.history import MAX_MATCH, ends_in, repeated
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import RowView
-from entropix_jax.sampler.settings import COUNT, SamplerSettings, number, texts
+from entropix_jax.sampler.settings import COUNT, number, texts
 
 MAX_BREAKERS = 16  # texts that no repetition reaches across
 MAX_BREAKER = 8  # tokens of one
@@ -27,32 +26,30 @@ class DrySettings:
     breakers: jax.Array = texts(MAX_BREAKERS, MAX_BREAKER)
 
 
-def penalise(
-    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> jax.Array:
+def penalise(logits: jax.Array, ctx: Context) -> jax.Array:
     """Penalises, at every place where tokens stand that the row ends in, the token after them.
 
     The longest such place counts, up to `MAX_MATCH` tokens. The tokens of it lie within the window
     and after the row's last breaker; a token that is a breaker by itself is never penalised.
     """
-    own: DrySettings = settings.own["dry"]
-    distances = jnp.arange(1, row.history.shape[0], dtype=jnp.int32)
-    run = repeated(row.history, row.length, distances, MAX_MATCH)
-    run = jnp.minimum(run, jnp.minimum(row.length, own.window) - distances)
+    own: DrySettings = ctx.settings.own["dry"]
+    distances = jnp.arange(1, ctx.history.shape[0], dtype=jnp.int32)
+    run = repeated(ctx.history, ctx.length, distances, MAX_MATCH)
+    run = jnp.minimum(run, jnp.minimum(ctx.length, own.window) - distances)
 
     since = jnp.arange(MAX_MATCH, dtype=jnp.int32)  # tokens after a breaker
-    broken = jax.vmap(lambda n: jnp.any(ends_in(row.history, row.length - n, own.breakers)))(since)
+    broken = jax.vmap(lambda n: jnp.any(ends_in(ctx.history, ctx.length - n, own.breakers)))(since)
     run = jnp.minimum(run, jnp.min(jnp.where(broken, since, MAX_MATCH)))
 
-    vocab = logits.shape[0]
-    following = jnp.take(row.history, row.length - distances, mode="clip")
-    following = jnp.where(run >= own.allowed_length, following, vocab)
-    longest = jnp.zeros(vocab, jnp.int32).at[following].max(run, mode="drop")
+    following = jnp.take(ctx.history, ctx.length - distances, mode="clip")
     first, second = own.breakers[:, 0], own.breakers[:, 1]
-    single = jnp.where((first >= 0) & (second < 0), first, vocab)
-    longest = longest.at[single].set(0, mode="drop")
-    penalty = own.multiplier * own.base ** (longest - own.allowed_length).astype(jnp.float32)
-    return jnp.where(longest > 0, logits - penalty, logits)
+    single = jnp.where(second < 0, first, -1)
+    breaks = jnp.any(following[:, None] == single[None, :], axis=1)
+    penalty = own.multiplier * own.base ** (run - own.allowed_length).astype(jnp.float32)
+    token = jnp.where((run >= own.allowed_length) & ~breaks, following, logits.shape[0])
+    # A token that follows several places gets the penalty of the longest.
+    penalised = logits.at[token].get(mode="fill", fill_value=0.0) - penalty
+    return logits.at[token].min(penalised, mode="drop")
 
 
 DRY = Mechanism(

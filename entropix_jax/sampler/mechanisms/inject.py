@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from entropix_jax.sampler.context import Context, Proposal, draw, either
+from entropix_jax.sampler.filters import holds_banned
 from entropix_jax.sampler.history import ends_in
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.modify import holds_banned
-from entropix_jax.sampler.proposal import Proposal, RowView, draw, either
 from entropix_jax.sampler.regimes import LELV
 from entropix_jax.sampler.sentences import SentenceFlags, begins_word, sentence_ended
 from entropix_jax.sampler.settings import (
@@ -84,15 +83,15 @@ def may_inject(settings: SamplerSettings, state: SamplerState, rows: Rows) -> ja
     return may
 
 
-def propose(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def propose(ctx: Context) -> Proposal:
     """A thought, or the warmer draw."""
-    own: InjectSettings = settings.own["inject"]
-    scale = own.temperature_scale + own.temperature_attn_entropy * metrics.attn_entropy
-    temperature = jnp.minimum(own.temperature_max, settings.base.temperature * scale)
+    own: InjectSettings = ctx.settings.own["inject"]
+    scale = own.temperature_scale + own.temperature_attn_entropy * ctx.metrics.attn_entropy
+    temperature = jnp.minimum(own.temperature_max, ctx.settings.base.temperature * scale)
     return either(
-        row.may["inject"],
-        draw("inject", settings, temperature=temperature),
-        draw("sample", settings, temperature=temperature),
+        ctx.may["inject"],
+        draw("inject", ctx, temperature=temperature),
+        draw("sample", ctx, temperature=temperature),
     )
 
 

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.filters import likeliest
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView
-from entropix_jax.sampler.settings import SamplerSettings, number
+from entropix_jax.sampler.settings import number
 from entropix_jax.sampler.state import DrawnToken
 from entropix_jax.sampler.top import top
-from entropix_jax.sampler.truncation import Cut, likeliest, relative
 from entropix_jax.stats import LN2
 
 ZIPF_TOKENS = 100  # m, the likeliest tokens that Zipf's exponent is measured on
@@ -39,9 +38,7 @@ class MirostatState:
     learnt: jax.Array  # float32, mu - 2 * target, bits
 
 
-def cut(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def keep(logits: jax.Array, ctx: Context) -> jax.Array:
     """As many tokens as would have a mean surprise of about `mu` if p followed Zipf's law.
 
     With `t = ln((i + 1) / i)` and `b = ln(p_i / p_(i+1))` of the m likeliest tokens, the exponent
@@ -49,12 +46,12 @@ def cut(
     `k = (epsilon * 2^mu / (1 - N^-epsilon))^(1 / s)`, rounded, from 1 to N. (The authors' program
     takes one token more; their paper does not.)
     """
-    own: MirostatSettings = settings.own["mirostat"]
-    mu = 2.0 * own.target + row.own["mirostat"].learnt
+    own: MirostatSettings = ctx.settings.own["mirostat"]
+    mu = 2.0 * own.target + ctx.own["mirostat"].learnt
     size = min(ZIPF_TOKENS, logits.shape[-1])
     first, _ = top(logits, size)
     there = first[1:] > -jnp.inf
-    falls = jnp.where(there, first[:-1] - first[1:], 0.0) / proposal.temperature
+    falls = jnp.where(there, first[:-1] - first[1:], 0.0)
     ratios = jnp.where(there, np.log1p(1.0 / np.arange(1, size)).astype(np.float32), 0.0)
     squares = jnp.sum(jnp.square(ratios))
     s = jnp.sum(ratios * falls) / jnp.where(squares > 0, squares, 1.0)
@@ -66,20 +63,18 @@ def cut(
     scale = jnp.where(x == 0, 1.0, x / -jnp.expm1(-x)) / log_number
     log_k = (mu * LN2 + jnp.log(scale)) / s
     k = jnp.round(jnp.exp(jnp.minimum(log_k, log_number)))
-    return likeliest(logits, proposal, k.astype(jnp.int32))
+    return likeliest(logits, k.astype(jnp.int32))
 
 
-def learn(
-    drawn: DrawnToken, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> MirostatState:
+def learn(drawn: DrawnToken, ctx: Context) -> MirostatState:
     """Moves `mu` where the token was drawn by this rule."""
-    own: MirostatSettings = settings.own["mirostat"]
-    learnt = row.own["mirostat"].learnt
+    own: MirostatSettings = ctx.settings.own["mirostat"]
+    learnt = ctx.own["mirostat"].learnt
     # Of the distribution that was cut.
-    drawn_at = drawn.proposal.temperature
-    waits = settings.base.temperature_last & (drawn_at > 0)
+    drawn_at = ctx.proposal.temperature
+    waits = ctx.settings.base.temperature_last & (drawn_at > 0)
     bits = surprise(drawn.logits, jnp.where(waits, 1.0, drawn_at), drawn.token)
-    acts = drawn.proposal.rule == settings.action("mirostat")
+    acts = ctx.proposal.rule == ctx.settings.action("mirostat")
     moved = learnt - own.rate * (bits - own.target)
     return MirostatState(learnt=jnp.where(acts, moved, learnt))
 
@@ -88,14 +83,14 @@ def surprise(logits: jax.Array, temperature: jax.Array, token: jax.Array) -> jax
     """The surprise `-log2 p` of a row's token before any truncation: float32, bits. At temperature
     0 it was certain: 0."""
     greedy = temperature <= 0
-    y, _, log_total = relative(logits, jnp.where(greedy, 1.0, temperature))
-    return jnp.where(greedy, 0.0, (log_total - y[token]) / LN2)
+    y = (logits - jnp.max(logits)) / jnp.where(greedy, 1.0, temperature)
+    return jnp.where(greedy, 0.0, -jax.nn.log_softmax(y)[token] / LN2)
 
 
 MIROSTAT = Mechanism(
     "mirostat",
     settings=MirostatSettings,
     init=lambda: MirostatState(learnt=jnp.float32(0.0)),
-    cut=cut,
+    rule=keep,
     learn=learn,
 )

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.names import LARGEST
+from entropix_jax.sampler.context import Context, Proposal, draw, scaled_top_k, to_int
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView, draw, scaled_top_k, to_int
-from entropix_jax.sampler.settings import COEFFICIENT, TEMPERATURE, SamplerSettings, number
+from entropix_jax.sampler.settings import COEFFICIENT, TEMPERATURE, number
 from entropix_jax.stats import LN2
 
 
@@ -65,71 +64,71 @@ class ForkingSettings:
     temperature_low: jax.Array = number(*TEMPERATURE)
 
 
-def argmax(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def argmax(ctx: Context) -> Proposal:
     """The most likely token."""
-    return draw("argmax", settings, temperature=0.0)
+    return draw("argmax", ctx, temperature=0.0)
 
 
-def sample(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def sample(ctx: Context) -> Proposal:
     """One draw at the base values: what every sampler without entropy does."""
-    return draw("sample", settings)
+    return draw("sample", ctx)
 
 
-def explore(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def explore(ctx: Context) -> Proposal:
     """One draw, warmer with the interaction strength and wider where the heads disagree."""
-    own: ExploreSettings = settings.own["explore"]
-    scale = own.temperature_scale + own.temperature_interaction * metrics.interaction_strength
-    widening = 1.0 + own.top_k_disagreement * (1.0 - metrics.agreement)
-    top_k = jnp.floor(settings.base.top_k.astype(jnp.float32) * widening)
+    own: ExploreSettings = ctx.settings.own["explore"]
+    scale = own.temperature_scale + own.temperature_interaction * ctx.metrics.interaction_strength
+    widening = 1.0 + own.top_k_disagreement * (1.0 - ctx.metrics.agreement)
+    top_k = jnp.floor(ctx.settings.base.top_k.astype(jnp.float32) * widening)
     return draw(
         "explore",
-        settings,
-        temperature=jnp.minimum(own.temperature_max, settings.base.temperature * scale),
-        top_k=scaled_top_k(settings, jnp.maximum(own.top_k_min, to_int(top_k))),
+        ctx,
+        temperature=jnp.minimum(own.temperature_max, ctx.settings.base.temperature * scale),
+        top_k=scaled_top_k(ctx, jnp.maximum(own.top_k_min, to_int(top_k))),
     )
 
 
-def resample(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def resample(ctx: Context) -> Proposal:
     """One hot draw from a nucleus that narrows with the attention entropy."""
-    own: ResampleSettings = settings.own["resample"]
-    scale = own.temperature_scale + own.temperature_attn_varentropy * metrics.attn_varentropy
-    top_p = settings.base.top_p - own.top_p_attn_entropy * metrics.attn_entropy
+    own: ResampleSettings = ctx.settings.own["resample"]
+    scale = own.temperature_scale + own.temperature_attn_varentropy * ctx.metrics.attn_varentropy
+    top_p = ctx.settings.base.top_p - own.top_p_attn_entropy * ctx.metrics.attn_entropy
     return draw(
         "resample",
-        settings,
-        temperature=jnp.maximum(own.temperature_min, settings.base.temperature * scale),
+        ctx,
+        temperature=jnp.maximum(own.temperature_min, ctx.settings.base.temperature * scale),
         top_p=jnp.maximum(own.top_p_min, top_p),
     )
 
 
-def edt(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def edt(ctx: Context) -> Proposal:
     """One draw at a temperature that falls with the entropy (Zhang et al. 2024, "EDT: Improving
     Large Language Models' Generation by Entropy-based Dynamic Temperature Sampling")."""
-    own: EdtSettings = settings.own["edt"]
-    nats = metrics.entropy * LN2
+    own: EdtSettings = ctx.settings.own["edt"]
+    nats = ctx.metrics.entropy * LN2
     exponent = jnp.where(nats > 0, own.theta / nats, jnp.inf)
     # With theta = 0 it is T0 at any entropy; a certain distribution has one outcome anyway.
     cooling = jnp.where(own.theta > 0, own.base**exponent, 1.0)
-    return draw("sample", settings, temperature=settings.base.temperature * cooling)
+    return draw("sample", ctx, temperature=ctx.settings.base.temperature * cooling)
 
 
-def dynatemp(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def dynatemp(ctx: Context) -> Proposal:
     """One draw at a temperature that rises with the entropy, as a share of the largest possible
     (the dynamic temperature of KoboldCpp and llama.cpp, which take the share of what is left after
     truncation; here it is that of the whole vocabulary V)."""
-    own: DynatempSettings = settings.own["dynatemp"]
-    share = jnp.clip(metrics.entropy / math.log2(max(row.vocab_size, 2)), 0.0, 1.0)
+    own: DynatempSettings = ctx.settings.own["dynatemp"]
+    share = jnp.clip(ctx.metrics.entropy / math.log2(max(ctx.log_probs.shape[0], 2)), 0.0, 1.0)
     span = own.temperature_max - own.temperature_min
-    return draw("sample", settings, temperature=own.temperature_min + span * share**own.exponent)
+    return draw("sample", ctx, temperature=own.temperature_min + span * share**own.exponent)
 
 
-def forking(metrics: Metrics, settings: SamplerSettings, row: RowView) -> Proposal:
+def forking(ctx: Context) -> Proposal:
     """One draw at a temperature of its own where the text may fork (Wang et al. 2025, "Beyond the
     80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning")."""
-    own: ForkingSettings = settings.own["forking"]
-    forks = metrics.entropy > own.threshold
+    own: ForkingSettings = ctx.settings.own["forking"]
+    forks = ctx.metrics.entropy > own.threshold
     temperature = jnp.where(forks, own.temperature_high, own.temperature_low)
-    return draw("sample", settings, temperature=temperature)
+    return draw("sample", ctx, temperature=temperature)
 
 
 ARGMAX = Mechanism("argmax", argmax)

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.history import MAX_MATCH, repeated
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import RowView
 from entropix_jax.sampler.settings import COEFFICIENT, SamplerSettings, number
 
 
@@ -33,30 +32,26 @@ class NoRepeatNgramSettings:
     size: jax.Array = number(0, MAX_MATCH, integer=True)  # 0: off
 
 
-def penalise(
-    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> jax.Array:
+def penalise(logits: jax.Array, ctx: Context) -> jax.Array:
     """Penalises the tokens of the row, prompt included, then those that were generated."""
-    own: RepetitionSettings = settings.own["repetition"]
-    position, vocab = jnp.arange(row.history.shape[0], dtype=jnp.int32), logits.shape[0]
-    tokens = jnp.where(position < row.length, row.history, vocab)
+    own: RepetitionSettings = ctx.settings.own["repetition"]
+    position, vocab = jnp.arange(ctx.history.shape[0], dtype=jnp.int32), logits.shape[0]
+    tokens = jnp.where(position < ctx.length, ctx.history, vocab)
     seen = jnp.zeros(vocab, bool).at[tokens].set(True, mode="drop")
     scaled = jnp.where(logits > 0, logits / own.penalty, logits * own.penalty)
-    tokens = jnp.where(position >= row.length - row.generated, tokens, vocab)
+    tokens = jnp.where(position >= ctx.length - ctx.generated, tokens, vocab)
     count = jnp.zeros(vocab, jnp.int32).at[tokens].add(1, mode="drop")
     cost = own.frequency * count.astype(jnp.float32) + jnp.where(count > 0, own.presence, 0.0)
     return jnp.where(seen, scaled - cost, logits)
 
 
-def ban_repeated(
-    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> jax.Array:
+def ban_repeated(logits: jax.Array, ctx: Context) -> jax.Array:
     """Bans each token that would complete a stretch that the row, prompt included, holds."""
-    size, vocab = settings.own["no_repeat_ngram"].size, logits.shape[0]
-    distances = jnp.arange(1, row.history.shape[0] + 1, dtype=jnp.int32)
-    same = repeated(row.history, row.length, distances, MAX_MATCH - 1) >= size - 1
-    same &= distances + size - 1 <= row.length
-    tokens = jnp.where(same, jnp.take(row.history, row.length - distances, mode="clip"), vocab)
+    size, vocab = ctx.settings.own["no_repeat_ngram"].size, logits.shape[0]
+    distances = jnp.arange(1, ctx.history.shape[0] + 1, dtype=jnp.int32)
+    same = repeated(ctx.history, ctx.length, distances, MAX_MATCH - 1) >= size - 1
+    same &= distances + size - 1 <= ctx.length
+    tokens = jnp.where(same, jnp.take(ctx.history, ctx.length - distances, mode="clip"), vocab)
     return logits.at[tokens].set(-jnp.inf, mode="drop")
 
 

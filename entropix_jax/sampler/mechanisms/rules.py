@@ -1,7 +1,8 @@
 """Truncation rules that compare each token with a number of its row: `top_n_sigma`, `typical`,
 `eta`, `epsilon`, `top_a` and `p_less`.
 
-`truncation.rule` names the one that a sampler has. See `sampler.truncation` for what they share.
+`truncation.rule` names the one that a sampler has. Each is given one row's logits divided by the
+temperature, `p = softmax(logits)`, with the likeliest at 0.
 """
 
 import jax
@@ -9,11 +10,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from entropix_jax.sampler.context import Context
+from entropix_jax.sampler.filters import NUCLEUS, nucleus
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import Proposal, RowView
-from entropix_jax.sampler.settings import SamplerSettings, flag, number
-from entropix_jax.sampler.truncation import FARTHEST, Cut, likeliest, nucleus, relative
+from entropix_jax.sampler.prefix import FARTHEST, head_of, shortest
+from entropix_jax.sampler.settings import flag, number
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -60,9 +61,7 @@ class PLessSettings:
     norm: jax.Array = flag()  # p-less-norm, which keeps more
 
 
-def top_n_sigma(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def top_n_sigma(logits: jax.Array, ctx: Context) -> jax.Array:
     """`logit >= max - n * sigma`, sigma the standard deviation of the logits (Tang et al. 2024,
     "Top-n-sigma: Not All Logits Are You Need"). A temperature scales both sides alike."""
     gaps = jnp.maximum(logits - jnp.max(logits), -FARTHEST)
@@ -71,76 +70,72 @@ def top_n_sigma(
     _, exponent = jnp.frexp(jnp.min(possible))
     spread = jnp.std(jnp.ldexp(possible, -exponent), where=logits > -jnp.inf)
     sigma = jnp.ldexp(spread, exponent)
-    kept = jnp.sum(gaps >= -settings.own["top_n_sigma"].sigmas * sigma, dtype=jnp.int32)
-    return likeliest(logits, proposal, kept)
+    return _where(gaps >= -ctx.settings.own["top_n_sigma"].sigmas * sigma, logits)
 
 
-def typical(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def typical(logits: jax.Array, ctx: Context) -> jax.Array:
     """Tokens by how far their information content is from the entropy, `|-ln p - H|`, nearest
     first, a tie's likelier first: as many as make up the mass tau (Meister et al. 2022, "Locally
     Typical Sampling")."""
-    y, mean, _ = relative(logits, proposal.temperature)
-    return Cut(
-        order=jnp.where(logits > -jnp.inf, _nearness(y - mean), -jnp.inf),  # H + ln p = y - mean
-        temperature=proposal.temperature,
-        top_k=jnp.int32(logits.shape[-1]),
-        top_p=settings.own["typical"].mass,
-        min_p=jnp.float32(0.0),
-    )
+    log_probs, mass = jax.nn.log_softmax(logits), ctx.settings.own["typical"].mass
+    entropy = _entropy(log_probs)
+    order = jnp.where(logits > -jnp.inf, _nearness(log_probs + entropy), -jnp.inf)
+    # The weights are p * exp(H), which follows from the order.
+    total = jnp.exp(entropy)
+    nearest = shortest(order, head_of(order), _weigh_near, mass * total, total)
+    return jnp.where(nearest.holds(order), logits, -jnp.inf)
 
 
-def eta(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def eta(logits: jax.Array, ctx: Context) -> jax.Array:
     """`p >= min(epsilon, sqrt(epsilon) * exp(-H))`, H in nats (Hewitt et al. 2022, "Truncation
     Sampling as Language Model Desmoothing")."""
-    y, mean, log_total = relative(logits, proposal.temperature)
-    log_epsilon = jnp.log(settings.own["eta"].epsilon)
-    # Both sides' logarithms, with ln Z added: ln p + ln Z = y, and ln Z - H = mean.
-    least = jnp.minimum(log_epsilon + log_total, 0.5 * log_epsilon + mean)
-    return likeliest(logits, proposal, jnp.sum(y >= least, dtype=jnp.int32))
+    log_probs = jax.nn.log_softmax(logits)
+    log_epsilon = jnp.log(ctx.settings.own["eta"].epsilon)
+    least = jnp.minimum(log_epsilon, 0.5 * log_epsilon - _entropy(log_probs))
+    return _where(log_probs >= least, logits)
 
 
-def epsilon(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def epsilon(logits: jax.Array, ctx: Context) -> jax.Array:
     """`p >= epsilon` (Hewitt et al. 2022, "Truncation Sampling as Language Model Desmoothing")."""
-    y, _, log_total = relative(logits, proposal.temperature)
-    least = jnp.log(settings.own["epsilon"].epsilon) + log_total
-    return likeliest(logits, proposal, jnp.sum(y >= least, dtype=jnp.int32))
+    least = jnp.log(ctx.settings.own["epsilon"].epsilon)
+    return _where(jax.nn.log_softmax(logits) >= least, logits)
 
 
-def top_a(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def top_a(logits: jax.Array, ctx: Context) -> jax.Array:
     """`p >= a * max(p)^2` (Peng 2022, in the RWKV language model)."""
-    y, _, log_total = relative(logits, proposal.temperature)
-    least = jnp.log(settings.own["top_a"].factor) - log_total  # ln max(p) = -ln Z
-    return likeliest(logits, proposal, jnp.sum(y >= least, dtype=jnp.int32))
+    log_probs = jax.nn.log_softmax(logits)
+    least = jnp.log(ctx.settings.own["top_a"].factor) + 2.0 * jnp.max(log_probs)
+    return _where(log_probs >= least, logits)
 
 
-def p_less(
-    logits: jax.Array, proposal: Proposal, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> Cut:
+def p_less(logits: jax.Array, ctx: Context) -> jax.Array:
     """`p >= sum(p^2)`, the chance that two draws agree (Tan et al. 2025, "p-less Sampling"), or its
     p-less-norm, `p >= (N * sum(p^2) - 1) / (N - 1)` of N possible tokens: 0 where all are alike."""
-    y, _, _ = relative(logits, proposal.temperature)
-    mass = jnp.exp(y)
+    mass = jnp.exp(logits - jnp.max(logits))
     total = jnp.sum(mass)
     least = jnp.sum(jnp.square(mass)) / total  # next to the likeliest, as `mass` is
     others = jnp.maximum(jnp.sum(logits > -jnp.inf, dtype=jnp.float32) - 1.0, 1.0)
-    norm = settings.own["p_less"].norm
+    norm = ctx.settings.own["p_less"].norm
     least = jnp.where(norm, least - (total - least) / others, least)
-    return likeliest(logits, proposal, jnp.sum(mass >= least, dtype=jnp.int32))
+    return _where(mass >= least, logits)
+
+
+def _where(left: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns the logits with -inf for tokens that are not left; the likeliest always are."""
+    return jnp.where(left | (logits >= jnp.max(logits)), logits, -jnp.inf)
+
+
+def _entropy(log_probs: jax.Array) -> jax.Array:
+    """Returns the entropy of a distribution, nats."""
+    terms = jnp.exp(log_probs) * jnp.maximum(log_probs, -FARTHEST)
+    return -jnp.sum(terms)
 
 
 def _nearness(deviation: jax.Array) -> jax.Array:
-    """An order from the smallest `|deviation|` up, the positive one of a tie first.
+    """Returns an order from the smallest `|deviation|` up, the positive one of a tie first.
 
     The sign takes the place of the last bit of the distance: of one value are then only tokens
-    that are as likely as each other, which the draw counts on.
+    that are as likely as each other, which `shortest` counts on.
     """
     distance = jnp.minimum(jnp.abs(deviation), _LARGEST)
     bits = lax.bitcast_convert_type(distance, jnp.int32)
@@ -148,12 +143,19 @@ def _nearness(deviation: jax.Array) -> jax.Array:
     return -lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _weigh_near(order: jax.Array) -> jax.Array:
+    """Returns exp of the deviations that `_nearness` was given, up to rounding; 0 for -inf."""
+    bits = lax.bitcast_convert_type(-order, jnp.int32)
+    distance = lax.bitcast_convert_type(bits & ~1, jnp.float32)
+    return jnp.exp(jnp.where((bits & 1 == 1) | (order == -jnp.inf), -distance, distance))
+
+
 RULES = (
-    Mechanism("nucleus", cut=nucleus),
-    Mechanism("top_n_sigma", settings=TopNSigmaSettings, cut=top_n_sigma),
-    Mechanism("typical", settings=TypicalSettings, cut=typical),
-    Mechanism("eta", settings=EtaSettings, cut=eta),
-    Mechanism("epsilon", settings=EpsilonSettings, cut=epsilon),
-    Mechanism("top_a", settings=TopASettings, cut=top_a),
-    Mechanism("p_less", settings=PLessSettings, cut=p_less),
+    Mechanism(NUCLEUS, rule=nucleus),
+    Mechanism("top_n_sigma", settings=TopNSigmaSettings, rule=top_n_sigma),
+    Mechanism("typical", settings=TypicalSettings, rule=typical),
+    Mechanism("eta", settings=EtaSettings, rule=eta),
+    Mechanism("epsilon", settings=EpsilonSettings, rule=epsilon),
+    Mechanism("top_a", settings=TopASettings, rule=top_a),
+    Mechanism("p_less", settings=PLessSettings, rule=p_less),
 )

@@ -17,8 +17,8 @@ from flax import struct
 from jax import lax
 
 from entropix_jax.names import LARGEST
+from entropix_jax.sampler.filters import holds_banned
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.modify import holds_banned
 from entropix_jax.sampler.settings import COUNT, SamplerSettings, number, texts
 from entropix_jax.sampler.state import Observation, Rows, Step, Tally
 

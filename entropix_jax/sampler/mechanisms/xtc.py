@@ -5,12 +5,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from entropix_jax.sampler.context import Context
 from entropix_jax.sampler.keys import STREAM_XTC, uniforms
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
-from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.proposal import RowView
-from entropix_jax.sampler.settings import SamplerSettings, number
+from entropix_jax.sampler.settings import number
 
 
 @struct.dataclass
@@ -21,15 +20,13 @@ class XtcSettings:
     threshold: jax.Array = number(0.0, 1.0)  # above 0.5 there is one top choice, which stays
 
 
-def exclude(
-    logits: jax.Array, metrics: Metrics, settings: SamplerSettings, row: RowView
-) -> jax.Array:
+def exclude(logits: jax.Array, ctx: Context) -> jax.Array:
     """Leaves out the top choices but the last one, in a step in which a number of the row's own is
     below the probability; of equals the one with the highest id is last."""
-    own: XtcSettings = settings.own["xtc"]
+    own: XtcSettings = ctx.settings.own["xtc"]
     stream = jnp.full(1, STREAM_XTC, jnp.int32)
-    where = row.key[None], row.length[None], row.attempt[None], stream
-    acts = uniforms(*where, MAX_WIDTH + 1)[0, row.branch + 1] < own.probability
+    where = ctx.key[None], ctx.length[None], ctx.attempt[None], stream
+    acts = uniforms(*where, MAX_WIDTH + 1)[0, ctx.branch + 1] < own.probability
     p = jax.nn.softmax(logits)
     top = (p >= own.threshold) & (logits > -jnp.inf)
     ids = jnp.arange(p.shape[0], dtype=jnp.int32)
