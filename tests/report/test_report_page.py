@@ -28,7 +28,6 @@ from tests.support.browser import (
     each,
     frames,
     nothing_is_cut_off,
-    opened_in_time,
     plot,
     reloaded,
     texts_stand_out,
@@ -114,11 +113,12 @@ def quoted(record: dict[str, Any]) -> str:
 # What it shows.
 
 
-def test_it_loads_without_a_request_and_in_time(
+def test_it_loads_without_a_request(
     watched: Callable[..., Watched], run: tuple[Path, Trace]
 ) -> None:
-    """In two seconds, with plots."""
-    one = opened_in_time(watched, run[0])
+    """With plots."""
+    one = watched()
+    one.open(run[0])
     assert one.requests == [run[0].as_uri()]
     assert one.page.locator("#plane .scatterlayer .trace").count() > 5
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,30 +28,6 @@ class Watched:
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", timeout=60_000)
         return self.page
-
-    def timed(self) -> Callable[[], float]:
-        """Measures the page's own CPU seconds from here on, whatever else this machine runs."""
-        session = self.context.new_cdp_session(self.page)
-        session.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-        def busy() -> float:
-            metrics = session.send("Performance.getMetrics")["metrics"]
-            return float(next(m["value"] for m in metrics if m["name"] == "TaskDuration"))
-
-        return busy
-
-
-def opened_in_time(watched: Callable[..., Watched], path: Path) -> Watched:
-    """A page that takes less than two CPU seconds until it is ready, in the best of five tries."""
-    took: list[float] = []
-    for _ in range(5):
-        one = watched()
-        busy = one.timed()
-        one.open(path)
-        took.append(busy())
-        if 0 < took[-1] < 2:
-            return one
-    raise AssertionError(took)
 
 
 @contextmanager
