@@ -27,6 +27,7 @@ from entropix_jax.cli import batch, inspect
 from entropix_jax.cli import generate as main
 from entropix_jax.cli.options import ModelOptions, TextOptions
 from entropix_jax.engine.engine import Engine
+from entropix_jax.errors import printable
 from entropix_jax.model import loading
 from entropix_jax.model.loading import load
 from entropix_jax.serve import command as serve
@@ -55,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 # What is printed.
 
 # Under this seed every one of three rows of the tests' model branches and goes back.
-SEED = ("--seed", 6)
+SEED = ("--seed", 3)
 
 
 def command_rows(command: Command, *arguments: object) -> list[Json]:
@@ -122,7 +123,7 @@ def test_a_terminal(
     are wrapped.)"""
     options = (*option, "--sampler", LITERAL, "--model", folder)
     arguments = [str(a) for a in short(*options, tokens=40)]
-    plain = command(*arguments[:-2]).out
+    plain = printable(command(*arguments[:-2]).out)
     for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
         screen = Screen(monkeypatch, COLUMNS="1000", **environment)
         assert main.main(arguments) == 0
@@ -311,7 +312,7 @@ def test_the_trace(command: Command, tmp_path: Path, folder: str, sampler: str) 
     header, *objects, footer = read_trace(path)
     model = load(folder)
     prompt = model.tokenizer.encode(PROMPT, add_bos=True)
-    told = {"type": "header", "format_version": 1, "model": folder, "seed": 6}
+    told = {"type": "header", "format_version": 1, "model": folder, "seed": SEED[1]}
     told |= {"sampler": Path(sampler).stem}
     told |= {"prompt": "<|begin_of_text|>" + PROMPT, "prompt_tokens": prompt}
     assert {name: header[name] for name in told} == told

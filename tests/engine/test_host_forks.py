@@ -152,7 +152,7 @@ def test_a_row_goes_on_from_any_of_its_tokens_as_it_did(
     actions = {token.action for row in whole for token in row.tokens}
     assert {"argmax", "inject", "branch", "backspace", "sample"} <= actions
     joined = [t for row in whole for t in row.tokens if t.action == "branch" and t.branches is None]
-    assert len(joined) > 5
+    assert len(joined) > 3
     assert sum(row.retracted for row in whole) > 10
     chosen = [(row, n) for row in whole for n in places(row)]
     assert len(chosen) > 100
@@ -182,6 +182,8 @@ def test_forks_are_rows_alone(tiny: LanguageModel, whole: list[Row], back: int) 
     def look(engine: Engine, event: Event) -> None:
         row, token = event.row, event.token
         if "." in row.request.row_id or token is None or event.retracted:
+            return
+        if row.finish_reason is not None:
             return
         if len(row.tokens) == 20 or (token.action == "branch" and row.request.row_id == "x"):
             position = None if not back else max(token.position + 1 - back, len(row.request.prompt))
@@ -374,7 +376,7 @@ def test_what_is_cached_is_not_read_again(
 def test_the_example_forks_where_the_model_is_in_doubt(tiny: LanguageModel) -> None:
     sample_eagerly = runpy.run_path(str(EXAMPLE))["sample_eagerly"]
     engine = Engine(tiny, slots=SLOTS, capacity=CAPACITY, recording=RECORDING)
-    rows = sample_eagerly(engine, of(tiny, "first"), 1.5, 7)
+    rows = sample_eagerly(engine, of(tiny, "first", "min-p"), 1.5, 7)
     assert [row.number for row in rows] == [*range(7)]
     by_id = {row.request.row_id: row for row in rows}
     for row in rows[1:]:

@@ -221,7 +221,7 @@ def test_values_that_are_none_fail_one_row(
 ) -> None:
     """The next one in its slot is what it is alone, to the last digit."""
     model = load(str(write_model(tmp_path / "model", change)))
-    sound = Spec([*PROMPT[:AT], 50], "1", 30)
+    sound = Spec([*PROMPT[:AT], 51], "1", 30)
     bad, good = in_one_slot(model, Spec(PROMPT * 8, "0", 30), sound)
     assert bad.error == f"NaN or infinite logits at position {8 * len(PROMPT)}"
     assert bad.tokens == []
