@@ -163,7 +163,7 @@ def test_nor_where_it_fails(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 
 def test_the_context_is_full(tiny: LanguageModel) -> None:
     dialogue = dialogue_of(tiny, max_new_tokens=CONTEXT)
-    dialogue.question(long := "Then Adam went to the market. " * 70)
+    dialogue.question(long := "Then Adam went to the market. " * 71)
     turn = answered(dialogue, dialogue.question(long))
     prompt = row_of(turn).request.prompt
     assert row_of(turn).finish_reason == "context"
