@@ -21,7 +21,7 @@ from entropix_jax.model.params import Params, ParamSpec, param_specs
 from entropix_jax.model.precision import choose_precision
 from entropix_jax.sampler.keys import row_key
 from tests.support.models import tiny_config
-from tests.support.samplers import LANES, LITERAL, batch_of, params_of
+from tests.support.samplers import LANES, LITERAL, batch_of, params_of, plain
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +62,7 @@ def state_of(batch: int, capacity: int = CAPACITY) -> DecodeState:
         [[1, 2, 3]] * batch,
         [100] * batch,
         np.stack([row_key(0, str(row)) for row in range(batch)]),
-        batch_of(*[params_of(LITERAL, num_layers=CONFIG.num_layers)] * batch),
+        batch_of(*[plain(params_of(LITERAL, num_layers=CONFIG.num_layers))] * batch),
         np.full(1, -1, np.int32),
         capacity=capacity,
         dtype=jnp.dtype("float32"),

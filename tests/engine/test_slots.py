@@ -53,6 +53,7 @@ from tests.support.samplers import (
     attn_stats,
     generate,
     params_of,
+    plain,
     tiny_model,
 )
 
@@ -269,7 +270,7 @@ class House:
     def __init__(self, lanes: int) -> None:
         self.config, self.params = MODEL
         self.layout = Layout(SLOTS, lanes, 1)
-        settings, sizes = params_of("top-p"), {"capacity": LONG, "dtype": FLOAT32}
+        settings, sizes = plain(params_of("top-p")), {"capacity": LONG, "dtype": FLOAT32}
         self.state = empty_slots(self.config, self.layout, settings, **sizes)
         self.told = Told(SLOTS)
 
@@ -305,7 +306,7 @@ class House:
 
 
 MODEL = tiny_model()
-JOBS = [Job([5, 6, 7 + i], params_of(LITERAL, FORKING), row_id=str(i)) for i in range(2)]
+JOBS = [Job([5, 6, 7 + i], plain(params_of(LITERAL, FORKING)), row_id=str(i)) for i in range(2)]
 
 
 def test_what_lanes_a_row_may_need(tiny: Any) -> None:
@@ -337,7 +338,7 @@ def check_same(lines: list[Line], expected: list[Line]) -> None:
 def test_a_later_row_has_more_branches_than_there_were_lanes(alone: list[list[Line]]) -> None:
     """It waits until there are enough, and both rows are what they are alone."""
     house = House(1)
-    narrow = replace(JOBS[0], sampler=params_of(LITERAL, {**FORKING, "branch.width": 2}))
+    narrow = replace(JOBS[0], sampler=plain(params_of(LITERAL, {**FORKING, "branch.width": 2})))
     house.insert(0, narrow)
     house.run(2)
     house.state = widen(house.state, house.layout, 3)

@@ -28,7 +28,7 @@ from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
 from tests.support.models import random_params, tiny_config
-from tests.support.samplers import ARMS, LANES, LITERAL, Line, Told, batch_of, params_of
+from tests.support.samplers import ARMS, LANES, LITERAL, Line, Told, batch_of, params_of, plain
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
@@ -66,7 +66,7 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
         np.stack([row_key(0, str(i)) for i in range(BATCH)]),
         batch_of(
             *(
-                params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5})
+                plain(params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5}))
                 for i in range(BATCH)
             )
         ),
