@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ from tests.support.samplers import (
     HOST,
     LITERAL,
     LITERAL_THRESHOLDS,
-    USED,
     Job,
     Line,
     batch_of,
@@ -172,7 +170,7 @@ def test_thresholds_that_do_not_follow() -> None:
     for settings in (
         following(STREAMS, dynamic=False),
         following(STREAMS, rate=0.0),
-        batch_of(*[replace(fixed, used=USED)] * STREAMS),
+        batch_of(*[fixed] * STREAMS),
     ):
         assert not np.any(follow_each(values, settings))
     assert np.all(np.asarray(follow_each(values, following(STREAMS)))[1:])
