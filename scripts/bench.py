@@ -50,7 +50,7 @@ from entropix_jax.engine.preparation import (
 )
 from entropix_jax.engine.prompts import TOGETHER, may_join
 from entropix_jax.engine.results import Request, Row
-from entropix_jax.engine.state import DecodeState, Program, init_state
+from entropix_jax.engine.state import DecodeState, Recording, init_state
 from entropix_jax.errors import UserError
 from entropix_jax.host.compile_cache import use_compilation_cache
 from entropix_jax.model.cache import KVCache, cache_dtype, init_cache
@@ -63,10 +63,8 @@ from entropix_jax.model.precision import ACTIVATIONS, INT8, Precision, choose_pr
 from entropix_jax.names import BOXES
 from entropix_jax.sampler.calibration import generic_calibration
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts, SamplerSettings
 
 RANDOM_1B = "1b"
 DEFAULT, GREEDY, MIN_P, BARE = "entropix", "greedy", "min-p", "forward + argmax"
@@ -135,7 +133,6 @@ class Model:
             np.stack([row_key(0, str(row)) for row in range(batch)]),
             jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(self._settings, rows)),
             NOBODY,
-            mechanisms=MECHANISMS,
             capacity=capacity,
             dtype=self.precision.activations,
             lanes=lanes,
@@ -151,10 +148,13 @@ class Model:
     ) -> Timed:
         """Times a step of rows that each have a sampler, on a device with so many lanes."""
         capacity = capacity or bucket(context + steps, 256)
-        used = frozenset().union(*(row.parts(self._settings(row)).used for row in rows))
-        window = min(bucket(context + steps, DECODE_WINDOW), capacity)
-        program = Program(Parts(MECHANISMS, used), window)
-        run = partial(decode_here(), config=self.config, max_steps=max(MAX_STEPS, steps))
+        run = partial(
+            decode_here(),
+            config=self.config,
+            window=min(bucket(context + steps, DECODE_WINDOW), capacity),
+            max_steps=max(MAX_STEPS, steps),
+            recording=Recording(),
+        )
 
         def seconds() -> float:
             state = self.state(rows, context, capacity, lanes)
@@ -165,12 +165,7 @@ class Model:
             started = time.perf_counter()
             for _ in range(2 * steps):  # a call may find that the lanes are needed, or are not
                 state, packed, needs_lanes = jax.block_until_ready(
-                    run(
-                        self.params,
-                        state,
-                        jnp.int32(steps - ran),
-                        program=replace(program, lanes=forked),
-                    )
+                    run(self.params, state, jnp.int32(steps - ran), lanes=forked)
                 )
                 records = jax.device_get(packed).unpack()
                 ran, forked = ran + int(records.live.any(axis=1).sum()), bool(needs_lanes)
@@ -244,7 +239,7 @@ class Model:
         jax.clear_caches()
         return self.decode([load_sampler(DEFAULT)], 128, 1)() + self.prefill(128)()
 
-    def _settings(self, sampler: Sampler) -> SamplerSettings:
+    def _settings(self, sampler: Sampler) -> Any:
         return sampler.resolve(generic_calibration()).settings(
             num_layers=self.config.num_layers,
             epsilon=2.0**-23,

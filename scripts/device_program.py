@@ -110,9 +110,8 @@ def topology(wanted: Wanted) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{shape}")
 
 
-def arguments(wanted: Wanted) -> tuple[Any, Any, Any, Any]:
-    """Weights and state as `Engine` has them, shapes alone, how numbers are sharded, and what the
-    sampler's step is made of."""
+def arguments(wanted: Wanted) -> tuple[Any, Any, Any]:
+    """Weights and state as `Engine` has them, shapes alone, and how numbers are sharded."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
     from llama_1b import LLAMA_3_2_1B as CONFIG
@@ -165,7 +164,6 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any, Any]:
             CONFIG,
             Layout(wanted.batch, lanes, shards),
             settings,
-            mechanisms=sampler.mechanisms,
             capacity=wanted.context,
             dtype=precision.activations,
         )
@@ -174,11 +172,10 @@ def arguments(wanted: Wanted) -> tuple[Any, Any, Any, Any]:
         placed(params, None if rules is None else rules.params(CONFIG)),
         placed(state, None if rules is None else rules.rows(state)),
         whole,
-        sampler.parts(settings),
     )
 
 
-def trace(wanted: Wanted, params: Any, state: Any, whole: Any, parts: Any) -> Any:
+def trace(wanted: Wanted, params: Any, state: Any, whole: Any) -> Any:
     """The traced program, called as `Engine` calls it."""
     import jax
     import jax.numpy as jnp
@@ -187,7 +184,7 @@ def trace(wanted: Wanted, params: Any, state: Any, whole: Any, parts: Any) -> An
     from entropix_jax.engine.decode import decode, decode_in_graph, prefill
     from entropix_jax.engine.preparation import MAX_STEPS
     from entropix_jax.engine.prompts import TOGETHER, may_join
-    from entropix_jax.engine.state import Program
+    from entropix_jax.engine.state import Recording
 
     def integers(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
@@ -207,8 +204,10 @@ def trace(wanted: Wanted, params: Any, state: Any, whole: Any, parts: Any) -> An
         integers(),
         integers(),
         config=CONFIG,
+        window=wanted.context,
         max_steps=MAX_STEPS,
-        program=Program(parts, wanted.context, lanes=wanted.program == FORKED),
+        recording=Recording(),
+        lanes=wanted.program == FORKED,
     )
 
 
@@ -221,10 +220,10 @@ def compile_program(wanted: Wanted, folder: Path) -> dict[str, Any]:
 
     platform = PLATFORM[wanted.device]
     with traced_for_all(True):
-        params, state, whole, parts = arguments(wanted)
+        params, state, whole = arguments(wanted)
     times = [time.perf_counter()]
     with traced_for_all(True):
-        traced = trace(wanted, params, state, whole, parts)
+        traced = trace(wanted, params, state, whole)
     times.append(time.perf_counter())
     with jax.default_device(topology(wanted).devices[0]):  # of which Pallas asks the kind
         lowered = traced.lower(lowering_platforms=(platform,))

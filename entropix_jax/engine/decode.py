@@ -34,7 +34,7 @@ from entropix_jax.engine.state import (
     WAITS_FOR_CHOICE,
     WAITS_FOR_TEXT,
     DecodeState,
-    Program,
+    Recording,
     StepRecord,
     extras_of,
     finish_of,
@@ -75,7 +75,8 @@ def decode_step(
     state: DecodeState,
     *,
     config: ModelConfig,
-    program: Program,
+    window: int,
+    recording: Recording,
 ) -> tuple[DecodeState, StepRecord]:
     """One step of every running row: forward, metrics, regime, proposal, draw, commit, record.
 
@@ -92,10 +93,10 @@ def decode_step(
     # What the model and the sampler make of each row's last token.
     running, is_branch = state.finish == RUNNING, state.fork.branch >= 0
     last = jnp.take_along_axis(state.history, state.cache.length[:, None], axis=1)
-    logits, stats, cache, unsound = _read(params, config, state, last, running, program)
-    settings, parts, recording = state.settings, program.parts, program.recording
+    logits, stats, cache, unsound = _read(params, config, state, last, running, window, recording)
+    settings = state.settings
     choice, step, sampler = choose(
-        logits, stats, settings, state.sampler, _rows(state, config.vocab_size), parts
+        logits, stats, settings, state.sampler, _rows(state, config.vocab_size)
     )
     rows = step.rows
 
@@ -109,7 +110,7 @@ def decode_step(
     finish = jnp.where(step.ends, FINISHED_EOS, finish)
     end = rows.history.shape[1]
     confidences = state.confidences
-    if CONFIDENCE.name in parts.used:
+    if CONFIDENCE.name in settings.used:
         position = jnp.where(running & ~step.rewinds & ~step.waits, rows.length, end)
         measured = choice.observation.token_confidence
         confidences = with_token(confidences, position, measured)
@@ -143,7 +144,7 @@ def decode_step(
     fork = state.fork
     state = want_fork(state, step)
     finish = jnp.where(step.forks, FORKS, finish)
-    state, joined = join_forks(state, parts)
+    state, joined = join_forks(state)
     joined = jax.tree.map(partial(_fill, places), joined)
     record = StepRecord(
         live=running,
@@ -153,9 +154,7 @@ def decode_step(
         tally=state.sampler.tally if recording.state else None,
         extras=extras_of(logits, stats, recording),
         rewinds=step.rewinds,
-        settled=jnp.where(
-            joined.joins, state.cache.length + 1, settled(settings, sampler, after, parts)
-        ),
+        settled=jnp.where(joined.joins, state.cache.length + 1, settled(settings, sampler, after)),
         unsound=unsound,
         finish=jnp.where(joined.joins, state.finish, finish),
         parent=fork.parent,
@@ -174,7 +173,7 @@ def decode_step(
 
 _jit = partial(
     jax.jit,
-    static_argnames=("config", "max_steps", "program"),
+    static_argnames=("config", "window", "max_steps", "recording", "lanes"),
     donate_argnames="state",
 )
 
@@ -188,8 +187,10 @@ def decode(
     fewest: jax.Array | int = 1,
     *,
     config: ModelConfig,
+    window: int,
     max_steps: int,
-    program: Program,
+    recording: Recording,
+    lanes: bool,
 ) -> tuple[DecodeState, Packed, jax.Array]:
     """Runs up to `steps` decode steps on the device, and returns once fewer than `fewest` rows are
     running.
@@ -204,22 +205,25 @@ def decode(
         state: donated.
         steps, fewest: int32, traced.
         config: static.
+        window: static, the cache positions that are read.
         max_steps: static, room for records: no more steps than this are run.
-        program: static.
+        recording: static, what is recorded of each step besides the choice.
+        lanes: static, whether the lanes take part.
 
     Returns:
         The state, a packed `StepRecord` with a leading [max_steps] axis (in steps that did not run
         `live` and `joins` are False), and whether the next steps need the lanes, bool [].
     """
     whole = free_lanes(state)
-    lanes, window = program.lanes, program.window
     state = whole if lanes else without_lanes(whole)
     batch = state.finish.shape[0] - state.lanes
 
     # Jitted so that it is traced once for both its shapes and the loop; XLA inlines it.
     @jax.jit
     def step(large: DecodeState, small: Packed) -> tuple[DecodeState, Packed, Packed]:
-        state, record = decode_step(params, _whole(large, small), config=config, program=program)
+        state, record = decode_step(
+            params, _whole(large, small), config=config, window=window, recording=recording
+        )
         return *_apart(state), pack(record)
 
     large, small = _apart(state)
@@ -408,7 +412,8 @@ def _read(
     state: DecodeState,
     last: jax.Array,
     running: jax.Array,
-    program: Program,
+    window: int,
+    recording: Recording,
 ) -> tuple[jax.Array, AttnStats, KVCache, jax.Array]:
     """The forward pass of each running row's last token, int32 [P, 1]: logits float32 [P, V],
     statistics, the cache with the token in it, and where the row is unsound. There the logits are
@@ -419,8 +424,8 @@ def _read(
         last,
         running.astype(jnp.int32),
         state.cache,
-        window=program.window,
-        check=program.recording.check,
+        window=window,
+        check=recording.check,
     )
     logits, unsound = unembed(params, hidden[:, 0]), state.unsound
     if stats.sound is not None:

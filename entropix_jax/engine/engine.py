@@ -38,17 +38,11 @@ from entropix_jax.engine.slots import (
     park,
     widen,
 )
-from entropix_jax.engine.state import (
-    FINISHED_STOP,
-    DecodeState,
-    Program,
-    Recording,
-    StepRecord,
-)
+from entropix_jax.engine.state import FINISHED_STOP, DecodeState, Recording, StepRecord
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.model.mesh import DATA, check_mesh
+from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
-from entropix_jax.sampler.settings import Parts
 
 _LOOK_SECONDS = 0.1  # how often the host would like to look, for a stream that flows
 # One in so many slots may be empty before the device returns for the next row.
@@ -124,10 +118,11 @@ class Engine:
         self._keep = keep
         self._programs = Programs() if background and model.rules is None else None
         self._failed: dict[RunningRow, str] = {}  # errors of rows whose programs failed to compile
-        self._parts = Parts(())  # what the decode steps are made of
+        self._used: frozenset[str] = frozenset()  # mechanisms that the decode steps contain
         self._reading: list[int] = []  # slots whose texts are read part by part
         self._fitting_window = 0  # of the last steps, where programs compile in the background
         self._used_sets: set[frozenset[str]] = set()  # of all programs that were requested
+        self._mechanisms: tuple[Mechanism, ...] = ()
         self._roster = Roster(model, slots, capacity)
         self._reader = PromptReader(
             model,
@@ -251,7 +246,7 @@ class Engine:
             return
         self._chunk_steps = 1
         kept, self._kept = self._kept, None
-        if kept is None or first.request.sampler.mechanisms != self._parts.mechanisms:
+        if kept is None or first.request.sampler.mechanisms != self._mechanisms:
             kept = None  # its memory is free before more is allocated
             self._begin(first)
         else:
@@ -272,14 +267,13 @@ class Engine:
     def _begin(self, first: RunningRow) -> None:
         """Begins with slots that have cached nothing."""
         sampler = first.request.sampler
-        self._parts = Parts(sampler.mechanisms)
+        self._mechanisms, self._used = sampler.mechanisms, frozenset()
         self._layout = replace(self._layout, lanes=self._lanes_for(first))
         self._check_cache(self._layout.lanes)
         self._state = empty_slots(
             self._model.config,
             self._layout,
-            sampler.settings,
-            mechanisms=sampler.mechanisms,
+            replace(sampler.settings, used=frozenset()),
             capacity=self._capacity,
             dtype=self._model.precision.activations,
             rules=self._model.rules,
@@ -389,14 +383,12 @@ class Engine:
         row.row.started = row.row.started or time.perf_counter()
         row.moved = False
         row.cached = cached
-        self._parts = self._with(row.request.sampler.parts.used)
+        self._used |= row.request.sampler.settings.used
         arrival = self._arrival(row, cached)
         if (lanes := self._lanes_for(row)) > self._layout.lanes:
             self._state = widen(self._state, self._layout, lanes)
             self._layout = replace(self._layout, lanes=lanes)
-        self._state = insert(
-            self._state, self._number(slot), arrival, mechanisms=self._parts.mechanisms
-        )
+        self._state = insert(self._state, self._number(slot), arrival)
 
     def _number(self, slot: int) -> Any:
         """The row of the state that is the slot. NumPy, as all that programs are given: to make it
@@ -439,9 +431,9 @@ class Engine:
             key=row.key,
             asks_for_text=np.bool_(request.retrieve is not None),
             asks_for_choice=np.bool_(request.ask is not None),
-            settings=settings,
+            settings=replace(settings, used=frozenset()),
             eos_ids=padded_ids(row.end_ids),
-            tally=row.tally(self._parts.mechanisms),
+            tally=row.tally(self._mechanisms),
             forwards=np.int32(row.forwards),
         )
 
@@ -453,8 +445,7 @@ class Engine:
 
         def compile_decode(lanes: bool) -> None:
             with suppress(Exception):
-                lanes_too = replace(static["program"], lanes=lanes)
-                decode_here().lower(*arguments, **static | {"program": lanes_too}).compile()
+                decode_here().lower(*arguments, **static | {"lanes": lanes}).compile()
 
         # Compiled already; on a mesh the layouts of the arguments are not known yet.
         if self.steps or self._model.rules is not None or self._programs is not None:
@@ -498,16 +489,19 @@ class Engine:
         if self._programs is None:
             state, records, forked = decode_here()(*arguments, **static)
         else:
-            program = self._programs.get(self._key(static["program"]))
+            program = self._programs.get(self._key(self._used, static["window"], self._forked))
             state, records, forked = program(*arguments)
-        self._state = state
+        self._state = _with_used(state, frozenset())
         return _Chunk(steps, tuple(self._roster.slots), self._layout, records, forked)
 
     def _decode_arguments(
-        self, state: DecodeState, program: Program | None = None
+        self,
+        state: DecodeState,
+        used: frozenset[str] | None = None,
+        window: int | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `decode`, traced ones and static ones: for the next chunk, if no other
-        `program` is given."""
+        """The arguments of `decode` for the next chunk: traced ones, and static ones."""
+        used = self._used if used is None else used
         number, waits = self._layout.slots, bool(self._roster.waiting)
         if self._programs is not None:  # without free slots for held rows, and parked rows
             number = sum(
@@ -518,14 +512,16 @@ class Engine:
         fewest = number + 1 - max(number // _SLOTS_PER_EMPTY, 1) if waits else 1
         traced = (
             self._model.params,
-            state,
+            _with_used(state, used),
             np.int32(self._chunk_steps),
             np.int32(fewest),
         )
         static = {
             "config": self._model.config,
+            "window": self._window() if window is None else window,
             "max_steps": MAX_STEPS,
-            "program": program or self._program(self._window(), self._forked),
+            "recording": self._recording,
+            "lanes": self._forked,
         }
         return traced, static
 
@@ -541,24 +537,15 @@ class Engine:
     def _window_of(self, length: int) -> int:
         return min(bucket(length, DECODE_WINDOW), self._capacity)
 
-    def _with(self, used: frozenset[str]) -> Parts:
-        """What steps are made of that contain these mechanisms, too."""
-        return replace(self._parts, used=self._parts.used | used)
-
-    def _program(self, window: int, lanes: bool, used: frozenset[str] | None = None) -> Program:
-        """The program of steps, by default of what the rows use."""
-        parts = self._parts if used is None else replace(self._parts, used=used)
-        return Program(parts, window, self._recording, lanes)
-
     # Programs that compile in the background
 
-    def _key(self, program: Program) -> tuple[Any, ...]:
-        return "decode", program, self._layout
+    def _key(self, used: frozenset[str], window: int, lanes: bool) -> tuple[Any, ...]:
+        return "decode", used, window, lanes, self._layout
 
     def _needs(self, *more: RunningRow) -> tuple[frozenset[str], bool]:
         """The mechanisms of the running rows and of some more, and whether the rows may fork."""
         rows = [row for row in (*self._roster.slots, *more) if row is not None and row.running]
-        used = (row.request.sampler.parts.used for row in rows)
+        used = (row.request.sampler.settings.used for row in rows)
         forks = self._forked or any(lanes_for(row.request.sampler) for row in rows)
         return frozenset().union(*used), forks
 
@@ -571,10 +558,7 @@ class Engine:
             mechanisms
             for mechanisms in self._used_sets
             if used <= mechanisms
-            and all(
-                self._key(self._program(window, each, mechanisms)) in self._programs
-                for each in lanes
-            )
+            and all(self._key(mechanisms, window, each) in self._programs for each in lanes)
         ]
         return min(fitting, key=lambda each: (len(each), sorted(each)), default=None)
 
@@ -582,13 +566,13 @@ class Engine:
         """Has the programs of such rows compiled; for `when` see `Programs.request`."""
         assert self._programs is not None
         self._used_sets.add(used)
+        traced, static = self._decode_arguments(self._state, used, window)
         for lanes in (False, True) if forks else (False,):
             name = f"steps of {window} positions{' with forks' if lanes else ''}"
             name += f" ({', '.join(sorted(used)) or 'plain'})"
-            program = self._program(window, lanes, used)
-            traced, static = self._decode_arguments(self._state, program)
-            key = self._key(program)
-            self._programs.request(key, name, decode_here(), traced, static, **when)
+            key = self._key(used, window, lanes)
+            options = static | {"lanes": lanes}
+            self._programs.request(key, name, decode_here(), traced, options, **when)
 
     def _has_programs(self, row: RunningRow) -> bool:
         """Whether the row can run next to those that run, now; requests what is missing."""
@@ -602,7 +586,7 @@ class Engine:
             ready = self._reader.request(self._state, self._layout, row)
             if self._compiled(used, window, forks) is None:
                 # With those of the current program: one serves whichever of these rows meet.
-                self._request(used | self._parts.used, window, forks)
+                self._request(used | self._used, window, forks)
                 ready = False
         except CompileError as error:
             self._failed[row] = str(error)
@@ -628,19 +612,19 @@ class Engine:
         needed = window = self._window_of(max(lengths))
         if self._compiled(used, needed, forks) is None:
             try:
-                self._request(used | self._parts.used, needed, forks, urgent=True)
+                self._request(used | self._used, needed, forks, urgent=True)
             except CompileError as error:
                 longest = [row for row in rows if self._window_of(row.length) == needed]
                 self._failed |= dict.fromkeys(longest, str(error))
         elif any(row.length + row.remaining > needed for row in rows):
             following = self._window_of(needed + 1)
             if self._compiled(used, following, forks) is None:
-                self._request(used | self._parts.used, following, forks, ahead=True)
+                self._request(used | self._used, following, forks, ahead=True)
         while (chosen := self._compiled(used, window, forks)) is None or window < min(lengths):
             if window <= DECODE_WINDOW:
                 return False
             window = self._window_of(window // 2)
-        self._parts, self._fitting_window = replace(self._parts, used=chosen), window
+        self._used, self._fitting_window = chosen, window
         return True
 
     def _with_answers(self, state: DecodeState) -> DecodeState:
@@ -688,7 +672,7 @@ class Engine:
         self.steps += int(records.live.any(axis=-1).sum())
         numbers = [0 if row is None else row.row.number for row in chunk.rows]
         decode_text = self._model.tokenizer.decode_within
-        actions = [mechanism.name for mechanism in self._parts.mechanisms]
+        actions = [mechanism.name for mechanism in self._mechanisms]
         for outcome in outcomes(
             chunk.layout, numbers, actions, records, self._recording, decode_text
         ):
@@ -708,3 +692,9 @@ class Engine:
             self._chunk_steps = min(2 * self._chunk_steps, MAX_STEPS)
         elif waited > self._look:
             self._chunk_steps = max(self._chunk_steps // 2, 1)
+
+
+def _with_used(state: DecodeState, used: frozenset[str]) -> DecodeState:
+    """The state with the mechanisms that a step contains. Only `decode` depends on them, so that
+    another sampler compiles no other program anew."""
+    return replace(state, settings=replace(state.settings, used=used))

@@ -26,7 +26,6 @@ from entropix_jax.model.write import copy_runs
 from entropix_jax.sampler.context import where_rows
 from entropix_jax.sampler.history import with_token
 from entropix_jax.sampler.mechanisms.branch import MAX_DEPTH, MAX_WIDTH, goes_on, score
-from entropix_jax.sampler.settings import Parts
 from entropix_jax.sampler.state import Rows, Step
 from entropix_jax.sampler.step import Choice
 
@@ -63,7 +62,7 @@ def free_lanes(state: DecodeState) -> DecodeState:
 
 def want_fork(state: DecodeState, step: Step) -> DecodeState:
     """Notes the forks that a step of the sampler wants. One with a single branch begins at once."""
-    wants, log_probs = step.forks, step.log_probs
+    wants, log_probs = step.forks, step.context.log_probs
     new = replace(
         state.fork,
         width=step.width,
@@ -153,7 +152,7 @@ def grow(
     return replace(state, fork=fork), grows & ends
 
 
-def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
+def join_forks(state: DecodeState) -> tuple[DecodeState, Joined]:
     """Puts the best branch of each fork whose branches have all ended into the row's place.
 
     A row whose choice is ambiguous, and that asks, goes back to where it was forked and waits for
@@ -198,7 +197,7 @@ def join_forks(state: DecodeState, parts: Parts) -> tuple[DecodeState, Joined]:
     tally = replace(
         tally,
         queued=jnp.where(forced, 1, tally.queued),
-        queue_action=jnp.where(forced, parts.action("branch"), tally.queue_action),
+        queue_action=jnp.where(forced, state.settings.action("branch"), tally.queue_action),
         own={**tally.own, "branch": replace(branch, forwards=branch.forwards + evaluated)},
     )
     start, history = fork.start[:batch], state.history[:batch]

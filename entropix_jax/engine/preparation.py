@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from entropix_jax.sampler.calibration import (
 )
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.settings import SamplerSettings
 
 PREFILL_WINDOW = 128  # cache positions that are read with several tokens, at least
 # Cache positions that a step reads, at least: each number is a program of its own.
@@ -51,11 +50,6 @@ class CalibratedSampler:
     def values(self) -> Mapping[str, Any]:
         """All settings, read-only."""
         return self.sampler.values
-
-    @cached_property
-    def parts(self) -> Parts:
-        """What its compiled step is made of."""
-        return self.sampler.parts(self.settings)
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:

@@ -60,7 +60,7 @@ class Roster:
         """The next row, if there is another one now. A request is fetched once no row waits."""
         if not self.waiting and (request := next(self._source, None)) is not None:
             row = request if isinstance(request, Row) else Row(request, number=self._number)
-            action = row.request.sampler.parts.action(row.ahead_action) if row.ahead else 0
+            action = row.request.sampler.settings.action(row.ahead_action) if row.ahead else 0
             self.waiting.append(self._run(row, Answer([*row.ahead], action), moved=False))
         return self.waiting[0] if self.waiting else None
 

@@ -331,7 +331,7 @@ class RunningRow:
         fitting = (tokens for tokens in candidates if 0 < len(tokens) <= self.remaining)
         never = never_drawn(settings)
         allowed = (tokens for tokens in fitting if never.isdisjoint(tokens))
-        return Answer(next(allowed, []), self.request.sampler.parts.action("inject"))
+        return Answer(next(allowed, []), settings.action("inject"))
 
     def _choose_branch(self, branches: list[BranchRecord]) -> Answer:
         """Calls `Request.ask` where the two best branches differ; the chosen branch's tokens."""
@@ -351,7 +351,7 @@ class RunningRow:
         tokens = branches[chosen].tokens[: None if whole else 1]
         branches = [replace(b, chosen=i == chosen) for i, b in enumerate(branches)]
         self._forked = replace(self._forked, branches=branches)
-        return Answer(tokens[: self.remaining], self.request.sampler.parts.action("branch"))
+        return Answer(tokens[: self.remaining], self.request.sampler.settings.action("branch"))
 
     def _as_chosen(self, token: TokenRecord) -> TokenRecord:
         """A token; if it is a branch's that is committed by force, as the fork's step proposed it.

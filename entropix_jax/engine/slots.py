@@ -71,7 +71,6 @@ def empty_slots(
     layout: Layout,
     settings: SamplerSettings,
     *,
-    mechanisms: tuple[Mechanism, ...],
     capacity: int,
     dtype: jnp.dtype,
     rules: Rules | None = None,
@@ -85,7 +84,6 @@ def empty_slots(
         np.zeros((number, 2), np.uint32),
         jax.tree.map(lambda x: np.broadcast_to(x, (number, *np.shape(x))), settings),
         np.full(_MAX_EOS, -1, np.int32),
-        mechanisms=mechanisms,
         capacity=capacity,
         dtype=dtype,
         lanes=layout.lanes,
@@ -158,18 +156,16 @@ def fresh_tally(mechanisms: tuple[Mechanism, ...]) -> Tally:
     return fresh
 
 
-@partial(jax.jit, static_argnames="mechanisms", donate_argnames="state")
-def insert(
-    state: DecodeState, number: jax.Array, row: Arrival, *, mechanisms: tuple[Mechanism, ...]
-) -> DecodeState:
+@partial(jax.jit, donate_argnames="state")
+def insert(state: DecodeState, number: jax.Array, row: Arrival) -> DecodeState:
     """Makes `row` the row `number`, where no mechanism goes back beyond its text so far, and frees
-    the lanes of the one before. The state is donated; the mechanisms are static."""
+    the lanes of the one before. The state is donated."""
 
     def put(rows: jax.Array, one: Value) -> jax.Array:
         return rows.at[number].set(jnp.asarray(one, rows.dtype))
 
     fork = state.fork
-    fresh = init_sampler_state(1, mechanisms).trail
+    fresh = init_sampler_state(1, state.settings.mechanisms).trail
     left = (fork.parent == number) & (fork.branch >= 0)
     is_here = jnp.arange(state.finish.shape[0], dtype=jnp.int32)[:, None] == number
     past = is_here & (state.unsound[:, :1] >= jnp.asarray(row.cached))

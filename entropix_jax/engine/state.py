@@ -13,7 +13,7 @@ from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.finite import NOWHERE
 from entropix_jax.sampler.mechanisms.branch import MAX_WIDTH
-from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import SamplerState, Tally, init_sampler_state
 from entropix_jax.sampler.step import Choice
 from entropix_jax.sampler.top import top
@@ -66,7 +66,7 @@ class DecodeState:
     keys: jax.Array  # uint32 [P, 2], see `sampler.keys`
     asks_for_text: jax.Array  # bool [P], the host is asked for each thought's text
     asks_for_choice: jax.Array  # bool [P], the host is asked which branch of an ambiguous fork
-    settings: SamplerSettings  # each leaf [P, ...]
+    settings: SamplerSettings  # each leaf [P, ...]; its mechanisms are static
     eos_ids: jax.Array  # int32 [P, E], the tokens that end a row; -1 matches none
     sampler: SamplerState
     fork: Fork
@@ -89,17 +89,6 @@ class Recording:
     # Layers stay arrays, which `TokenRecord.to_json` makes plain: that takes longer than a step's
     # other records, and nobody may ever look.
     raw_layers: bool = False
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a compiled step is made of, static, beside the model: all else about the rows is
-    traced."""
-
-    parts: Parts  # of the sampler
-    window: int  # cache positions that are read
-    recording: Recording = Recording()
-    lanes: bool = False  # whether the lanes take part
 
 
 @struct.dataclass
@@ -145,7 +134,6 @@ def init_state(
     settings: SamplerSettings,
     eos_ids: np.ndarray,
     *,
-    mechanisms: Sequence[Any],
     capacity: int,
     dtype: jnp.dtype,
     lanes: int = 0,
@@ -160,7 +148,6 @@ def init_state(
         keys: uint32 [B, 2], one row key each.
         settings: of each row.
         eos_ids: int32 [B, E], or [E] for all rows.
-        mechanisms: `Mechanism`s, of the sampler.
         capacity: cache positions of a row.
         dtype: of the activations, see `cache_dtype`.
         lanes: rows of each shard beside those, for branches.
@@ -181,7 +168,7 @@ def init_state(
         return np.full((places, *axes), value, dtype)
 
     places, budget = batch + shards * lanes, spread(np.array(budgets, np.int32))
-    sampler = init_sampler_state(places, mechanisms)
+    sampler = init_sampler_state(places, settings.mechanisms)
     number: Any = np.arange(places, dtype=np.int32)
     is_lane = number % (places // shards) >= batch // shards
     finish: Any = np.where(is_lane | (budget == 0), FINISHED_STOP, RUNNING).astype(np.int32)

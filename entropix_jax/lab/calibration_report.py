@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,8 @@ def regime_shares(
     Raises:
         UserError: the sampler does not fit the model.
     """
-    settings = sampler_settings(model, sampler)
+    # With the same static fields one compiled program serves all presets.
+    settings = replace(sampler_settings(model, sampler), used=frozenset())
     measured = {name: jnp.asarray(values[name], jnp.float32) for name in TABLES}
     others = jnp.zeros_like(measured["entropy"])
     metrics = Metrics(**{f.name: measured.get(f.name, others) for f in fields(Metrics)})

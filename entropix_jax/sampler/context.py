@@ -1,12 +1,12 @@
-"""What a mechanism sees of its row, and what its parts return: three protocols, one argument.
+"""What arms and filters see of their row, and what an arm returns.
 
-A step builds one `Context` of each row, and adds to it as it goes on. `Arm`, `Filter` and `Control`
-are functions of it for one row; a step maps them over the rows of the batch.
+A step builds one `Context` of each row. The parts `propose`, `logits`, `rule`, `reweigh` and
+`learn` of a mechanism get that of one row.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,133 +15,51 @@ from jax import custom_batching, lax
 
 from entropix_jax.platforms import for_platform
 from entropix_jax.sampler.metrics import Metrics
-from entropix_jax.sampler.settings import Parts, SamplerSettings
-from entropix_jax.sampler.state import Proposal, Rows, SamplerState, Trail, Tree
+from entropix_jax.sampler.settings import SamplerSettings
+
+Tree = TypeVar("Tree")
+
+
+@struct.dataclass
+class Proposal:
+    """Sampling parameters of a row's next token; every field a scalar (or [B], for a batch)."""
+
+    action: jax.Array  # int32, index into `SamplerSettings.mechanisms`
+    temperature: jax.Array  # float32; 0: the most likely token
+    top_k: jax.Array  # int32; 0: off
+    top_p: jax.Array  # float32; 1: off
+    min_p: jax.Array  # float32; 0: off
+    draws: jax.Array  # int32, candidates
+    rule: jax.Array  # int32, index into the mechanisms; top_k, top_p and min_p are for `nucleus`
 
 
 @struct.dataclass
 class Context:
     """One row in one step. With a leading axis on every field, each row of a batch."""
 
-    # The row.
+    log_probs: jax.Array  # float32 [V], nats, of the model's own distribution
+    metrics: Metrics  # see `as_configured`
+    regime: jax.Array  # int32, index into REGIMES
+    rounds: jax.Array  # int32, see `regimes.count_rounds`; 0: the row does not loop
     settings: SamplerSettings
-    parts: Parts = struct.field(pytree_node=False)
-    vocab_size: int = struct.field(pytree_node=False)
+    thresholds: jax.Array  # float32 [4], h1, h2 (bits), u1, u2 (bits^2) in this step
     own: dict[str, Any]  # each mechanism's part of the row's state, by its name
-    queued: jax.Array  # int32, forced tokens that are still to come
-    queue_action: jax.Array  # int32, the action that they are forced for
-    trail: Trail  # its last positions
+    may: dict[str, jax.Array]  # bool, by action: whether the row may take it now
     history: jax.Array  # int32 [S], the tokens so far, prompt included, then anything
     length: jax.Array  # int32, how many so far
     generated: jax.Array  # int32, how many of them were generated
-    remaining: jax.Array  # int32, how many may still be committed, at least 1
-    eos_ids: jax.Array  # int32 [E], the tokens that end the row; -1 matches none
-    asks: jax.Array  # bool: the host is asked for thoughts
     key: jax.Array  # uint32 [2], see `sampler.keys`
-    branch: jax.Array  # int32, which branch of a fork the row is; -1: none
     attempt: jax.Array  # int32, how many tokens were retracted at the next position
     bans: jax.Array  # int32 [MAX_ATTEMPTS], those tokens; -1: none
-    # What the step measured; None before it did.
-    logits: jax.Array = None  # type: ignore[assignment]  # float32 [V], as the model gave them
-    log_probs: jax.Array = None  # type: ignore[assignment]  # float32 [V], nats, of those
-    metrics: Metrics = None  # type: ignore[assignment]  # see `as_configured`
-    regime: jax.Array = None  # type: ignore[assignment]  # int32, index into REGIMES
-    # int32, see `regimes.count_rounds`; 0: the row does not loop
-    rounds: jax.Array = None  # type: ignore[assignment]
-    # float32 [4], h1, h2 (bits), u1, u2 (bits^2) in this step
-    thresholds: jax.Array = None  # type: ignore[assignment]
-    # What the row may do: by action, a bool; and how many of its last tokens it may take back.
-    may: dict[str, jax.Array] = None  # type: ignore[assignment]
-    reach: jax.Array = None  # type: ignore[assignment]  # int32
-    proposal: Proposal = None  # type: ignore[assignment]  # in effect; None while arms run
-
-
-# What a row does in a step.
-COMMIT, FORCE, REWIND, FORK, WAIT, END = range(6)
-
-
-@struct.dataclass
-class Verdict:
-    """What a row does instead of just committing its token. The functions below make one."""
-
-    kind: jax.Array  # int32, COMMIT to END
-    # int32 [n], padded with -1: the tokens that are forced, or that branches begin with.
-    tokens: jax.Array
-    back: jax.Array  # int32, how many tokens are taken back, at most `Context.reach`
-    own: Any = None  # the mechanism's part of the state where it acts; None: as it is
+    branch: jax.Array  # int32, which branch of a fork the row is; -1: none
+    # The proposal in effect; None while arms run.
+    proposal: Proposal = None  # type: ignore[assignment]
 
 
 # Returns the proposal of one row.
 Arm = Callable[[Context], Proposal]
 # Returns one row's logits, float32 [V], -inf for a token that is not to be drawn, from its logits.
 Filter = Callable[[jax.Array, Context], jax.Array]
-# Returns what one row does, given the token drawn, int32, which stands in `history[length]`.
-Control = Callable[[Context, jax.Array], Verdict]
-
-_NO_TOKENS = (-1,)
-
-
-def force(tokens: jax.Array) -> Verdict:
-    """The row commits these tokens, int32 [n] padded with -1, one a step from this one on, as far
-    as its budget reaches. Without any it commits the drawn token."""
-    return _verdict(FORCE, tokens)
-
-
-def rewind(back: jax.Array) -> Verdict:
-    """The row goes back by `back` tokens, int32, at most `Context.reach`, and draws the position
-    again, without the token that was there; with 0 it is the drawn one."""
-    return _verdict(REWIND, back=back)
-
-
-def fork(candidates: jax.Array) -> Verdict:
-    """The row goes on as several branches, which begin with these tokens, int32 [n] padded with
-    -1, and then as the best of them."""
-    return _verdict(FORK, candidates)
-
-
-def wait() -> Verdict:
-    """The row waits for the host's tokens, as `inject` does: only where `Context.asks`."""
-    return _verdict(WAIT)
-
-
-def end() -> Verdict:
-    """The row ends with the drawn token, as with an end token."""
-    return _verdict(END)
-
-
-def when(condition: jax.Array, verdict: Verdict, own: Any = None) -> Verdict:
-    """The verdict where the condition, a bool, holds; elsewhere the row commits its token. `own` is
-    the mechanism's part of the state where it acts."""
-    return replace(verdict, kind=jnp.where(condition, verdict.kind, COMMIT), own=own)
-
-
-def _verdict(kind: int, tokens: Any = _NO_TOKENS, back: Any = 0) -> Verdict:
-    return Verdict(jnp.int32(kind), jnp.asarray(tokens, jnp.int32), jnp.asarray(back, jnp.int32))
-
-
-def context_of(settings: SamplerSettings, state: SamplerState, row: Rows, parts: Parts) -> Context:
-    """Returns the context of one row before anything is measured."""
-    tally, trail = state.tally, state.trail
-    there, again = trail.at(row.length), trail.again
-    return Context(
-        settings=settings,
-        parts=parts,
-        vocab_size=row.vocab_size,
-        own=tally.own,
-        queued=tally.queued,
-        queue_action=tally.queue_action,
-        trail=trail,
-        history=row.history,
-        length=row.length,
-        generated=row.generated,
-        remaining=row.remaining,
-        eos_ids=row.eos_ids,
-        asks=row.asks,
-        key=row.keys,
-        branch=row.branch,
-        attempt=jnp.where(again, there.attempts, 0),
-        bans=jnp.where(again, there.bans, -1),
-    )
 
 
 def as_configured(metrics: Metrics, settings: SamplerSettings) -> Metrics:
@@ -171,7 +89,7 @@ def draw(
     """Returns a proposal under the name of an action, with the base values for what is omitted."""
     settings, base = ctx.settings, ctx.settings.base
     return Proposal(
-        action=jnp.int32(ctx.parts.action(action)),
+        action=jnp.int32(settings.action(action)),
         temperature=jnp.maximum(base.temperature if temperature is None else temperature, 0.0),
         top_k=base.top_k if top_k is None else jnp.asarray(top_k, jnp.int32),
         top_p=base.top_p if top_p is None else jnp.asarray(top_p, jnp.float32),
@@ -179,6 +97,12 @@ def draw(
         draws=jnp.asarray(draws, jnp.int32),
         rule=settings.rule,
     )
+
+
+def either(condition: jax.Array, one: Proposal, other: Proposal) -> Proposal:
+    """Returns `one` where the condition, a bool, holds, else `other`."""
+    chosen: Proposal = jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+    return chosen
 
 
 def scaled_top_k(ctx: Context, top_k: jax.Array) -> jax.Array:
@@ -191,15 +115,13 @@ def to_int(x: jax.Array) -> jax.Array:
     return jnp.clip(x, 0.0, 2.0**30).astype(jnp.int32)
 
 
-def where(condition: jax.Array, one: Tree, other: Tree) -> Tree:
-    """`one` where the condition, a bool, holds, else `other`."""
-    chosen: Tree = jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
-    return chosen
-
-
 def where_rows(condition: jax.Array, one: Tree, other: Tree) -> Tree:
     """`one` in the rows where the condition [B] holds, else `other`; leaves [B, ...]."""
-    chosen: Tree = jax.vmap(where)(condition, one, other)
+
+    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    chosen: Tree = jax.tree.map(choose, one, other)
     return chosen
 
 

@@ -70,8 +70,8 @@ def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.
     left = (left - jnp.max(logits)) / jnp.where(is_last, 1.0, temperature)
     left = jnp.where(left == 0, 0.0, left)  # -0 and 0 are a tie
     left = nucleus(left, ctx)
-    for index, mechanism in ctx.parts.having("rule"):
-        if mechanism.name != NUCLEUS:
+    for index, mechanism in enumerate(settings.mechanisms):
+        if mechanism.rule not in (None, nucleus) and mechanism.name in settings.used:
             what, acts = f"mechanism '{mechanism.name}': `rule`", proposal.rule == index
             left = _filtered(partial(_rule, mechanism.rule, acts), what, acts, left, ctx)
     left, given = _run("reweigh", left, ctx)
@@ -87,7 +87,7 @@ def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
     that reaches `top_p` of their mass. `logits` are 0 for the likeliest, which is always kept. Rows
     that have another rule are left as they are."""
     proposal, vocab = ctx.proposal, logits.shape[0]
-    acts = proposal.rule == ctx.parts.action(NUCLEUS)
+    acts = proposal.rule == ctx.settings.action(NUCLEUS)
     has_k = acts & (proposal.top_k > 0) & (proposal.top_k < vocab)
     has_p = acts & (proposal.top_p < 1)
     least = jnp.minimum(jnp.log(jnp.where(acts, proposal.min_p, 0.0)), 0.0)
@@ -121,11 +121,12 @@ def _is_possible(logits: jax.Array) -> jax.Array:
 
 
 def holds_banned(settings: SamplerSettings, text: jax.Array) -> jax.Array:
-    """Returns whether a row's text, int32 [n] padded with -1, holds a token that is never drawn. A
-    bias of -100 bans, as in the API."""
+    """Returns whether each row's text, int32 [B, n] padded with -1, holds a token that is never
+    drawn: bool [B]. A bias of -100 bans, as in the API."""
     biased_out = jnp.where(settings.biases <= BIAS[0], settings.biased, -1)
-    never = jnp.concatenate([settings.bans, biased_out])
-    return jnp.any((text[:, None] == never[None, :]) & (text >= 0)[:, None])
+    never = jnp.concatenate([settings.bans, biased_out], axis=1)
+    same = (text[:, :, None] == never[:, None, :]) & (text >= 0)[:, :, None]
+    return jnp.any(same, axis=(1, 2))
 
 
 def never_drawn(settings: SamplerSettings) -> set[int]:
@@ -137,12 +138,15 @@ def never_drawn(settings: SamplerSettings) -> set[int]:
 def _run(kind: str, logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the logits after all filters of a kind that rows use, one after another, and those
     that each was given."""
-    given = {}
-    for _, mechanism in ctx.parts.having(kind):
+    given, settings = {}, ctx.settings
+    for mechanism in settings.mechanisms:
+        filter_: Filter | None = getattr(mechanism, kind)
+        if filter_ is None or mechanism.name not in settings.used:
+            continue
         given[mechanism.name] = logits
-        active = jnp.asarray(mechanism.active is None or mechanism.active(ctx.settings))
+        active = jnp.asarray(mechanism.active is None or mechanism.active(settings))
         what = f"mechanism '{mechanism.name}': `{kind}`"
-        logits = _filtered(getattr(mechanism, kind), what, active, logits, ctx)
+        logits = _filtered(filter_, what, active, logits, ctx)
     return logits, given
 
 

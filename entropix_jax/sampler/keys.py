@@ -27,18 +27,22 @@ def row_key(seed: int, row_id: str) -> np.ndarray:
 
 
 def uniforms(
-    key: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, number: int
+    keys: jax.Array, position: jax.Array, attempt: jax.Array, stream: jax.Array, number: int
 ) -> jax.Array:
-    """Uniform numbers in [0, 1) with 24 random bits, float32 [number].
+    """Uniform numbers in [0, 1) with 24 random bits, float32 [B, number].
 
     The bits are those of the key after the last `fold_in`, so no setting of JAX's generators
     changes them.
 
-    `key` is uint32 [2]; `position`, `attempt` and `stream` are int32.
+    `keys` is uint32 [B, 2]; `position`, `attempt` and `stream` are int32 [B].
     """
-    folded = jax.random.wrap_key_data(key, impl="threefry2x32")
-    for part in (position, attempt, stream):
-        folded = jax.random.fold_in(folded, part)
-    indices = jnp.arange(number, dtype=jnp.int32)
-    named = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(folded, i)))(indices)
-    return (named[:, 0] >> 8).astype(jnp.float32) * 2.0**-24
+
+    def row(key_data: jax.Array, *path: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+        for part in path:
+            key = jax.random.fold_in(key, part)
+        indices = jnp.arange(number, dtype=jnp.int32)
+        named = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(indices)
+        return (named[:, 0] >> 8).astype(jnp.float32) * 2.0**-24
+
+    return jax.vmap(row)(keys, position, attempt, stream)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from entropix_jax.errors import UserError
+from entropix_jax.sampler.context import Proposal
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.state import Proposal
 
 _RETURNS = {"propose": Proposal}
 _HERE = __name__.partition(".")[0]

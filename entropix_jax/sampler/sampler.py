@@ -40,7 +40,6 @@ from entropix_jax.sampler.settings import (
     MAX_BANS,
     MAX_BIASES,
     SHARED_SECTIONS,
-    Parts,
     SamplerSettings,
 )
 
@@ -276,18 +275,10 @@ class Sampler:
             biases=_biases(values["draw.bias"]),
             **{name: parts.pop(name) for name in SHARED_SECTIONS},
         )
-        return SamplerSettings(**arrays, own=parts)
-
-    def parts(self, settings: SamplerSettings) -> Parts:
-        """Returns what a compiled step of the sampler is made of, from its own `settings`."""
-        used = {self.values["truncation.rule"]} - {NUCLEUS}
-        for m in self.mechanisms:
-            learns = None if m.rule else m.learn
-            control = None if m.propose else m.control
-            does = (m.logits, m.reweigh, control, m.holds, m.active, learns)
-            if any(does) and (m.active is None or m.active(settings)):
-                used.add(m.name)
-        return Parts(self.mechanisms, frozenset(used))
+        settings = SamplerSettings(
+            **arrays, own=parts, mechanisms=self.mechanisms, used=frozenset()
+        )
+        return replace(settings, used=self._used(settings))
 
     @property
     def _thresholds(self) -> np.ndarray:
@@ -309,6 +300,16 @@ class Sampler:
                 percent = self.calibration.rank(THRESHOLD_TABLES[name], value)
             percents.append(percent)
         return np.asarray(percents, np.float32) / np.float32(100)
+
+    def _used(self, settings: SamplerSettings) -> frozenset[str]:
+        """See `SamplerSettings.used`."""
+        used = {self.values["truncation.rule"]} - {NUCLEUS}
+        for m in self.mechanisms:
+            learns = None if m.rule else m.learn
+            parts = (m.logits, m.reweigh, m.replaces, m.holds, m.active, learns)
+            if any(parts) and (m.active is None or m.active(settings)):
+                used.add(m.name)
+        return frozenset(used)
 
     def _traced(self, key: str, meta: Mapping[str, Any], vocabulary: "_Vocabulary") -> Any:
         """Returns the array of a field that is a `number`, a `flag`, `texts` or `marks`."""

@@ -5,8 +5,7 @@ has a leading row axis, so the rows of a batch may be sampled in different ways.
 stated here once, for sampler files and the command line alike.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -113,27 +112,15 @@ class SamplerSettings:
     base: BaseSettings
     loop: LoopSettings
     own: dict[str, Any]  # the settings of each mechanism that has any, by its name
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a compiled step of the sampler is made of, static: arms, rules and actions are indices
-    into `mechanisms`, `Mechanism`s, and of those that are no arms it contains the `used`, by
-    name."""
-
-    mechanisms: tuple[Any, ...]
-    used: frozenset[str] = frozenset()
+    # Static, `Mechanism`s: part of the compiled step. Arms, rules and actions are indices into it.
+    mechanisms: tuple[Any, ...] = struct.field(pytree_node=False)
+    # Static, what the compiled step contains beside the arms, by name.
+    used: frozenset[str] = struct.field(pytree_node=False)
 
     def action(self, name: str) -> int:
-        """The index of the mechanism of that name, and so of its action. ValueError if there is
-        none of that name."""
+        """The index of the mechanism of that name, and so of its action. ValueError if the
+        sampler has none of that name."""
         return [mechanism.name for mechanism in self.mechanisms].index(name)
-
-    def having(self, part: str) -> Iterator[tuple[int, Any]]:
-        """The used mechanisms that have this part, with their indices."""
-        for index, mechanism in enumerate(self.mechanisms):
-            if mechanism.name in self.used and getattr(mechanism, part) is not None:
-                yield index, mechanism
 
 
 SHARED_SECTIONS: dict[str, type] = {

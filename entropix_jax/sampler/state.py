@@ -1,29 +1,26 @@
-"""The sampler's view of a row, its state between steps, and what a step decides.
-
-Fields are those of one row. With a leading axis on each, they are those of a batch.
-"""
+"""The sampler's view of each row, its state between steps, and a step in progress."""
 
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
+from entropix_jax.sampler.context import Context, Proposal, Tree
 from entropix_jax.sampler.metrics import Metrics
-
-Tree = TypeVar("Tree")
 
 MAX_REACH = 8  # R, positions that a row can go back at once
 MAX_ATTEMPTS = 8  # tokens that may be banned at one position
-_RING = ("logprob", "proposal", "tally", "attempts", "bans")  # fields of a `Trail` that are [R]
+_RING = ("logprob", "proposal", "tally", "attempts", "bans")  # fields of a `Trail` that are [B, R]
 
 
 @struct.dataclass
 class Observation:
-    """Measurements of one distribution."""
+    """Measurements of one distribution; every field [B]."""
 
     metrics: Metrics
     sequence_varentropy: jax.Array  # float32, bits^2, of the row's entropies, this one included
@@ -36,57 +33,54 @@ class Observation:
 
 
 @struct.dataclass
-class Proposal:
-    """Sampling parameters of a row's next token; every field a scalar (or [B], for a batch)."""
-
-    action: jax.Array  # int32, index into `Parts.mechanisms`
-    temperature: jax.Array  # float32; 0: the most likely token
-    top_k: jax.Array  # int32; 0: off
-    top_p: jax.Array  # float32; 1: off
-    min_p: jax.Array  # float32; 0: off
-    draws: jax.Array  # int32, candidates
-    rule: jax.Array  # int32, index into the mechanisms; top_k, top_p and min_p are for `nucleus`
-
-
-@struct.dataclass
 class Tally:
-    """Counters and running values of one row."""
+    """Counters and running values of each row."""
 
-    queued: jax.Array  # int32, forced tokens, in the history from the row's length on
-    queue_action: jax.Array  # int32, the action that they are forced for
-    entropy_mean: jax.Array  # float32, of the committed tokens' entropies, bits
-    entropy_squares: jax.Array  # float32, their summed squared deviation from it (Welford)
-    drift: jax.Array  # float32 [4], see `regimes.current_thresholds`
-    own: dict[str, Any]  # of each mechanism that keeps a state, by its name
+    queued: jax.Array  # int32 [B], forced tokens, in the history from the row's length on
+    queue_action: jax.Array  # int32 [B], the action that they are forced for
+    entropy_mean: jax.Array  # float32 [B], of the committed tokens' entropies, bits
+    entropy_squares: jax.Array  # float32 [B], their summed squared deviation from it (Welford)
+    drift: jax.Array  # float32 [B, 4], see `regimes.current_thresholds`
+    own: dict[str, Any]  # of each mechanism that keeps a state, by its name; leaves [B]
 
 
 @struct.dataclass
 class Trail:
-    """The last positions of one row, as it takes to go back to one: its distribution is read again.
-    Fields [R] are those of position p at index p modulo R."""
+    """The last positions of each row, as it takes to go back to one: its distribution is read
+    again. Fields [B, R] are those of position p at index p modulo R."""
 
-    drawn: jax.Array  # int32, how many tokens from the last one back were drawn, R at most
-    again: jax.Array  # bool, the next position is drawn again
-    logprob: jax.Array  # float32 [R], nats, of the token
-    proposal: Proposal  # [R], what the token was drawn by
-    tally: Tally  # [R], as it was before the token
-    attempts: jax.Array  # int32 [R], tokens that were retracted there
-    bans: jax.Array  # int32 [R, MAX_ATTEMPTS], those tokens; -1: none
+    drawn: jax.Array  # int32 [B], how many tokens from the last one back were drawn, R at most
+    again: jax.Array  # bool [B], the next position is drawn again
+    logprob: jax.Array  # float32 [B, R], nats, of the token
+    proposal: Proposal  # [B, R], what the token was drawn by
+    tally: Tally  # [B, R], as it was before the token
+    attempts: jax.Array  # int32 [B, R], tokens that were retracted there
+    bans: jax.Array  # int32 [B, R, MAX_ATTEMPTS], those tokens; -1: none
 
     def at(self, position: jax.Array) -> "Trail":
-        """The entry of a position, int32: the fields [R, ...] become [...]."""
-        index = jnp.mod(position, MAX_REACH)
-        ring = {name: getattr(self, name) for name in _RING}
-        entry: Trail = replace(self, **jax.tree.map(lambda x: x[index], ring))
-        return entry
+        """Each row's entry of a position, int32 [B]: the fields [B, R, ...] become [B, ...]."""
 
-    def put(self, position: jax.Array, where: jax.Array, **entry: Any) -> "Trail":
-        """With an entry's fields at a position, where a bool holds."""
-        index = jnp.arange(MAX_REACH, dtype=jnp.int32)
-        here = where & (index == jnp.mod(position, MAX_REACH))
+        def take(x: jax.Array) -> jax.Array:
+            index = jnp.mod(position, MAX_REACH).reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.take_along_axis(x, index, axis=1)[:, 0]
+
+        ring = {name: jax.tree.map(take, getattr(self, name)) for name in _RING}
+        return replace(self, **ring)
+
+    def retracted(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How many tokens were retracted at each row's next position, int32 [B], and which, int32
+        [B, MAX_ATTEMPTS]; -1: none."""
+        here = self.at(position)
+        attempts = jnp.where(self.again, here.attempts, 0)
+        return attempts, jnp.where(self.again[:, None], here.bans, -1)
+
+    def put(self, position: jax.Array, rows: jax.Array, **entry: Any) -> "Trail":
+        """With an entry's fields, [B, ...], at a position of the rows of a bool [B]."""
+        index = jnp.arange(MAX_REACH, dtype=jnp.int32)[None, :]
+        here = rows[:, None] & (index == jnp.mod(position, MAX_REACH)[:, None])
 
         def put(all_: jax.Array, one: jax.Array) -> jax.Array:
-            return jnp.where(here.reshape(-1, *[1] * (all_.ndim - 1)), one[None], all_)
+            return jnp.where(here.reshape(*here.shape, *[1] * (all_.ndim - 2)), one[:, None], all_)
 
         ring = {name: jax.tree.map(put, getattr(self, name), one) for name, one in entry.items()}
         return replace(self, **ring)
@@ -94,7 +88,7 @@ class Trail:
 
 @struct.dataclass
 class SamplerState:
-    """The sampler's state of a row between steps."""
+    """The sampler's state of each row between steps."""
 
     tally: Tally
     trail: Trail
@@ -102,47 +96,78 @@ class SamplerState:
 
 @struct.dataclass
 class Rows:
-    """The sampler's view of a row."""
+    """The sampler's view of each row."""
 
-    running: jax.Array  # bool; the choice for other rows is meaningless
-    keys: jax.Array  # uint32 [2], see `sampler.keys`
-    history: jax.Array  # int32 [S], the tokens so far, prompt included, then forced ones
-    length: jax.Array  # int32, how many so far: also the position of the token to be chosen
-    generated: jax.Array  # int32, how many of them were generated
-    remaining: jax.Array  # int32, how many may still be committed, at least 1
-    eos_ids: jax.Array  # int32 [E], the tokens that end the row; -1 matches none
-    asks: jax.Array  # bool, a thought's text is asked for, not taken from the settings
-    branch: jax.Array  # int32, which branch of a fork the row is; -1: none
+    running: jax.Array  # bool [B]; the choice for other rows is meaningless
+    keys: jax.Array  # uint32 [B, 2], see `sampler.keys`
+    history: jax.Array  # int32 [B, S], the tokens so far, prompt included, then forced ones
+    length: jax.Array  # int32 [B], how many so far: also the position of the token to be chosen
+    generated: jax.Array  # int32 [B], how many of them were generated
+    remaining: jax.Array  # int32 [B], how many may still be committed, at least 1
+    eos_ids: jax.Array  # int32 [B, E], the tokens that end the row; -1 matches none
+    asks: jax.Array  # bool [B], a thought's text is asked for, not taken from the settings
+    branch: jax.Array  # int32 [B], which branch of a fork the row is; -1: none
     vocab_size: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
 class DrawnToken:
-    """What one row's token was drawn from."""
+    """What each row's token was drawn from, fields [B, ...]."""
 
-    logits: jax.Array  # float32 [V], with penalties and bans, before truncation
+    logits: jax.Array  # float32 [B, V], with penalties and bans, before truncation
     token: jax.Array  # int32
-    # float32 [V], what each `reweigh` filter was given, by its name.
+    # float32 [B, V], what each `reweigh` filter was given, by its name.
     given: dict[str, jax.Array] = field(default_factory=dict)
 
 
 @struct.dataclass
 class Step:
-    """What a step decided about each row beside its token; fields [B, ...].
+    """One step of all rows between their proposals and the draw; fields [B, ...].
 
-    `rewinds`, `forks`, `waits` and `ends` are False where a row just commits its token, and at most
-    one of them is True.
+    A mechanism's `apply` changes it in the rows that act. `rewinds`, `forks`, `waits` and `ends`
+    are False where nothing acts, and at most one of the first three is True.
     """
 
-    rows: Rows  # as the step left them, forced tokens in their histories
-    log_probs: jax.Array  # float32 [B, V], nats, of the model's own distribution
+    rows: Rows
+    logits: jax.Array  # float32 [B, V], as the model gave them
+    context: Context  # what mechanisms see of each row, as it was before any action
+    observation: Observation
+    proposal: Proposal  # what is drawn by; a forced token has the action that it is forced for
     tally: Tally  # before the token
+    trail: Trail  # before the token
+    reach: jax.Array  # int32, how many of its last tokens the row may go back at most
     rewinds: jax.Array  # bool: the row goes back to `rows.length`, and commits nothing
     forks: jax.Array  # bool: the row goes on as several, and then as the best of them
     candidates: jax.Array  # int32 [B, W], the first tokens of a row that forks
     width: jax.Array  # int32, how many of them there are
     waits: jax.Array  # bool: the row commits nothing, and waits for the host's tokens
     ends: jax.Array  # bool: the row ends with this token, as with an end token
+
+    def force(self, acts: jax.Array, tokens: jax.Array, count: jax.Array) -> "Step":
+        """The step with tokens forced: the rows of `acts` commit the first `count` of `tokens`, one
+        a step from this one on, as far as their budgets reach.
+
+        Args:
+            acts: bool [B].
+            tokens: int32 [B, n].
+            count: int32 [B], at most n; with 0 the row draws.
+        """
+        history, tally = self.rows.history, self.tally
+
+        def write() -> jax.Array:
+            steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+            inside = acts[:, None] & (steps < count[:, None])
+            positions = jnp.where(inside, self.rows.length[:, None] + steps, history.shape[1])
+            row = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
+            return history.at[row, positions].set(tokens, mode="drop")
+
+        tally = replace(
+            tally,
+            queued=jnp.where(acts, count, tally.queued),
+            queue_action=jnp.where(acts, self.proposal.action, tally.queue_action),
+        )
+        history = lax.cond(jnp.any(acts), write, lambda: history)
+        return replace(self, rows=replace(self.rows, history=history), tally=tally)
 
 
 def init_sampler_state(batch: int, mechanisms: Sequence[Any]) -> SamplerState:

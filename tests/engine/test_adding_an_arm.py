@@ -1,22 +1,24 @@
 """Mechanisms of one's own: the example of docs/adding-an-arm.md, and one that ends the row."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import entropix_jax
 from entropix_jax.engine.decode import decode
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import BOXES
-from entropix_jax.sampler.context import Context, draw, end
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts
-from entropix_jax.sampler.state import Proposal
-from tests.support.samplers import HOST, LITERAL, PARTS, Job, Line, generate, tiny_model
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import Step
+from tests.support.samplers import HOST, LITERAL, Job, generate, tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "change_course.py"
 MODEL = tiny_model()
@@ -32,6 +34,10 @@ def load_example() -> Mechanism:
     return mechanism
 
 
+def end(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
+    return replace(step, ends=step.ends | acts)
+
+
 def give_up(ctx: Context) -> Proposal:
     return draw("give_up", ctx, temperature=0.0)
 
@@ -39,7 +45,7 @@ def give_up(ctx: Context) -> Proposal:
 SAMPLER = (
     load_sampler(LITERAL)
     .with_mechanism(load_example())
-    .with_mechanism(Mechanism("give_up", give_up, control=lambda ctx, token: end()))
+    .with_mechanism(Mechanism("give_up", give_up, apply=end))
     .with_values({**LOST, "arms.hehv": "change_course", "change_course.words": "abc"})
 )
 
@@ -48,10 +54,6 @@ def job_of(row_id: str = "0", **changes: Any) -> Job:
     values = {key.replace("__", "."): value for key, value in changes.items()}
     settings = SAMPLER.with_values(values).settings(**HOST)
     return Job([5, 6, 7], settings, budget=12, row_id=row_id)
-
-
-def generate_own(jobs: list[Job]) -> list[list[Line]]:
-    return generate(MODEL, jobs, parts=Parts(SAMPLER.mechanisms, PARTS.used))
 
 
 JOBS = [
@@ -64,7 +66,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[Any]]:
-    return generate_own(JOBS)
+    return generate(MODEL, JOBS)
 
 
 def test_a_text_after_so_many_lost_tokens(rows: list[list[Any]]) -> None:
@@ -80,19 +82,19 @@ def test_a_mechanism_may_end_its_row(rows: list[list[Any]]) -> None:
     (step,) = rows[3]
     assert (step.action, step.position) == ("give_up", 3)
     greedy = job_of(arms__hehv="argmax")
-    assert step.token == generate_own([greedy])[0][0].token
+    assert step.token == generate(MODEL, [greedy])[0][0].token
     assert [len(steps) for steps in rows[:3]] == [12, 12, 12]
 
 
 def test_a_row_is_itself_whatever_runs_beside_it(rows: list[list[Any]]) -> None:
     """And its settings are traced: others compile nothing."""
     jitted: Any = decode
-    generate_own([*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
+    generate(MODEL, [*JOBS[:3], job_of(change_course__patience=7, change_course__words="")])
     programs = jitted._cache_size()
-    generate_own(JOBS)
+    generate(MODEL, JOBS)
     assert jitted._cache_size() == programs
     for job, steps in zip(JOBS, rows, strict=True):
-        (again,) = generate_own([job])
+        (again,) = generate(MODEL, [job])
         assert [(s.token, s.action) for s in again] == [(s.token, s.action) for s in steps]
 
 

@@ -20,7 +20,6 @@ from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.settings import Parts
 from tests.support.model_folders import poisoned
 from tests.support.runs import Spec, requests, set_pace
 from tests.support.samplers import LITERAL
@@ -107,13 +106,21 @@ def mixed(model: LanguageModel, number: int, forks: bool = True) -> list[Request
     ]
 
 
-def test_rows_are_the_rows_alone(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than slots, each with its own sampler, seed and budget. Each alone has the program
-    that all together have: that a smaller one gives the same is `test_programs`' to tell."""
-    requests = mixed(tiny, 14)
-    used = frozenset().union(*(one.sampler.parts.used for one in requests))
-    monkeypatch.setattr(Sampler, "parts", lambda self, _: Parts(self.mechanisms, used))
-    engine, together, events = run(tiny, mixed(tiny, 14))
+def in_one_program(requests: list[Request]) -> list[Request]:
+    """The requests with samplers whose steps contain the same, so that each alone has the program
+    that all together have. (That a smaller one gives the same is `test_programs`' to tell.)"""
+    used = frozenset().union(*(one.sampler.settings.used for one in requests))
+    return [
+        replace(
+            one, sampler=replace(one.sampler, settings=replace(one.sampler.settings, used=used))
+        )
+        for one in requests
+    ]
+
+
+def test_rows_are_the_rows_alone(tiny: LanguageModel) -> None:
+    """More rows than slots, each with its own sampler, seed and budget."""
+    engine, together, events = run(tiny, in_one_program(mixed(tiny, 14)))
     assert [row.finish_reason for row in together] == ["length"] * 14
     actions = {token.action for row in together for token in row.tokens}
     assert {"argmax", "inject", "branch", "adaptive", "sample"} <= actions

@@ -20,7 +20,6 @@ from entropix_jax.engine.slots import Layout, empty_slots
 from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_STOP, FORKS, RUNNING
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Parts
 from tests.support.runs import Spec, requests, set_pace
 from tests.support.samplers import LITERAL
 
@@ -217,5 +216,5 @@ def test_kept_caches_go_before_others_are_allocated(
         begin(self, first)
 
     monkeypatch.setattr(Engine, "_begin", check)
-    engine._parts = Parts(())  # as after a run of other ones
+    engine._mechanisms = ()  # as after a run of other ones
     assert len(ids(run(engine, of(tiny, [1, 2, 3], 2))[0])) == 2

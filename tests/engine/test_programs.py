@@ -212,8 +212,7 @@ def test_an_error_of_the_compiler_ends_the_row_that_needs_the_program(
 
     class Broken:
         def lower(self, *arguments: Any, **static: Any) -> Any:
-            program = static["program"]
-            wide, used = program.window > WINDOW, program.parts.used
+            wide, used = static["window"] > WINDOW, arguments[1].settings.used
             if wide if broken == "window" else "mirostat" in used:
                 raise RuntimeError("no such luck")
             return decode_here().lower(*arguments, **static)

@@ -43,7 +43,6 @@ class Arrivals:
             model.config,
             LAYOUT,
             wanted[0].sampler.settings,
-            mechanisms=wanted[0].sampler.mechanisms,
             capacity=CAPACITY,
             dtype=model.precision.activations,
         )

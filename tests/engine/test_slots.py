@@ -45,7 +45,6 @@ from tests.support.models import tiny_config
 from tests.support.runs import calibrated
 from tests.support.samplers import CAPACITY as LONG
 from tests.support.samplers import (
-    FEW,
     LITERAL,
     Job,
     Line,
@@ -54,6 +53,7 @@ from tests.support.samplers import (
     attn_stats,
     generate,
     params_of,
+    plain,
     tiny_model,
 )
 
@@ -76,9 +76,7 @@ def full(mesh: str | None) -> DecodeState:
         values = rng.integers(0, 2, x.shape) if x.dtype == bool else rng.integers(2, 9, x.shape)
         return jnp.asarray(values.astype(x.dtype))
 
-    empty = empty_slots(
-        CONFIG, layout, params_of("top-p"), mechanisms=MECHANISMS, capacity=CAPACITY, dtype=FLOAT32
-    )
+    empty = empty_slots(CONFIG, layout, params_of("top-p"), capacity=CAPACITY, dtype=FLOAT32)
     state = jax.tree.map(anything, empty)
     number = np.arange(len(layout.slot_of), dtype=np.int32)
     in_shard = number % (len(number) // layout.shards)
@@ -124,7 +122,7 @@ def test_a_row_takes_its_slot(mesh: str | None, slot: int, cached: int) -> None:
     state, row, layout = full(mesh), arrival(cached=cached), layout_of(mesh)
     before = leaves(state)
     number = layout.numbers[slot]
-    after = leaves(insert(state, jnp.asarray(number), row, mechanisms=MECHANISMS))
+    after = leaves(insert(state, jnp.asarray(number), row))
     fresh, unsound = init_sampler_state(1, MECHANISMS), before[".unsound"][number]
     told = {
         ".history": row.history,
@@ -272,7 +270,7 @@ class House:
     def __init__(self, lanes: int) -> None:
         self.config, self.params = MODEL
         self.layout = Layout(SLOTS, lanes, 1)
-        settings, sizes = params_of("top-p"), {"capacity": LONG, "dtype": FLOAT32}
+        settings, sizes = plain(params_of("top-p")), {"capacity": LONG, "dtype": FLOAT32}
         self.state = empty_slots(self.config, self.layout, settings, **sizes)
         self.told = Told(SLOTS)
 
@@ -292,15 +290,13 @@ class House:
             forwards=np.int32(0),
         )
         tokens, count = jnp.asarray(row.history)[None], jnp.asarray([len(job.prompt) - 1])
-        state = insert(self.state, jnp.int32(number), row, mechanisms=MECHANISMS)
+        state = insert(self.state, jnp.int32(number), row)
         where = {"config": self.config, "window": LONG}
         self.state = prefill(self.params, state, tokens, count, jnp.asarray([number]), **where)
         self.told.begin(number)
 
     def run(self, steps: int = 99) -> None:
-        for state, records in advance(
-            self.params, self.state, steps, config=self.config, parts=FEW
-        ):
+        for state, records in advance(self.params, self.state, steps, config=self.config):
             self.state = state
             self.told.add(records)
 
@@ -310,7 +306,7 @@ class House:
 
 
 MODEL = tiny_model()
-JOBS = [Job([5, 6, 7 + i], params_of(LITERAL, FORKING), row_id=str(i)) for i in range(2)]
+JOBS = [Job([5, 6, 7 + i], plain(params_of(LITERAL, FORKING)), row_id=str(i)) for i in range(2)]
 
 
 def test_what_lanes_a_row_may_need(tiny: Any) -> None:
@@ -330,7 +326,7 @@ def test_what_lanes_a_row_may_need(tiny: Any) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[Line]]:
-    return [generate(MODEL, [job], rows=1, parts=FEW)[0] for job in JOBS]
+    return [generate(MODEL, [job], rows=1)[0] for job in JOBS]
 
 
 def check_same(lines: list[Line], expected: list[Line]) -> None:
@@ -342,14 +338,14 @@ def check_same(lines: list[Line], expected: list[Line]) -> None:
 def test_a_later_row_has_more_branches_than_there_were_lanes(alone: list[list[Line]]) -> None:
     """It waits until there are enough, and both rows are what they are alone."""
     house = House(1)
-    narrow = replace(JOBS[0], sampler=params_of(LITERAL, {**FORKING, "branch.width": 2}))
+    narrow = replace(JOBS[0], sampler=plain(params_of(LITERAL, {**FORKING, "branch.width": 2})))
     house.insert(0, narrow)
     house.run(2)
     house.state = widen(house.state, house.layout, 3)
     house.insert(2, JOBS[1])
     house.run()
     check_same(house.told.lines[2], alone[1])
-    (expected,) = generate(MODEL, [narrow], rows=1, parts=FEW)
+    (expected,) = generate(MODEL, [narrow], rows=1)
     assert [line.exact for line in house.told.lines[0]] == [line.exact for line in expected]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import entropix_jax
 from entropix_jax.engine.decode import decode, prefill
-from entropix_jax.engine.state import FINISHED_LENGTH, Program, Recording
+from entropix_jax.engine.state import FINISHED_LENGTH, Recording
 from entropix_jax.model.attention import attention_stats
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.config import ModelConfig
@@ -38,7 +38,7 @@ from tests.support.models import (
     start,
     teacher_forced,
 )
-from tests.support.samplers import LITERAL, PARTS, Job, params_of
+from tests.support.samplers import LITERAL, Job, params_of
 from tests.support.samplers import start as start_jobs
 
 PACKAGE = Path(entropix_jax.__file__).parent
@@ -256,8 +256,7 @@ def primitives(jaxpr) -> set[str]:
     return names
 
 
-STATIC: dict[str, Any] = {"config": TINY}
-PROGRAM = Program(PARTS, 16)
+STATIC: dict[str, Any] = {"config": TINY, "window": 16}
 
 
 def on_host(names: set[str]) -> set[str]:
@@ -276,11 +275,10 @@ def test_defect_17_a_step_never_asks_the_host(params) -> None:
 
     job = Job([1, 2, 3], params_of(LITERAL, num_layers=TINY.num_layers))
     state = start_jobs(TINY, params, [job, replace(job, prompt=[4])], 16)
-    wanted = replace(PROGRAM, recording=Recording(top=2, layers=True))
+    options = {**STATIC, "max_steps": 5, "recording": Recording(top=2, layers=True)}
     for lanes in (False, True):
         step: Any = decode
-        options = {**STATIC, "max_steps": 5, "program": replace(wanted, lanes=lanes)}
-        jaxpr = step.trace(params, state, jnp.int32(5), **options).jaxpr
+        jaxpr = step.trace(params, state, jnp.int32(5), **options, lanes=lanes).jaxpr
         names = primitives(jaxpr.jaxpr)
         assert {"while", "dot_general", "top_k"} <= names
         assert not on_host(names)
@@ -299,7 +297,8 @@ def test_defect_17_other_values_compile_nothing(params) -> None:
             settings=replace(settings, low=settings.low + 0.1 * seed),
             eos_ids=jnp.full_like(state.eos_ids, seed),
         )
-        decode(params, state, jnp.int32(budget), **STATIC, max_steps=24, program=PROGRAM)
+        options = {**STATIC, "max_steps": 24, "recording": Recording(), "lanes": False}
+        decode(params, state, jnp.int32(budget), **options)
 
     def programs() -> list[int]:
         compiled: list[Any] = [decode, prefill]

@@ -31,7 +31,6 @@ from entropix_jax.engine.state import BRANCH_ENDED, FINISHED_STOP, FORKS, RUNNIN
 from entropix_jax.model.cache import KVCache, init_cache
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.mechanisms import MECHANISMS
 from tests.support import reference
 from tests.support.models import fill_unused, logits_of, random_params, run, tiny_config
 from tests.support.properties import examples
@@ -178,7 +177,7 @@ def arrival(job: Job) -> Arrival:
         asks_for_choice=np.bool_(False),
         settings=job.sampler,
         eos_ids=padded_ids([7]),
-        tally=fresh_tally(MECHANISMS),
+        tally=fresh_tally(job.sampler.mechanisms),
         forwards=np.int32(0),
     )
 
@@ -192,7 +191,7 @@ class House:
     told: Told = field(default_factory=lambda: Told(BATCH))
 
     def insert(self, number: int, job: Job) -> None:
-        self.state = insert(self.state, jnp.int32(number), arrival(job), mechanisms=MECHANISMS)
+        self.state = insert(self.state, jnp.int32(number), arrival(job))
         self.tenants[number] = Tenant(job)
         self.told.begin(number)
 

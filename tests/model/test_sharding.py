@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.state import RUNNING, Program
+from entropix_jax.engine.state import RUNNING, Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.cache import init_cache
 from entropix_jax.model.loading import LanguageModel, load
@@ -22,7 +22,7 @@ from entropix_jax.model.mesh import check_mesh, parse_mesh, place, rules_for
 from tests.support.eight_devices import BATCH, CAPACITY, CONFIG, MESHES, Outcome
 from tests.support.meshes import Collective, collectives_of, two
 from tests.support.models import logits_of, run, tiny_config
-from tests.support.samplers import LANES, LITERAL, PARTS, Job, params_of, start, tiny_model
+from tests.support.samplers import LANES, LITERAL, Job, params_of, start, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,10 +142,9 @@ def test_on_one_device_nothing_is_split() -> None:
     config, params = tiny_model()
     job = Job([1, 2], params_of(LITERAL))
     state = start(config, params, [job] * 2, 16)
-    options: Any = {"config": config, "max_steps": 1}
+    options: Any = {"config": config, "window": 16, "max_steps": 1, "recording": Recording()}
     for lanes in (False, True):
-        program = Program(PARTS, 16, lanes=lanes)
-        one = decode.lower(params, state, jnp.int32(1), **options, program=program).as_text()
+        one = decode.lower(params, state, jnp.int32(1), **options, lanes=lanes).as_text()
         for word in ("shard", "mesh", "sdy", "all_reduce", "partition_id"):
             assert word not in one, word
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.context import Context, as_configured
+from entropix_jax.sampler.context import Context, Proposal, as_configured
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.mechanisms.adaptive import confidence
 from entropix_jax.sampler.metrics import Metrics
@@ -19,7 +19,6 @@ from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.regimes import classify, current_thresholds
 from entropix_jax.sampler.sampler import scalars
 from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import Proposal
 from entropix_jax.sampler.step import propose
 from tests.support.samplers import (
     ARMS,

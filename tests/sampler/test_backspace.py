@@ -25,11 +25,12 @@ from entropix_jax.engine.state import (
 )
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES, SERVED
+from entropix_jax.sampler.context import Proposal
 from entropix_jax.sampler.keys import STREAM_CANDIDATE, STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import MAX_DRAWS
-from entropix_jax.sampler.state import Proposal, Tally
+from entropix_jax.sampler.state import Tally
 from tests.support.chains import BOUNDS, CONFIG, TYPES, Chain, chain, regime_of
 from tests.support.draw_oracles import Kept
 from tests.support.reference import entropy_bits, log_softmax, varentropy_bits

@@ -1,7 +1,6 @@
 """Biases: what is drawn against float64, and what they leave as it is."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -74,9 +73,7 @@ def test_a_draw_is_from_the_biased_logits() -> None:
     state, stats = fresh_state(number), attn_stats(number)
     choice, _, _ = choose_jit(jnp.asarray(logits), stats, settings, state, rows)
     zero = jnp.zeros(number, jnp.int32)
-    drawn_at = np.asarray(
-        jax.vmap(partial(uniforms, number=1))(rows.keys, rows.length, zero, zero + STREAM_DRAW)
-    )
+    drawn_at = np.asarray(uniforms(rows.keys, rows.length, zero, zero + STREAM_DRAW, 1))
     tokens = np.asarray(choice.token)
     moved = 0
     for row in range(number):

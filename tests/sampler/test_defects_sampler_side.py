@@ -1,8 +1,6 @@
 """Defects of the public implementations, on the sampler's side: each test fails where one is."""
 
 import math
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,14 +9,13 @@ import numpy as np
 from scipy import stats
 
 from entropix_jax.engine.decode import decode
-from entropix_jax.engine.state import DecodeState, Program, Recording
+from entropix_jax.engine.state import DecodeState, Recording
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.keys import STREAM_DRAW, row_key, uniforms
 from entropix_jax.sampler.regimes import classify
 from tests.support.draw_oracles import nucleus_draw
 from tests.support.samplers import (
     LITERAL,
-    PARTS,
     Job,
     Line,
     generate,
@@ -37,7 +34,7 @@ def frequencies(probabilities: list[float], number: int = 20_000, **rules: float
     positions = jnp.arange(number, dtype=jnp.int32)
     zeros = jnp.zeros(number, jnp.int32)
     keys = jnp.asarray(np.tile(row_key(0, "0"), (number, 1)))
-    numbers = jax.vmap(partial(uniforms, number=1))(keys, positions, zeros, zeros + STREAM_DRAW)
+    numbers = uniforms(keys, positions, zeros, zeros + STREAM_DRAW, 1)
     logits = jnp.log(jnp.asarray([probabilities] * number, jnp.float32))
     drawn = nucleus_draw(logits, proposal_of(temperature=[1.0] * number, **rules), numbers)
     return np.bincount(drawn.ids[:, 0], minlength=len(probabilities)) / number
@@ -114,12 +111,11 @@ def test_defect_17_host_round_trips() -> None:
     config, params = tiny_model()
     job = Job([5, 6, 7], params_of(LITERAL))
     state = jax.eval_shape(lambda state: state, start(config, params, [job], 64))
-    wanted = Program(PARTS, 64, Recording(top=3, layers=True))
-    static = {"config": config, "max_steps": 32}
+    recording = Recording(top=3, layers=True)
+    static = {"config": config, "window": 64, "max_steps": 32, "recording": recording}
     for lanes in (False, True):
         run: Any = decode
-        given = replace(wanted, lanes=lanes)
-        program = str(run.trace(params, state, jnp.int32(0), **static, program=given).jaxpr)
+        program = str(run.trace(params, state, jnp.int32(0), **static, lanes=lanes).jaxpr)
         assert "while[" in program
         assert "cond[" in program  # its parts are printed, too
         assert "callback" not in program

@@ -1,8 +1,6 @@
 """A random number is a function of its name: seed, row, position, attempt, stream, index."""
 
 import hashlib
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +19,7 @@ from entropix_jax.sampler.keys import (
 
 STREAMS = (STREAM_DRAW, STREAM_CANDIDATE, STREAM_ROLLOUT, STREAM_NOISE, STREAM_XTC)
 
-
-@partial(jax.jit, static_argnums=4)
-def uniforms_of(*names: Any) -> jax.Array:
-    *path, number = names
-    return jax.vmap(partial(uniforms, number=number))(*path)
+uniforms_of = jax.jit(uniforms, static_argnums=4)
 
 
 def numbers(names: list[tuple[np.ndarray, int, int, int]], number: int = 4) -> np.ndarray:

@@ -25,11 +25,11 @@ from entropix_jax.engine.state import Recording
 from entropix_jax.errors import UserError
 from entropix_jax.model.loading import LanguageModel
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.context import Context, draw
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.presets import code_identity, import_mechanisms, load_sampler
 from entropix_jax.sampler.sampler import Sampler
-from entropix_jax.sampler.state import DrawnToken, Proposal
+from entropix_jax.sampler.state import DrawnToken
 from tests.support.samplers import LITERAL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -151,7 +151,7 @@ def test_an_arm_that_learns(tiny: LanguageModel) -> None:
 
     def other_rule(ctx: Context) -> Proposal:
         proposal = draw("counts", ctx, temperature=0.0)
-        return replace(proposal, rule=jnp.int32(ctx.parts.action("top_n_sigma")))
+        return replace(proposal, rule=jnp.int32(ctx.settings.action("top_n_sigma")))
 
     def learn(drawn: DrawnToken, ctx: Context) -> Count:
         return Count(tokens=ctx.own["counts"].tokens + 1)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from entropix_jax.errors import Note, UserError
 from entropix_jax.host.resources import resource_folder
 from entropix_jax.names import BOXES, LARGEST, REGIMES, THRESHOLDS
-from entropix_jax.sampler.context import Context, draw
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanisms.dry import MAX_BREAKERS
 from entropix_jax.sampler.mechanisms.inject import MAX_THOUGHT, MAX_THOUGHTS
 from entropix_jax.sampler.mechanisms.phrases import MAX_PHRASES
@@ -34,7 +34,6 @@ from entropix_jax.sampler.presets import (
 from entropix_jax.sampler.regimes import classify
 from entropix_jax.sampler.sampler import Sampler, scalars
 from entropix_jax.sampler.settings import LOOP_WINDOW, MAX_BANS, MAX_BIASES
-from entropix_jax.sampler.state import Proposal
 from entropix_jax.sampler.step import propose
 from tests.support.properties import examples
 from tests.support.sampler_strategies import numbers, samplers
@@ -189,7 +188,7 @@ def test_entropix_corrects_what_the_documents_print() -> None:
     back = {key: values[f"backspace.{key}"] for key in ("reach", "max_prob", "per_position")}
     assert back == {"reach": 1, "max_prob": 0.1, "per_position": 1}
     # Nothing else acts on the logits.
-    assert used_of(ENTROPIX) == {"dry"}
+    assert used_of(ENTROPIX) == {"dry", "inject"}
 
 
 def test_the_other_documents() -> None:
@@ -238,7 +237,7 @@ def test_the_band_is_the_default_of_version_0_1() -> None:
         *(0.8, 4),
         "resample",
     )
-    assert used_of(load_sampler("band")) == {"dry"}
+    assert used_of(load_sampler("band")) == {"dry", "inject"}
     assert not load_sampler("band").follows_tables
 
 

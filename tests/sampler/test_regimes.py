@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from tests.support.samplers import (
     HOST,
     LITERAL,
     LITERAL_THRESHOLDS,
+    USED,
     Job,
     Line,
     batch_of,
@@ -170,7 +172,7 @@ def test_thresholds_that_do_not_follow() -> None:
     for settings in (
         following(STREAMS, dynamic=False),
         following(STREAMS, rate=0.0),
-        batch_of(*[fixed] * STREAMS),
+        batch_of(*[replace(fixed, used=USED)] * STREAMS),
     ):
         assert not np.any(follow_each(values, settings))
     assert np.all(np.asarray(follow_each(values, following(STREAMS)))[1:])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from entropix_jax.names import REGIMES
-from entropix_jax.sampler.context import Context, draw
+from entropix_jax.sampler.context import Context, Proposal, draw
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.settings import SamplerSettings
-from entropix_jax.sampler.state import Proposal, Rows, SamplerState, Step
+from entropix_jax.sampler.state import Rows, SamplerState, Step
 from entropix_jax.sampler.step import Choice
 from tests.support.samplers import (
     LITERAL,

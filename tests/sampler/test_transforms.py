@@ -19,7 +19,7 @@ from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.adaptive_p import learn
 from entropix_jax.sampler.presets import load_sampler
-from entropix_jax.sampler.settings import Parts, SamplerSettings
+from entropix_jax.sampler.settings import SamplerSettings
 from entropix_jax.sampler.state import DrawnToken
 from tests.support import transform_oracles as oracles
 from tests.support.draw_oracles import random_logits
@@ -58,12 +58,6 @@ def texts(rng: np.random.Generator, rows: int) -> list[list[int]]:
     return made
 
 
-TRANSFORMS = Parts(
-    MECHANISMS,
-    frozenset(m.name for m in MECHANISMS if m.logits or m.reweigh),
-)
-
-
 def views_of(histories: Iterable[list[int]], **fields: Any) -> Context:
     """Rows with these tokens, and after them what is none of theirs."""
     histories = list(histories)
@@ -71,14 +65,13 @@ def views_of(histories: Iterable[list[int]], **fields: Any) -> Context:
     for row, tokens in zip(padded, histories, strict=True):
         row[: len(tokens)] = tokens
     one = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(histories), *jnp.shape(x))), context())
-    one = replace(one, parts=TRANSFORMS)
     lengths = jnp.asarray([*map(len, histories)], jnp.int32)
     rows: Context = replace(one, history=jnp.asarray(padded), length=lengths, generated=lengths)
     return replace(rows, **fields)
 
 
 def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
-    """Rows that have these values in a mechanism's section."""
+    """Rows that have these values in a mechanism's section, and use it alone."""
     base = params_of("min-p")
     settings = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *jnp.shape(x))), base)
     own = settings.own[name]
@@ -88,7 +81,7 @@ def settings_of(name: str, rows: int, **fields: Any) -> SamplerSettings:
         for old in [getattr(own, key)]
     }
     changed = replace(own, **given)
-    return replace(settings, own={**settings.own, name: changed})
+    return replace(settings, own={**settings.own, name: changed}, used=frozenset({name}))
 
 
 @jax.jit
@@ -243,8 +236,9 @@ def test_a_transform_neither_brings_back_a_token_nor_leaves_none() -> None:
             own: Any = replace(MECHANISMS[-2], name="own", active=None, settings=None, init=None)
             own = replace(own, logits=None, reweigh=None, learn=None)
             own = replace(own, **{kind: lambda *_, changed=changed: changed})
-            parts = Parts((*MECHANISMS, own), frozenset({"own"}))
-            got = transformed(logits, settings_of("dry", 1), views_of([[1]], parts=parts))
+            settings = replace(settings_of("dry", 1), mechanisms=(*MECHANISMS, own))
+            settings = replace(settings, used=frozenset({"own"}))
+            got = transformed(logits, settings, views_of([[1]]))
             stays = bool(jnp.all(changed == -jnp.inf))
             want = logits if stays else jnp.asarray([[-jnp.inf, 7.0, 7.0, 7.0]])
             check(got, want, changes=1.0)
@@ -267,6 +261,7 @@ def test_the_coldest_temperature_beside_a_transform() -> None:
 
 
 def test_only_what_is_used_is_compiled() -> None:
+    arms = {"inject"}  # which arm serves a regime is traced: it is part of every step
     for preset, used in (
         ("min-p", set()),
         (LITERAL, set()),
@@ -276,15 +271,14 @@ def test_only_what_is_used_is_compiled() -> None:
         ("adaptive-p", {"adaptive_p"}),
     ):
         own = used_of(load_sampler(preset))
-        assert own == used
-        rows = views_of([[1]], parts=Parts(MECHANISMS, own))
-        settings = batch_of(params_of(preset))
-        jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), settings, rows))
+        assert own == used | arms
+        rows = replace(batch_of(params_of(preset)), used=own)
+        jaxpr = str(jax.make_jaxpr(transformed)(jnp.zeros((1, VOCAB)), rows, views_of([[1]])))
         # A choice by platform is settled by lowering, and no branch of the program.
         # Beside them: noise floor, temperature 0, top-k and top-p, temperature last.
         assert jaxpr.count(" cond[") - jaxpr.count("platform_index") == len(used) + 4
     phrases = load_sampler("min-p").with_values({"phrases.banned": ["ab", ""]})
-    assert used_of(phrases) == {"phrases"}
+    assert used_of(phrases) == {"phrases"} | arms
 
 
 # In a batch

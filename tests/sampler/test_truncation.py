@@ -12,11 +12,11 @@ from jax import lax
 from scipy import stats
 
 from entropix_jax.sampler import prefix
+from entropix_jax.sampler.context import Proposal
 from entropix_jax.sampler.filters import truncate
-from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.mechanisms.mirostat import MirostatState, learn
-from entropix_jax.sampler.settings import Parts, SamplerSettings
-from entropix_jax.sampler.state import DrawnToken, Proposal
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import DrawnToken
 from tests.support.draw_oracles import (
     LAST,
     LLAMA3,
@@ -31,7 +31,7 @@ from tests.support.draw_oracles import (
     softmax,
     truncated_draw,
 )
-from tests.support.samplers import PARTS, RULES, contexts_of, proposal_of
+from tests.support.samplers import RULES, contexts_of, proposal_of
 
 
 def one_row(
@@ -240,14 +240,15 @@ def test_nothing_is_done_in_vain() -> None:
     """A sort of 128,256 tokens costs more than all the rest of the draw: only rules that weigh the
     whole order may sort. Where no row is greedy, has a top-k or a top-p, or its temperature last,
     there is nothing to search for: that is behind conditions, one more for each rule."""
-    batch = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
-    parts = replace(PARTS, used=PARTS.used - {"top_h", "ees", "min_k"})
-    program = truncated_draw.lower(*batch, parts=parts).compile().as_text()
+    *batch, given = jax.eval_shape(lambda: row_of(mixed_batch(1, LLAMA3), 0))
+    given = replace(given, used=given.used - {"top_h", "ees", "min_k"})
+    program = truncated_draw.lower(*batch, given).compile().as_text()
     assert program is not None
     assert " sort(" not in program
     logits, proposal, _, settings = mixed_batch(2, 1000)
     for used, conditions in ((frozenset({"eta", "typical"}), 5), (frozenset(), 3)):
-        rows = replace(contexts_of(proposal, settings, logits), parts=Parts(MECHANISMS, used))
+        given = replace(settings, used=used)
+        rows = contexts_of(proposal, given, logits)
         jaxpr = jax.make_jaxpr(jax.vmap(lambda *row: truncate(*row)[0]))(logits, rows)
         names = [equation.primitive.name for equation in jaxpr.eqns]
         assert not {"exp", "top_k", "sort", "cumsum"} & {*names}

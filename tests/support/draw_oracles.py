@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from entropix_jax.sampler.context import Proposal
 from entropix_jax.sampler.draw import draw_tokens
 from entropix_jax.sampler.filters import truncate
-from entropix_jax.sampler.settings import Parts, SamplerSettings
-from entropix_jax.sampler.state import Proposal
-from tests.support.samplers import LITERAL, PARTS, contexts_of, params_of
+from entropix_jax.sampler.settings import SamplerSettings
+from tests.support.samplers import LITERAL, contexts_of, params_of
 
 TOLERANCE = 1e-5  # of the cumulated mass around p, within which a token may fall either way
 SLACK = 1e-5  # nats: information contents this close to equally far from H may stand either way
@@ -37,19 +37,15 @@ class Drawn:
 
 
 def draw_rows(
-    logits: jax.Array,
-    proposal: Proposal,
-    uniforms: jax.Array,
-    settings: SamplerSettings,
-    parts: Parts = PARTS,
+    logits: jax.Array, proposal: Proposal, uniforms: jax.Array, settings: SamplerSettings
 ) -> Drawn:
     """What rows draw that have written nothing yet."""
-    contexts = replace(contexts_of(proposal, settings, logits), parts=parts)
+    contexts = contexts_of(proposal, settings, logits)
     left = jax.vmap(lambda *row: truncate(*row)[0])(logits, contexts)
     return Drawn(jax.vmap(draw_tokens)(left, uniforms), left)
 
 
-truncated_draw = jax.jit(draw_rows, static_argnames="parts")
+truncated_draw = jax.jit(draw_rows)
 
 
 # Rows

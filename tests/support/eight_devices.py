@@ -20,7 +20,6 @@ from entropix_jax.engine.state import (
     RUNNING,
     WAITS_FOR_TEXT,
     DecodeState,
-    Program,
     Recording,
     StepRecord,
     init_state,
@@ -28,9 +27,8 @@ from entropix_jax.engine.state import (
 from entropix_jax.model.mesh import parse_mesh, place, rules_for
 from entropix_jax.model.params import Params
 from entropix_jax.sampler.keys import row_key
-from entropix_jax.sampler.mechanisms import MECHANISMS
 from tests.support.models import random_params, tiny_config
-from tests.support.samplers import ARMS, FEW, LANES, LITERAL, Line, Told, batch_of, params_of
+from tests.support.samplers import ARMS, LANES, LITERAL, Line, Told, batch_of, params_of, plain
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 BATCH, CAPACITY, STEPS = 16, 64, 16
@@ -68,12 +66,11 @@ def rows(shards: int) -> tuple[Params, DecodeState]:
         np.stack([row_key(0, str(i)) for i in range(BATCH)]),
         batch_of(
             *(
-                params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5})
+                plain(params_of(PRESETS[i % len(PRESETS)], {**OFTEN, "branch.width": 1 + i % 5}))
                 for i in range(BATCH)
             )
         ),
         np.full(2, -1, np.int32),
-        mechanisms=MECHANISMS,
         capacity=CAPACITY,
         dtype=jnp.dtype(jnp.float32),
         lanes=LANES,
@@ -100,13 +97,9 @@ class Job:
         self.layout = layout(self.state)
 
         arguments = (self.params, self.state, jnp.int32(STEPS), jnp.int32(1))
-        static: Any = {"config": CONFIG, "max_steps": STEPS}
-        self.lowered = [
-            decode.lower(
-                *arguments, **static, program=Program(FEW, CAPACITY, Recording(top=3), lanes)
-            )
-            for lanes in (False, True)
-        ]
+        static: Any = {"config": CONFIG, "window": CAPACITY, "max_steps": STEPS}
+        static["recording"] = Recording(top=3)
+        self.lowered = [decode.lower(*arguments, **static, lanes=lanes) for lanes in (False, True)]
 
     def run(self, steps: Sequence[Any]) -> Outcome:
         """`steps` are the compiled ones: given what lies elsewhere than they were told they

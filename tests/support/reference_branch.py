@@ -406,5 +406,5 @@ _uniforms: Callable[..., jax.Array] = jax.jit(uniforms, static_argnums=4)
 
 def uniform_numbers(key: np.ndarray, position: int, stream: int, number: int) -> np.ndarray:
     """Those of the first attempt at a position."""
-    args = (np.int32(x) for x in (position, 0, stream))
-    return np.asarray(_uniforms(key, *args, number), np.float64)
+    args = (np.array([x], np.int32) for x in (position, 0, stream))
+    return np.asarray(_uniforms(key[None], *args, number), np.float64)[0]

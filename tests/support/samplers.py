@@ -15,7 +15,6 @@ from entropix_jax.engine.state import (
     FORKS,
     RUNNING,
     DecodeState,
-    Program,
     Recording,
     StepRecord,
     init_state,
@@ -24,14 +23,14 @@ from entropix_jax.model.config import ModelConfig
 from entropix_jax.model.params import Params
 from entropix_jax.names import REGIMES
 from entropix_jax.sampler.calibration import PERCENTS, Calibration
-from entropix_jax.sampler.context import Context, as_configured
+from entropix_jax.sampler.context import Context, Proposal, as_configured
 from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import MECHANISMS
 from entropix_jax.sampler.metrics import Metrics
 from entropix_jax.sampler.presets import load_sampler
 from entropix_jax.sampler.sampler import Sampler, scalars
-from entropix_jax.sampler.settings import Parts, SamplerSettings
-from entropix_jax.sampler.state import MAX_ATTEMPTS, Proposal, SamplerState, init_sampler_state
+from entropix_jax.sampler.settings import SamplerSettings
+from entropix_jax.sampler.state import MAX_ATTEMPTS, SamplerState, init_sampler_state
 from entropix_jax.stats import AttnStats
 from tests.support.models import random_params, tiny_config
 
@@ -41,10 +40,8 @@ NAMES = [m.name for m in MECHANISMS]
 ARMS = [m.name for m in MECHANISMS if m.propose is not None]
 RULES = [m.name for m in MECHANISMS if m.rule is not None]
 # What a compiled step may contain: with all of it, one program serves all tests.
-USED = [m.name for m in MECHANISMS if m.rule or m.logits or m.reweigh or m.control or m.active]
-PARTS = Parts(MECHANISMS, frozenset(USED))
-# Without rules, penalties and texts that are taken back or written: it compiles in half the time.
-FEW = Parts(MECHANISMS, frozenset({"dry"}))
+PARTS = [m.name for m in MECHANISMS if m.rule or m.logits or m.reweigh or m.replaces or m.active]
+USED = frozenset(PARTS)
 BATCH = 10  # rows
 LANES = 7  # enough for the widest fork, not for all at once
 CAPACITY = 64  # positions of a row
@@ -124,17 +121,16 @@ CALIBRATION = calibration_of({0: 0, 30: 0.3, 70: 2.5, 100: 10}, {0: 0, 40: 1.2, 
 
 
 def settings_of(sampler: Sampler, **options: Any) -> SamplerSettings:
-    """The parameters of one row."""
+    """The parameters of one row, for a step that contains everything."""
     options = {**HOST, **options}
     if sampler.calibration is None:
         sampler = sampler.resolve(CALIBRATION)
-    return sampler.settings(**options)
+    return replace(sampler.settings(**options), used=USED)
 
 
 def used_of(sampler: Sampler) -> frozenset[str]:
-    """What the step of a sampler contains; see `Parts.used`."""
-    sampler = sampler.resolve(CALIBRATION)
-    return sampler.parts(sampler.settings(**HOST)).used
+    """What the step of a sampler contains; see `SamplerSettings.used`."""
+    return sampler.resolve(CALIBRATION).settings(**HOST).used
 
 
 def params_of(
@@ -142,6 +138,12 @@ def params_of(
 ) -> SamplerSettings:
     """The parameters of one row: a preset with changes."""
     return settings_of(load_sampler(preset).with_values(changes or {}), **options)
+
+
+def plain(settings: SamplerSettings) -> SamplerSettings:
+    """The same for a step without rules, penalties and texts that are taken back or written: it
+    compiles in half the time."""
+    return replace(settings, used=frozenset({"inject", "dry"}))
 
 
 def batch_of(*rows: SamplerSettings) -> SamplerSettings:
@@ -181,16 +183,8 @@ def context(
         regime=jnp.int32(0),
         rounds=jnp.int32(0),
         settings=settings,
-        parts=PARTS,
-        vocab_size=VOCAB_SIZE,
-        trail=jax.tree.map(lambda x: jnp.asarray(x[0]), fresh_state(1).trail),
-        remaining=jnp.int32(50),
-        eos_ids=jnp.full(2, -1, jnp.int32),
-        asks=jnp.bool_(False),
         may={name: jnp.asarray(may) for name, may in actions.items()},
         own={m.name: m.init() for m in MECHANISMS if m.init is not None},
-        queued=jnp.int32(0),
-        queue_action=jnp.int32(0),
         thresholds=jnp.asarray(thresholds, jnp.float32),
         history=jnp.zeros(8, jnp.int32),
         length=jnp.int32(1),
@@ -306,7 +300,6 @@ def start(
     capacity: int,
     eos_ids: Sequence[int] = (-1, -1),
     lanes: int = LANES,
-    parts: Parts = PARTS,
 ) -> DecodeState:
     """The state of a batch whose prompts are cached, all but their last tokens."""
     state = init_state(
@@ -316,7 +309,6 @@ def start(
         np.stack([row_key(job.seed, job.row_id) for job in jobs]),
         batch_of(*(job.sampler for job in jobs)),
         np.asarray(eos_ids, np.int32),
-        mechanisms=parts.mechanisms,
         capacity=capacity,
         dtype=jnp.dtype(jnp.float32),
         lanes=lanes,
@@ -327,26 +319,15 @@ def start(
 
 
 def advance(
-    params: Params,
-    state: DecodeState,
-    steps: int,
-    *,
-    parts: Parts = PARTS,
-    recording: Recording = Recording(),  # noqa: B008
-    **static: Any,
+    params: Params, state: DecodeState, steps: int, **static: Any
 ) -> Iterator[tuple[DecodeState, StepRecord]]:
     """Makes so many steps, fewer once all rows have ended, in the two programs by turns: the state
     and the records on the host, of each call that made some."""
-    program = Program(parts, state.cache.capacity, recording)
+    static = {"window": state.cache.capacity, "max_steps": 32, "recording": Recording(), **static}
     forked, idle = False, 0
     while steps > 0 and idle < 2:
         state, records, forked = decode(
-            params,
-            state,
-            jnp.int32(min(steps, 32)),
-            max_steps=32,
-            program=replace(program, lanes=bool(forked)),
-            **static,
+            params, state, jnp.int32(min(steps, 32)), lanes=bool(forked), **static
         )
         records = jax.device_get(records).unpack()
         done = int(np.any(records.live | records.joins, axis=1).sum())
@@ -362,7 +343,6 @@ def generate(
     chunks: Iterable[int] = (32,) * 99,
     rows: int = BATCH,
     lanes: int = LANES,
-    parts: Parts = PARTS,
     look: Callable[[DecodeState], None] = lambda state: None,
 ) -> list[list[Line]]:
     """Runs rows to their ends, so many steps at a time, and looks at the state in between. Others
@@ -370,11 +350,11 @@ def generate(
     config, params = model
     number = len(jobs)
     jobs = [*jobs, *[replace(jobs[0], budget=1)] * (rows - number)]
-    state = start(config, params, jobs, CAPACITY, eos_ids, lanes, parts)
-    told = Told(rows, [mechanism.name for mechanism in parts.mechanisms])
+    state = start(config, params, jobs, CAPACITY, eos_ids, lanes)
+    told = Told(rows, [mechanism.name for mechanism in state.settings.mechanisms])
     look(state)
     for chunk in chunks:
-        for now, records in advance(params, state, chunk, config=config, parts=parts):
+        for now, records in advance(params, state, chunk, config=config):
             state = now
             look(state)
             told.add(records)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +14,13 @@ from entropix_jax.sampler.keys import row_key
 from entropix_jax.sampler.mechanisms import ACTIONS
 from entropix_jax.sampler.state import Rows
 from entropix_jax.sampler.step import choose
-from tests.support.samplers import LITERAL, PARTS, attn_stats, batch_of, fresh_state, params_of
+from tests.support.samplers import LITERAL, attn_stats, batch_of, fresh_state, params_of
 
 VOCAB = 128
 SLOTS = 96
 PROMPT = 4
 
-choose_jit = partial(jax.jit(choose, static_argnames="parts"), parts=PARTS)
+choose_jit = jax.jit(choose)
 
 
 def rows_of(

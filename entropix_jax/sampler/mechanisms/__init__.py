@@ -56,4 +56,4 @@ MECHANISMS = (
 )
 
 # The actions in a trace.
-ACTIONS = tuple(m.name for m in MECHANISMS if (m.propose or m.control) and m not in _ARMS_ONLY)
+ACTIONS = tuple(m.name for m in MECHANISMS if (m.propose or m.replaces) and m not in _ARMS_ONLY)

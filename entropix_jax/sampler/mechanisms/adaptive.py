@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.names import LARGEST
-from entropix_jax.sampler.context import Context, draw, scaled_top_k, to_int
+from entropix_jax.sampler.context import Context, Proposal, draw, scaled_top_k, to_int
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import COEFFICIENT, MAX_DRAWS, number
-from entropix_jax.sampler.state import Proposal
 
 _SMALLEST = 1e-6  # a threshold of 0 is no unit
 

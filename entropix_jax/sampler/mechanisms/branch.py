@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from entropix_jax.sampler.context import Context, Verdict, any_row, draw, fork, where
+from entropix_jax.sampler.context import Context, Proposal, draw, either
 from entropix_jax.sampler.filters import penalise
 from entropix_jax.sampler.keys import STREAM_NOISE, uniforms
 from entropix_jax.sampler.mechanism import Mechanism
@@ -34,7 +34,7 @@ from entropix_jax.sampler.settings import (
     flag,
     number,
 )
-from entropix_jax.sampler.state import Observation, Proposal
+from entropix_jax.sampler.state import Observation, Rows, SamplerState, Step
 from entropix_jax.sampler.top import top
 
 MAX_WIDTH = 8  # W, branches of a fork
@@ -68,11 +68,11 @@ class BranchState:
     forwards: jax.Array  # int32, tokens of branches that were evaluated
 
 
-def may_branch(ctx: Context) -> jax.Array:
+def may_branch(settings: SamplerSettings, state: SamplerState, rows: Rows) -> jax.Array:
     """Whether neither budget of the row is spent: its forks, and what they cost so far."""
-    own: BranchSettings = ctx.settings.own["branch"]
-    row: BranchState = ctx.own["branch"]
-    affordable = own.max_share * ctx.generated.astype(jnp.float32)
+    own: BranchSettings = settings.own["branch"]
+    row: BranchState = state.tally.own["branch"]
+    affordable = own.max_share * rows.generated.astype(jnp.float32)
     return (row.begun < own.per_row) & (row.forwards.astype(jnp.float32) <= affordable)
 
 
@@ -88,7 +88,7 @@ def propose(ctx: Context) -> Proposal:
         top_p=own.top_p,
         min_p=own.min_p,
     )
-    return where(ctx.may["branch"], branches, explore(ctx))
+    return either(ctx.may["branch"], branches, explore(ctx))
 
 
 def follow(ctx: Context) -> Proposal:
@@ -96,44 +96,58 @@ def follow(ctx: Context) -> Proposal:
     return draw("branch", ctx, temperature=ctx.settings.own["branch"].rollout_temperature)
 
 
-def control(ctx: Context, token: jax.Array) -> Verdict:
+def apply(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
     """Forks the row, and counts that."""
-    row: BranchState = ctx.own["branch"]
-    return replace(fork(find_candidates(ctx)), own=replace(row, begun=row.begun + 1))
+    row: BranchState = step.tally.own["branch"]
+    begun = replace(row, begun=row.begun + acts.astype(jnp.int32))
+    candidates, width = lax.cond(
+        jnp.any(acts),
+        lambda: find_candidates(step, settings),
+        lambda: (step.candidates, step.width),
+    )
+    return replace(
+        step,
+        tally=replace(step.tally, own={**step.tally.own, "branch": begun}),
+        forks=step.forks | acts,
+        candidates=jnp.where(acts[:, None], candidates, step.candidates),
+        width=jnp.where(acts, width, step.width),
+    )
 
 
-def find_candidates(ctx: Context) -> jax.Array:
-    """The tokens that the branches begin with, likeliest first: int32 [W], padded with -1.
+def find_candidates(step: Step, settings: SamplerSettings) -> tuple[jax.Array, jax.Array]:
+    """The tokens that the branches begin with, likeliest first, int32 [B, W], and how many count.
 
     Of the distribution warmed by temperature and Gumbel noise (scaled, on its logits): those that
     min-p admits, of these the shortest prefix that reaches top-p, at most `width`.
     """
-    own: BranchSettings = ctx.settings.own["branch"]
-    logits = penalise(ctx.logits, ctx)
+    own: BranchSettings = settings.own["branch"]
+    rows = step.rows
+    logits = jax.vmap(penalise)(step.logits, step.context)
 
-    def noised(logits: jax.Array) -> jax.Array:
-        stream = jnp.int32(STREAM_NOISE)
-        numbers = uniforms(ctx.key, ctx.length, jnp.int32(0), stream, logits.shape[0])
+    def noised() -> jax.Array:
+        zero = jnp.zeros_like(rows.length)
+        numbers = uniforms(rows.keys, rows.length, zero, zero + STREAM_NOISE, logits.shape[-1])
         # Else XLA's reshape mover moves a reshape through all that follows, one operation in each
         # round of its passes over the whole program: a tenth of the time to compile it.
         numbers = lax.optimization_barrier(numbers)
         # Finite always: times a row's zero noise, too, it must add nothing.
         gumbel = -jnp.log(-jnp.log(jnp.maximum(numbers, 2.0**-25)))
-        return logits + own.noise * gumbel
+        return logits + own.noise[:, None] * gumbel
 
-    logits = lax.cond(any_row(own.noise > 0), noised, lambda logits: logits, logits)
-    mass = jnp.exp((logits - jnp.max(logits)) / own.temperature)
-    mass = jnp.where((mass >= own.min_p) & (logits > -jnp.inf), mass, 0.0)
-    most = min(MAX_WIDTH, logits.shape[0])
+    logits = lax.cond(jnp.any(own.noise > 0), noised, lambda: logits)
+    mass = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / own.temperature[:, None])
+    mass = jnp.where((mass >= own.min_p[:, None]) & (logits > -jnp.inf), mass, 0.0)
+    most = min(MAX_WIDTH, logits.shape[-1])
     _, ids = top(logits, most)
-    shares = mass[ids]
+    shares = jnp.take_along_axis(mass, ids, axis=1)
     before = cumulate(shares) - shares
     # At 1 it is off: rounding must not cut the tail.
-    reached = jnp.where(own.top_p < 1, own.top_p * jnp.sum(mass), jnp.inf)
-    rank = jnp.arange(most, dtype=jnp.int32)
-    admitted = ((before < reached) & (shares > 0)) | (rank == 0)
-    admitted &= rank < own.width
-    return jnp.pad(jnp.where(admitted, ids, -1), (0, MAX_WIDTH - most), constant_values=-1)
+    reached = jnp.where(own.top_p < 1, own.top_p * jnp.sum(mass, axis=-1), jnp.inf)
+    admitted = (before < reached[:, None]) & (shares > 0)
+    admitted = admitted.at[:, 0].set(True)
+    ids = jnp.pad(ids, ((0, 0), (0, MAX_WIDTH - most)))
+    width = jnp.sum(admitted, axis=-1, dtype=jnp.int32)
+    return ids, jnp.minimum(width, own.width)
 
 
 def goes_on(observation: Observation, depth: jax.Array, settings: SamplerSettings) -> jax.Array:
@@ -158,7 +172,7 @@ BRANCH = Mechanism(
     settings=BranchSettings,
     init=lambda: BranchState(begun=jnp.int32(0), forwards=jnp.int32(0)),
     may=may_branch,
-    control=control,
+    apply=apply,
     keep=("begun", "forwards"),
     follows_regimes=True,
 )

@@ -74,7 +74,7 @@ def learn(drawn: DrawnToken, ctx: Context) -> MirostatState:
     drawn_at = ctx.proposal.temperature
     waits = ctx.settings.base.temperature_last & (drawn_at > 0)
     bits = surprise(drawn.logits, jnp.where(waits, 1.0, drawn_at), drawn.token)
-    acts = ctx.proposal.rule == ctx.parts.action("mirostat")
+    acts = ctx.proposal.rule == ctx.settings.action("mirostat")
     moved = learnt - own.rate * (bits - own.target)
     return MirostatState(learnt=jnp.where(acts, moved, learnt))
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.names import LARGEST
-from entropix_jax.sampler.context import Context, draw, scaled_top_k, to_int
+from entropix_jax.sampler.context import Context, Proposal, draw, scaled_top_k, to_int
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import COEFFICIENT, TEMPERATURE, number
-from entropix_jax.sampler.state import Proposal
 from entropix_jax.stats import LN2
 
 

@@ -8,16 +8,19 @@ scaling") keeps the thinking from ending early, and ends it when it is long. Bot
 row has written the text that ends thinking. What a branch draws they leave as it is.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from entropix_jax.names import LARGEST
-from entropix_jax.sampler.context import Context, Verdict, any_row, force, when
 from entropix_jax.sampler.filters import holds_banned
 from entropix_jax.sampler.mechanism import Mechanism
-from entropix_jax.sampler.settings import COUNT, number, texts
+from entropix_jax.sampler.settings import COUNT, SamplerSettings, number, texts
+from entropix_jax.sampler.state import Observation, Rows, Step, Tally
 
 MAX_TEXT = 32  # tokens of a text
 
@@ -57,59 +60,77 @@ class BudgetForcingState:
     waited: jax.Array  # int32, how often it was told to
 
 
-def end_thinking(ctx: Context, token: jax.Array) -> Verdict:
-    """Forces the text once the row has been sure for long enough."""
-    own: ThinkEndSettings = ctx.settings.own["think_end"]
-    row: ThinkEndState = ctx.own["think_end"]
-    text = own.text[0]
-    calm = (own.patience > 0) & (row.calm >= own.patience)
-    return when(_unless_written(calm & _allowed(ctx, text), ctx, text), force(text))
+def ends_thinking(settings: SamplerSettings, step: Step, token: jax.Array) -> jax.Array:
+    """Whether each row has been sure for long enough: bool [B]."""
+    own: ThinkEndSettings = settings.own["think_end"]
+    row: ThinkEndState = step.tally.own["think_end"]
+    calm = (own.patience > 0) & (row.calm >= own.patience) & (own.text[:, 0, 0] >= 0)
+    calm &= ~holds_banned(settings, own.text[:, 0])
+    return _unless_written(calm, step.rows, own.text[:, 0])
 
 
-def count_calm(ctx: Context) -> ThinkEndState:
+def write_end(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
+    """Forces the text."""
+    return _force(acts, step, settings.own["think_end"].text[:, 0])
+
+
+def count_calm(settings: SamplerSettings, tally: Tally, observation: Observation) -> ThinkEndState:
     """Counts drawn tokens in a row below the bound. Forced ones reset the count."""
-    own: ThinkEndSettings = ctx.settings.own["think_end"]
-    row: ThinkEndState = ctx.own["think_end"]
-    calm = (ctx.metrics.entropy < own.entropy) & (ctx.queued == 0)
+    own: ThinkEndSettings = settings.own["think_end"]
+    row: ThinkEndState = tally.own["think_end"]
+    calm = (observation.metrics.entropy < own.entropy) & (tally.queued == 0)
     return ThinkEndState(calm=jnp.where(calm, row.calm + 1, 0))
 
 
-def force_budget(ctx: Context, token: jax.Array) -> Verdict:
-    """Forces `end` where the thinking is too long, else `wait` where the token ends it too early,
-    and counts that. A text `end` is known by its first token."""
-    own: BudgetForcingSettings = ctx.settings.own["budget_forcing"]
-    row: BudgetForcingState = ctx.own["budget_forcing"]
-    end = own.end[0]
-    stops = jnp.any(token == ctx.eos_ids) | (token == end[0])
-    early = stops & (ctx.generated < own.min_tokens) & (row.waited < own.times)
-    late = (own.max_tokens > 0) & (ctx.generated >= own.max_tokens)
-    text = jnp.where(late, end, own.wait[0])
-    acts = _unless_written((early | late) & _allowed(ctx, text), ctx, end)
-    waited = BudgetForcingState(waited=row.waited + (~late).astype(jnp.int32))
-    return when(acts, force(text), waited)
+def forces_budget(settings: SamplerSettings, step: Step, token: jax.Array) -> jax.Array:
+    """Whether each row's `token`, int32 [B], ends its thinking too early, or it is too long: bool
+    [B]. A text `end` is known by its first token."""
+    own: BudgetForcingSettings = settings.own["budget_forcing"]
+    row: BudgetForcingState = step.tally.own["budget_forcing"]
+    rows, end = step.rows, own.end[:, 0]
+    stops = jnp.any(token[:, None] == rows.eos_ids, axis=-1) | (token == end[:, 0])
+    early = stops & (rows.generated < own.min_tokens) & (row.waited < own.times)
+    late = _is_late(own, rows)
+    text = jnp.where(late[:, None], end, own.wait[:, 0])
+    allowed = (text[:, 0] >= 0) & ~holds_banned(settings, text)
+    return _unless_written((early | late) & allowed, rows, end)
 
 
-def _allowed(ctx: Context, text: jax.Array) -> jax.Array:
-    """Whether there is a text, int32 [n] padded with -1, without a banned token."""
-    return (text[0] >= 0) & ~holds_banned(ctx.settings, text)
+def force_budget(acts: jax.Array, step: Step, settings: SamplerSettings) -> Step:
+    """Forces `end` where the thinking is too long, else `wait`, and counts that."""
+    own: BudgetForcingSettings = settings.own["budget_forcing"]
+    row: BudgetForcingState = step.tally.own["budget_forcing"]
+    late = _is_late(own, step.rows)
+    step = _force(acts, step, jnp.where(late[:, None], own.end[:, 0], own.wait[:, 0]))
+    waited = BudgetForcingState(waited=row.waited + (acts & ~late).astype(jnp.int32))
+    tally = replace(step.tally, own={**step.tally.own, "budget_forcing": waited})
+    return replace(step, tally=tally)
 
 
-def _unless_written(wanted: jax.Array, ctx: Context, text: jax.Array) -> jax.Array:
-    """`wanted`, a bool, if the row has not generated the text, int32 [n], yet."""
-    written: jax.Array = lax.cond(
-        any_row(wanted), lambda: _has_written(ctx, text), lambda: jnp.bool_(False)
-    )
+def _is_late(own: BudgetForcingSettings, rows: Rows) -> jax.Array:
+    return (own.max_tokens > 0) & (rows.generated >= own.max_tokens)
+
+
+def _force(acts: jax.Array, step: Step, text: jax.Array) -> Step:
+    """`text` is int32 [B, n], padded with -1."""
+    return step.force(acts, text, jnp.sum(text >= 0, axis=-1, dtype=jnp.int32))
+
+
+def _unless_written(wanted: jax.Array, rows: Rows, text: jax.Array) -> jax.Array:
+    """`wanted`, bool [B], in the rows that have not generated their `text[B, n]` yet."""
+    look = partial(jax.vmap(_has_written), rows, text)
+    written: jax.Array = lax.cond(jnp.any(wanted), look, lambda: wanted)
     return wanted & ~written
 
 
-def _has_written(ctx: Context, text: jax.Array) -> jax.Array:
-    """Whether the row has generated a text; none is never written."""
-    start = jnp.arange(ctx.history.shape[0], dtype=jnp.int32)
+def _has_written(row: Rows, text: jax.Array) -> jax.Array:
+    """Whether one row has generated a text; none is never written."""
+    start = jnp.arange(row.history.shape[0], dtype=jnp.int32)
     offset = jnp.arange(text.shape[0], dtype=jnp.int32)
-    tokens = jnp.take(ctx.history, start[:, None] + offset[None, :], mode="clip")  # [S, n]
+    tokens = jnp.take(row.history, start[:, None] + offset[None, :], mode="clip")  # [S, n]
     same = jnp.all((tokens == text[None, :]) | (text < 0)[None, :], axis=-1)
     count = jnp.sum(text >= 0, dtype=jnp.int32)
-    generated = (ctx.length - ctx.generated <= start) & (start <= ctx.length - count)
+    generated = (row.length - row.generated <= start) & (start <= row.length - count)
     return jnp.any(same & generated & (count > 0))
 
 
@@ -117,17 +138,19 @@ THINK_END = Mechanism(
     "think_end",
     settings=ThinkEndSettings,
     init=lambda: ThinkEndState(calm=jnp.int32(0)),
-    control=end_thinking,
+    replaces=ends_thinking,
     active=lambda settings: settings.own["think_end"].patience > 0,
+    apply=write_end,
     advance=count_calm,
 )
 BUDGET_FORCING = Mechanism(
     "budget_forcing",
     settings=BudgetForcingSettings,
     init=lambda: BudgetForcingState(waited=jnp.int32(0)),
-    control=force_budget,
+    replaces=forces_budget,
     active=lambda settings: (
         (settings.own["budget_forcing"].min_tokens > 0)
         | (settings.own["budget_forcing"].max_tokens > 0)
     ),
+    apply=force_budget,
 )

@@ -24,8 +24,9 @@ def exclude(logits: jax.Array, ctx: Context) -> jax.Array:
     """Leaves out the top choices but the last one, in a step in which a number of the row's own is
     below the probability; of equals the one with the highest id is last."""
     own: XtcSettings = ctx.settings.own["xtc"]
-    numbers = uniforms(ctx.key, ctx.length, ctx.attempt, jnp.int32(STREAM_XTC), MAX_WIDTH + 1)
-    acts = numbers[ctx.branch + 1] < own.probability
+    stream = jnp.full(1, STREAM_XTC, jnp.int32)
+    where = ctx.key[None], ctx.length[None], ctx.attempt[None], stream
+    acts = uniforms(*where, MAX_WIDTH + 1)[0, ctx.branch + 1] < own.probability
     p = jax.nn.softmax(logits)
     top = (p >= own.threshold) & (logits > -jnp.inf)
     ids = jnp.arange(p.shape[0], dtype=jnp.int32)
