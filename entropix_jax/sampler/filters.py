@@ -55,8 +55,8 @@ def penalise(logits: jax.Array, ctx: Context) -> jax.Array:
 
 def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the logits that one row draws from, `softmax` of which are the probabilities: divided
-    by the temperature, and truncated by the row's rule. At temperature 0 only the likeliest token
-    is left. Also returns the input of each `reweigh` filter, by its name."""
+    by the temperature, and truncated by the row's rule. At temperature 0 only the most likely
+    token is left. Also returns the input of each `reweigh` filter, by its name."""
     proposal, settings = ctx.proposal, ctx.settings
     greedy, is_last = proposal.temperature <= 0, settings.base.temperature_last
     temperature = jnp.where(greedy, 1.0, proposal.temperature)
@@ -66,7 +66,7 @@ def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.
         return jnp.where(greedy & (token != jnp.argmax(logits)), -jnp.inf, logits)
 
     left = lax.cond(any_row(greedy), keep_argmax, lambda: logits)
-    # From the likeliest down: at a low temperature the logits would overflow.
+    # Relative to the maximum: at a low temperature the logits would overflow.
     left = (left - jnp.max(logits)) / jnp.where(is_last, 1.0, temperature)
     left = jnp.where(left == 0, 0.0, left)  # -0 and 0 are a tie
     left = nucleus(left, ctx)
@@ -84,8 +84,8 @@ def truncate(logits: jax.Array, ctx: Context) -> tuple[jax.Array, dict[str, jax.
 
 def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
     """Keeps `p >= min_p * p_max`, of these the `top_k` first, and of these the shortest prefix
-    that reaches `top_p` of their mass. `logits` are 0 for the likeliest, which is always kept. Rows
-    that have another rule are left as they are."""
+    that reaches `top_p` of their mass. `logits` are 0 for the most likely token, which is always
+    kept. Rows that have another rule are left as they are."""
     proposal, vocab = ctx.proposal, logits.shape[0]
     acts = proposal.rule == ctx.settings.action(NUCLEUS)
     has_k = acts & (proposal.top_k > 0) & (proposal.top_k < vocab)
@@ -107,9 +107,9 @@ def nucleus(logits: jax.Array, ctx: Context) -> jax.Array:
     return cut_off
 
 
-def likeliest(logits: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns one row's logits with all but the `number` likeliest, at least one, at -inf."""
-    number = jnp.maximum(number, 1).astype(jnp.float32)
+def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns one row's logits with all but the `k` highest, at least one, at -inf."""
+    number = jnp.maximum(k, 1).astype(jnp.float32)
     possible = sum_last(_is_possible(logits))
     first = shortest(logits, head_of(logits), _is_possible, number, possible)
     return jnp.where(first.holds(logits), logits, -jnp.inf)

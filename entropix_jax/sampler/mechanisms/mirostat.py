@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from entropix_jax.sampler.context import Context
-from entropix_jax.sampler.filters import likeliest
+from entropix_jax.sampler.filters import keep_top_k
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.settings import number
 from entropix_jax.sampler.state import DrawnToken
@@ -63,7 +63,7 @@ def keep(logits: jax.Array, ctx: Context) -> jax.Array:
     scale = jnp.where(x == 0, 1.0, x / -jnp.expm1(-x)) / log_number
     log_k = (mu * LN2 + jnp.log(scale)) / s
     k = jnp.round(jnp.exp(jnp.minimum(log_k, log_number)))
-    return likeliest(logits, k.astype(jnp.int32))
+    return keep_top_k(logits, k.astype(jnp.int32))
 
 
 def learn(drawn: DrawnToken, ctx: Context) -> MirostatState:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from entropix_jax.sampler.context import Context
-from entropix_jax.sampler.filters import likeliest
+from entropix_jax.sampler.filters import keep_top_k
 from entropix_jax.sampler.mechanism import Mechanism
 from entropix_jax.sampler.prefix import FARTHEST, count_settled
 from entropix_jax.sampler.settings import number
@@ -43,7 +43,7 @@ def top_h(logits: jax.Array, ctx: Context) -> jax.Array:
         kept = jnp.sum((entropies <= bound) & (first > -jnp.inf), dtype=jnp.int32)
         return kept, kept < first.size
 
-    return likeliest(logits, count_settled(logits, count, most))
+    return keep_top_k(logits, count_settled(logits, count, most))
 
 
 def ees(logits: jax.Array, ctx: Context) -> jax.Array:
@@ -59,7 +59,7 @@ def ees(logits: jax.Array, ctx: Context) -> jax.Array:
         ended = jnp.any(ends)
         return jnp.where(ended, jnp.argmax(ends), first.size).astype(jnp.int32), ended
 
-    return likeliest(logits, count_settled(logits, count, total))
+    return keep_top_k(logits, count_settled(logits, count, total))
 
 
 def min_k(logits: jax.Array, ctx: Context) -> jax.Array:
@@ -80,7 +80,7 @@ def min_k(logits: jax.Array, ctx: Context) -> jax.Array:
         return cliff, (cliff < first.size) | (there[-1] == bound)
 
     fewest = jnp.minimum(flat, logits.shape[-1]).astype(jnp.int32)
-    return likeliest(logits, jnp.maximum(count_settled(logits, count, least), fewest))
+    return keep_top_k(logits, jnp.maximum(count_settled(logits, count, least), fewest))
 
 
 def _prefixes(first: jax.Array) -> tuple[jax.Array, jax.Array]:
